@@ -109,9 +109,8 @@ def make_batch(
             -rng.random(length - prompt).astype(np.float32),
             np.array([[0, 0, length - prompt]], np.int32),
         )
-    places = plan_micro_batches(lengths.tolist(), config.learner.mini_batches, 1, config.learner.token_budget).of_rank(
-        0
-    )
+    rows, learner = lengths[:, None].tolist(), config.learner
+    places = plan_micro_batches(rows, learner.mini_batches, 1, learner.token_budget).of_rank(0)
     advantages = rng.normal(size=samples).tolist()
     return rollout_batch(0, places, payloads, advantages, [0.5] * samples, 256, device)
 

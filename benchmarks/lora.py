@@ -72,7 +72,7 @@ def gap(trainer: Trainer, payloads: list[Payload]) -> float:
 def step(trainer: Trainer, payloads: list[Payload], version: int) -> None:
     """One optimizer step on these samples."""
     lengths = [len(payload.token_ids) for payload in payloads]
-    samples = plan_micro_batches(lengths, 1, 1, trainer.config.learner.token_budget).of_rank(0)
+    samples = plan_micro_batches([[length] for length in lengths], 1, 1, trainer.config.learner.token_budget).of_rank(0)
     advantages = np.random.default_rng(version).normal(size=len(payloads)).tolist()
     rewards = [0.0] * len(payloads)
     held: dict[int, Payload | None] = dict(enumerate(payloads))

@@ -64,7 +64,7 @@ def learner(config: Config) -> float:
         )
         for index in range(batch)
     }
-    places = plan_micro_batches([length] * batch, 1, 1, config.learner.token_budget).of_rank(0)
+    places = plan_micro_batches([[length]] * batch, 1, 1, config.learner.token_budget).of_rank(0)
     rollouts = rollout_batch(0, places, payloads, rng.normal(size=batch).tolist(), [0.5] * batch, vocabulary=256)
     trainer = Trainer(config, start())
     bare_step(trainer, config, rollouts)

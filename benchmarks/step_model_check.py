@@ -129,7 +129,7 @@ def learner_seconds(folder: Path, tokens: int, rounds: int = 3) -> float:
         np.array([[0, 0, tokens - prompt]], np.int32),
     )
     trainer = Trainer(config, start())
-    places = plan_micro_batches([tokens] * samples, 1, 1, config.learner.token_budget).of_rank(0)
+    places = plan_micro_batches([[tokens]] * samples, 1, 1, config.learner.token_budget).of_rank(0)
     advantages = rng.normal(size=samples).tolist()
     batch = rollout_batch(0, places, dict.fromkeys(range(samples), payload), advantages, [0.5] * samples, 256)
     trainer.train(batch)

@@ -6,7 +6,8 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -19,11 +20,11 @@ from common.unpack import unpack
 TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
 MAX_PAYLOAD = 256 << 20  # bytes
-VALUES = 6  # schema, four arrays, and the list of them
+VALUES = 7  # schema, five arrays, and the list of them
 # A log-prob exceeds 0 only by rounding in low precision; no engine's logits differ by more than 1e5.
 MOST, LEAST = 0.01, -1e5
 MAX_LINE = MAX_RECORD - 4096  # bytes of a line, so that it fits compressed or not
-TOKENS = ("token_ids", "model_spans", "logprobs", "version_spans")
+TOKENS = ("token_ids", "model_spans", "logprobs", "version_spans", "row_lengths")
 _DEPTH = 20
 # Characters and numbers that one call encodes, while all other threads of the process wait.
 _CHARS = 1 << 16
@@ -35,7 +36,7 @@ _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One episode's tokens.
+    """One episode's tokens, in one row or several, one after another; in each, no token sees those of another row.
 
     Attributes:
         token_ids: prompt, responses and tool results as the model saw them, int32 [T].
@@ -43,12 +44,14 @@ class Payload:
         logprobs: log pi_rollout of the model tokens, in order, float32 [M].
         version_spans: (weight version, start, end) over the model tokens, int32 [V, 3], covering all M; no version is
             negative.
+        row_lengths: tokens of each row, int32 [R], each at least 1; empty: one row.
     """
 
     token_ids: np.ndarray
     model_spans: np.ndarray
     logprobs: np.ndarray
     version_spans: np.ndarray
+    row_lengths: np.ndarray = field(default_factory=partial(np.empty, 0, TOKEN))
 
     def mask(self) -> np.ndarray:
         """True where the model sampled the token, bool [T]."""
@@ -62,6 +65,23 @@ class Payload:
         lengths = self.version_spans[:, 2] - self.version_spans[:, 1]
         return np.repeat(self.version_spans[:, 0], lengths)
 
+    def rows(self) -> list[Payload]:
+        """Each row as a payload of its own."""
+        if len(self.row_lengths) < 2:
+            return [self]
+        ends = np.cumsum(self.row_lengths, dtype=np.int64).tolist()
+        spans_of_rows = np.split(self.model_spans, np.searchsorted(self.model_spans[:, 0], ends[:-1]))
+        rows, start, sampled = [], 0, 0
+        for end, spans in zip(ends, spans_of_rows, strict=True):
+            before, sampled = sampled, sampled + int((spans[:, 1] - spans[:, 0]).sum())
+            first = np.searchsorted(self.version_spans[:, 2], before, "right")
+            last = np.searchsorted(self.version_spans[:, 2], sampled)
+            versions = self.version_spans[first : last + 1].copy()
+            versions[:, 1:] = versions[:, 1:].clip(before, sampled) - before
+            rows.append(Payload(self.token_ids[start:end], spans - start, self.logprobs[before:sampled], versions))
+            start = end
+        return rows
+
 
 def encode_payload(payload: Payload) -> bytes:
     """Pack a payload: about 4 bytes a token and 4 more a model token."""
@@ -72,6 +92,7 @@ def encode_payload(payload: Payload) -> bytes:
             np.ascontiguousarray(payload.model_spans, TOKEN).tobytes(),
             np.ascontiguousarray(payload.logprobs, LOGPROB).data.cast("B"),
             np.ascontiguousarray(payload.version_spans, TOKEN).tobytes(),
+            np.ascontiguousarray(payload.row_lengths, TOKEN).tobytes(),
         )
     )
 
@@ -79,7 +100,7 @@ def encode_payload(payload: Payload) -> bytes:
 def decode_payload(data: bytes) -> Payload:
     """Unpack and check a payload; the arrays are views of `data`. Raises `InvalidMessage`."""
     try:
-        schema, tokens, spans, logprobs, versions = unpack(data, MAX_PAYLOAD, VALUES)
+        schema, tokens, spans, logprobs, versions, rows = unpack(data, MAX_PAYLOAD, VALUES)
         if schema != SCHEMA:
             raise InvalidMessage(f"Payload: schema {schema!r}, this process reads {SCHEMA}")
         payload = Payload(
@@ -87,6 +108,7 @@ def decode_payload(data: bytes) -> Payload:
             np.frombuffer(spans, TOKEN).reshape(-1, 2),
             np.frombuffer(logprobs, LOGPROB),
             np.frombuffer(versions, TOKEN).reshape(-1, 3),
+            np.frombuffer(rows, TOKEN),
         )
     except InvalidMessage:
         raise
@@ -109,6 +131,8 @@ def _check(payload: Payload) -> None:
     borders = [0, *payload.model_spans.ravel().tolist(), len(payload.token_ids)]
     if any(left > right for left, right in pairwise(borders)):
         raise InvalidMessage("Payload: model spans overlap or leave the tokens")
+    if len(payload.row_lengths):
+        _check_rows(payload)
     sampled = sum(borders[2:-1:2]) - sum(borders[1:-1:2])
     if sampled != len(payload.logprobs):
         raise InvalidMessage(f"Payload: {sampled} model tokens but {len(payload.logprobs)} log-probs")
@@ -131,6 +155,18 @@ def _check(payload: Payload) -> None:
         covered = end
     if covered != sampled:
         raise InvalidMessage("Payload: version spans do not cover the model tokens")
+
+
+def _check_rows(payload: Payload) -> None:
+    least, ends = payload.row_lengths.min(), np.cumsum(payload.row_lengths, dtype=np.int64)
+    tokens = len(payload.token_ids)
+    if least < 1 or ends[-1] != tokens:
+        raise InvalidMessage(
+            f"Payload: {len(ends)} rows, the shortest of {least} tokens, have {ends[-1]} of {tokens} tokens"
+        )
+    starts, stops = payload.model_spans.T
+    if (np.searchsorted(ends, starts, "right") < np.searchsorted(ends, stops, "left")).any():
+        raise InvalidMessage("Payload: a model span goes from one row into the next")
 
 
 def pack_record(episode: dict[str, Any]) -> bytes:

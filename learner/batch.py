@@ -1,10 +1,11 @@
-"""From payloads to tensors: which samples share a micro-batch, and its tensors for model and losses."""
+"""From payloads to tensors: which rows share a micro-batch, and its tensors for model and losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -16,40 +17,47 @@ from learner.attention import PackedSequences, pack_sequences
 from learner.correction import Layout
 from learner.world import World
 
+# A row: the index of its sample in the batch, and its number in the sample.
+Place = tuple[int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """Sample indices of each micro-batch: `samples[mini_batch][micro_batch][rank]` is a list, often empty."""
+    """Rows of each micro-batch: `rows[mini_batch][micro_batch][rank]` is a list, often empty."""
 
-    samples: list[list[list[list[int]]]]
+    rows: list[list[list[list[Place]]]]
 
-    def of_rank(self, rank: int) -> list[list[list[int]]]:
-        """This rank's share: `[mini_batch][micro_batch]` lists of indices."""
-        return [[ranks[rank] for ranks in micro_batches] for micro_batches in self.samples]
+    def of_rank(self, rank: int) -> list[list[list[Place]]]:
+        """This rank's share: `[mini_batch][micro_batch]` lists of rows."""
+        return [[ranks[rank] for ranks in micro_batches] for micro_batches in self.rows]
 
 
-def plan_micro_batches(lengths: Sequence[int], mini_batches: int, ranks: int, token_budget: int) -> MicroBatchPlan:
+def plan_micro_batches(
+    row_tokens: Sequence[Sequence[int]], mini_batches: int, ranks: int, token_budget: int
+) -> MicroBatchPlan:
     """Split a batch into mini-batches, and each of those into micro-batches of at most `token_budget` tokens.
 
-    Every rank gets the same number of micro-batches, because their collectives must meet. A sample longer
-    than the budget is a micro-batch of its own. Samples keep their batch's order between mini-batches.
+    Every rank gets the same number of micro-batches, because their collectives must meet. A row longer than the budget
+    is a micro-batch of its own. Samples keep their batch's order between mini-batches; the rows of a sample are in one
+    mini-batch, anywhere in it.
 
     Args:
-        lengths: tokens of each sample [B].
+        row_tokens: tokens of each row of each sample [B].
     """
-    per_mini = -(-len(lengths) // mini_batches) if lengths else 0
-    samples = []
+    per_mini = -(-len(row_tokens) // mini_batches) if row_tokens else 0
+    rows = []
     for mini in range(mini_batches):
-        indices = list(range(mini * per_mini, min((mini + 1) * per_mini, len(lengths))))
-        bins = _pack(indices, lengths, ranks, token_budget)
-        samples.append([bins[start : start + ranks] for start in range(0, len(bins), ranks)])
-    return MicroBatchPlan(samples)
+        samples = range(mini * per_mini, min((mini + 1) * per_mini, len(row_tokens)))
+        lengths = {(sample, row): tokens for sample in samples for row, tokens in enumerate(row_tokens[sample])}
+        bins = _pack(lengths, ranks, token_budget)
+        rows.append([bins[start : start + ranks] for start in range(0, len(bins), ranks)])
+    return MicroBatchPlan(rows)
 
 
-def _pack(indices: Sequence[int], lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
+def _pack(lengths: Mapping[Place, int], ranks: int, budget: int) -> list[list[Place]]:
     """A multiple of `ranks` bins, fullest first, so that the ranks of one micro-batch have similar amounts of work."""
-    descending = sorted(indices, key=lambda index: (-lengths[index], index))
-    rounds = max(1, -(-sum(min(lengths[index], budget) for index in indices) // (budget * ranks)))
+    descending = sorted(lengths, key=lambda place: (-lengths[place], place))
+    rounds = max(1, -(-sum(min(tokens, budget) for tokens in lengths.values()) // (budget * ranks)))
     while True:
         bins = _fill_evenly(descending, lengths, rounds * ranks)
         if all(len(members) == 1 or tokens <= budget for tokens, members in bins if members):
@@ -58,15 +66,17 @@ def _pack(indices: Sequence[int], lengths: Sequence[int], ranks: int, budget: in
         rounds += 1
 
 
-def _fill_evenly(descending: Sequence[int], lengths: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
-    """Longest first, each into the emptiest bin: (tokens, indices) of each bin."""
+def _fill_evenly(
+    descending: Sequence[Place], lengths: Mapping[Place, int], count: int
+) -> list[tuple[int, list[Place]]]:
+    """Longest first, each into the emptiest bin: (tokens, rows) of each bin."""
     heap = [(0, number) for number in range(count)]
     heapify(heap)
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for index in descending:
+    bins: list[list[Place]] = [[] for _ in range(count)]
+    for place in descending:
         tokens, number = heap[0]
-        heapreplace(heap, (tokens + lengths[index], number))
-        bins[number].append(index)
+        heapreplace(heap, (tokens + lengths[place], number))
+        bins[number].append(place)
     return [(tokens, bins[number]) for tokens, number in heap]
 
 
@@ -76,19 +86,19 @@ Advantage = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples that go through the model together.
+    """Rows that go through the model together.
 
     Attributes:
         input_ids: packed tokens, int64 [1, T].
-        position_ids: positions inside each sample, int64 [1, T].
-        sequences: where each sample begins and ends.
+        position_ids: positions inside each row, int64 [1, T].
+        sequences: where each row begins and ends.
         predict: packed positions whose next token is a model token, int64 [N]; one position even if N is 0.
         targets: these next tokens, int64, as many.
-        layout: which sample each model token belongs to.
+        layout: which row each model token belongs to, and each row's share of its sample's model tokens.
         rollout_logprobs: log pi_rollout of the model tokens, float32 [N].
         advantages: float32 [N].
         versions: weight version that sampled each model token, int64 [N].
-        sample_ids: of the samples, in order; empty if not needed.
+        names: sample id and number of each row, in order; empty if not needed.
     """
 
     input_ids: torch.Tensor
@@ -100,7 +110,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     versions: torch.Tensor
-    sample_ids: Sequence[str] = ()
+    names: Sequence[tuple[str, int]] = ()
 
     @property
     def model_tokens(self) -> int:
@@ -120,8 +130,8 @@ class RolloutBatch:
         version: weight version that trains on it.
         mini_batches: micro-batches of each optimizer step; all ranks have equally many.
         samples: samples of the whole batch, over all ranks.
-        tokens: prompt and response tokens of this rank's samples.
-        left_out: this rank's samples without a usable payload.
+        tokens: prompt and response tokens of this rank's rows.
+        left_out: samples without a usable payload whose first row is this rank's.
         rewards: of the whole batch.
     """
 
@@ -133,17 +143,29 @@ class RolloutBatch:
     rewards: Sequence[float] = field(default_factory=list)
 
 
-def _is_usable(payload: Payload, advantage: Advantage, vocabulary: int) -> bool:
-    """Whether a model of this many token ids can train on a payload, whose advantage is one number or one a turn."""
-    if len(payload.logprobs) == 0 or (isinstance(advantage, Sequence) and len(advantage) != len(payload.model_spans)):
+def usable_rows(payload: Payload, advantage: Advantage, vocabulary: int) -> list[tuple[Payload, Advantage]]:
+    """A payload's rows and their advantages; none if a model of this many token ids cannot train on all of them."""
+    rows = payload.rows()
+    if not all(_is_usable(row, vocabulary) for row in rows):
+        return []
+    if not isinstance(advantage, Sequence):
+        return [(row, advantage) for row in rows]
+    if len(advantage) != len(payload.model_spans):
+        return []
+    of_turns = iter(advantage)
+    return [(row, list(islice(of_turns, len(row.model_spans)))) for row in rows]
+
+
+def _is_usable(row: Payload, vocabulary: int) -> bool:
+    if len(row.logprobs) == 0:
         return False
-    ids = payload.token_ids
+    ids = row.token_ids
     # No token comes before token 0 to predict it.
-    return bool(not payload.mask()[0] and ids.min() >= 0 and ids.max() < vocabulary)
+    return bool(not row.mask()[0] and ids.min() >= 0 and ids.max() < vocabulary)
 
 
 def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
-    """The sample's advantage, or its turns', at each model token, float32 [M]."""
+    """The advantage, or its turns', at each model token, float32 [M]."""
     lengths = payload.model_spans[:, 1] - payload.model_spans[:, 0]
     if not isinstance(advantage, Sequence):
         return np.full(lengths.sum(), advantage, np.float32)
@@ -151,15 +173,23 @@ def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
 
 
 def micro_batch(
-    samples: Sequence[tuple[Payload, Advantage]], device: torch.device | str = "cpu", sample_ids: Sequence[str] = ()
+    rows: Sequence[tuple[Payload, Advantage]],
+    device: torch.device | str = "cpu",
+    names: Sequence[tuple[str, int]] = (),
+    shares: Sequence[float] | None = None,
 ) -> MicroBatch:
-    """Pack usable payloads with their advantages; none at all gives a micro-batch without model tokens."""
-    if not samples:
+    """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
+
+    Args:
+        names: sample id and number of each row.
+        shares: of each row in its sample's model tokens; by default each row is a sample.
+    """
+    if not rows:
         return _idle(device)
-    lengths = [len(payload.token_ids) for payload, _ in samples]
-    sampled = [len(payload.logprobs) for payload, _ in samples]
-    tokens = np.concatenate([payload.token_ids for payload, _ in samples]).astype(np.int64)
-    model_tokens = np.flatnonzero(np.concatenate([payload.mask() for payload, _ in samples]))
+    lengths = [len(row.token_ids) for row, _ in rows]
+    sampled = [len(row.logprobs) for row, _ in rows]
+    tokens = np.concatenate([row.token_ids for row, _ in rows]).astype(np.int64)
+    model_tokens = np.flatnonzero(np.concatenate([row.mask() for row, _ in rows]))
 
     def joined(values: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(values).astype(dtype)).to(device)
@@ -170,11 +200,11 @@ def micro_batch(
         sequences=pack_sequences(lengths, device),
         predict=torch.from_numpy(model_tokens - 1).to(device),
         targets=torch.from_numpy(tokens[model_tokens]).to(device),
-        layout=Layout.of_lengths(sampled, device),
-        rollout_logprobs=joined([payload.logprobs for payload, _ in samples], np.float32),
-        advantages=joined([token_advantages(*sample) for sample in samples], np.float32),
-        versions=joined([payload.versions() for payload, _ in samples], np.int64),
-        sample_ids=sample_ids,
+        layout=Layout.of_lengths(sampled, device, shares),
+        rollout_logprobs=joined([row.logprobs for row, _ in rows], np.float32),
+        advantages=joined([token_advantages(*row) for row in rows], np.float32),
+        versions=joined([row.versions() for row, _ in rows], np.int64),
+        names=names,
     )
 
 
@@ -194,7 +224,7 @@ def _idle(device: torch.device | str) -> MicroBatch:
 
 def rollout_batch(
     version: int,
-    places: Sequence[Sequence[Sequence[int]]],
+    places: Sequence[Sequence[Sequence[Place]]],
     payloads: Mapping[int, Payload | None],
     advantages: Sequence[Advantage],
     rewards: Sequence[float],
@@ -202,36 +232,35 @@ def rollout_batch(
     device: torch.device | str = "cpu",
     sample_ids: Sequence[str] | None = None,
 ) -> RolloutBatch:
-    """This rank's share of a batch, from its places in the plan and the payloads of those samples.
+    """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
 
     Samples whose payload is missing or unusable, or has not as many turns as advantages, are left out and counted.
 
     Args:
-        places: `[mini_batch][micro_batch]` lists of sample indices.
+        places: `[mini_batch][micro_batch]` lists of rows.
         payloads: by sample index.
         advantages: of the whole batch [B].
         sample_ids: of the whole batch [B], if its micro-batches need them.
     """
-    kept = {
-        index: payload
-        for index, payload in payloads.items()
-        if payload and _is_usable(payload, advantages[index], vocabulary)
-    }
+    rows: dict[Place, tuple[Payload, Advantage]] = {}
+    shares: dict[Place, float] = {}
+    for sample, payload in payloads.items():
+        if payload is not None:
+            for number, row in enumerate(usable_rows(payload, advantages[sample], vocabulary)):
+                rows[sample, number], shares[sample, number] = row, len(row[0].logprobs) / len(payload.logprobs)
 
-    def packed(indices: list[int]) -> MicroBatch:
-        names = [sample_ids[i] for i in indices] if sample_ids else ()
-        return micro_batch([(kept[i], advantages[i]) for i in indices], device, names)
+    def packed(held: Sequence[Place]) -> MicroBatch:
+        held = [place for place in held if place in rows]
+        names = [(sample_ids[sample], number) for sample, number in held] if sample_ids else ()
+        return micro_batch([rows[place] for place in held], device, names, [shares[place] for place in held])
 
-    mini_batches = [
-        [packed([i for i in indices if i in kept]) for indices in micro_batches] for micro_batches in places
-    ]
-    planned = sum(len(indices) for micro_batches in places for indices in micro_batches)
+    placed = [place for micro_batches in places for held in micro_batches for place in held]
     return RolloutBatch(
         version=version,
-        mini_batches=mini_batches,
+        mini_batches=[[packed(held) for held in micro_batches] for micro_batches in places],
         samples=len(advantages),
-        tokens=sum(len(payload.token_ids) for payload in kept.values()),
-        left_out=planned - len(kept),
+        tokens=sum(len(rows[place][0].token_ids) for place in placed if place in rows),
+        left_out=sum(number == 0 and (sample, number) not in rows for sample, number in placed),
         rewards=rewards,
     )
 
@@ -249,16 +278,18 @@ def own_share(
         fetch: payloads of samples by their ids, None for one that is gone.
         vocabulary: number of the model's token ids.
     """
-    plan = plan_micro_batches(batch.tokens, config.mini_batches, world.size, config.token_budget)
+    of_samples = batch.row_tokens or [[]] * len(batch.tokens)
+    row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
+    plan = plan_micro_batches(row_tokens, config.mini_batches, world.size, config.token_budget)
     places = plan.of_rank(world.rank)
-    indices = [index for micro_batches in places for held in micro_batches for index in held]
-    payloads = fetch([batch.sample_ids[index] for index in indices])
-    # The plan is made from the headers: a payload longer than its header says could exceed the device's memory, again
+    samples = sorted({sample for micro_batches in places for held in micro_batches for sample, _ in held})
+    payloads = fetch([batch.sample_ids[sample] for sample in samples])
+    # The plan is made from the headers: a row longer than its header says could exceed the device's memory, again
     # each time the batch is trained on.
     as_planned = {
-        index: payload
-        for index, payload in zip(indices, payloads, strict=True)
-        if payload is not None and len(payload.token_ids) == batch.tokens[index]
+        sample: payload
+        for sample, payload in zip(samples, payloads, strict=True)
+        if payload is not None and [len(row.token_ids) for row in payload.rows()] == row_tokens[sample]
     }
     advantages = batch.advantages if batch.turn_advantages is None else batch.turn_advantages
     return rollout_batch(

@@ -19,7 +19,7 @@ from common.config.warnings import warnings
 from common.errors import UserError
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, ResumeOption, VersionOption, entry_point
-from common.streams.agreement import agree
+from common.streams.agreement import agree, agree_on_download
 from common.streams.batches import BatchInbox, RedisBehind
 from common.streams.broker import Broker, connect
 from common.streams.presence import LEARNER, Presence
@@ -105,6 +105,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
             with deterministic(config.run.seed) if config.run.deterministic else nullcontext():
                 log.info("loading model", model=config.model.path)
                 learner = Learner(config, broker, inbox, world, presence, log, resume)
+                world.raise_on_all_ranks(lambda: agree_on_download(broker, config) if is_main else None)
 
                 def stop() -> None:
                     learner.stop.set()

@@ -79,12 +79,12 @@ class Denominators:
 
     Attributes:
         tokens: unmasked tokens.
-        rows: rows with at least one of them.
+        samples: samples with at least one of them; of a sample of several rows, the shares of those that have one.
         horizon: the constant length of `seq-mean-token-sum-norm`.
     """
 
     tokens: float
-    rows: float
+    samples: float
     horizon: float
 
     @classmethod
@@ -92,9 +92,9 @@ class Denominators:
         """Count a single batch [B, T], which no other rank or micro-batch adds to; the horizon is its T."""
         return cls(float(mask.sum()), float(mask.bool().any(-1).sum()), float(mask.shape[-1]))
 
-    def rescale(self, tokens: float, rows: float, mode: str) -> float:
+    def rescale(self, tokens: float, samples: float, mode: str) -> float:
         """The factor that turns a value divided by these counts into one divided by the given ones."""
-        return self.tokens / tokens if mode == "token-mean" else self.rows / rows
+        return self.tokens / tokens if mode == "token-mean" else self.samples / samples
 
 
 # The loss of each token [N], and its metrics: values of each token [N] by name.
@@ -266,7 +266,7 @@ def aggregate_tokens(
     denominators: Denominators,
     lengths: torch.Tensor,
 ) -> torch.Tensor:
-    """Token values [N] as one number.
+    """Token values [N] as one number, in which `seq-*` weigh each sample once, whatever its rows.
 
     Args:
         keep: tokens that count, bool [N]; values of others are never read.
@@ -279,11 +279,12 @@ def aggregate_tokens(
     if mode == "token-mean":
         return values.sum() / max(denominators.tokens, 1.0)
     if mode == "seq-mean-token-sum":
-        return values.sum() / max(denominators.rows, 1.0)
+        return values.sum() / max(denominators.samples, 1.0)
     if mode == "seq-mean-token-mean":
-        return (layout.segment_sum(values) / lengths.clamp(min=1)).sum() / max(denominators.rows, 1.0)
+        means = layout.segment_sum(values) / lengths.clamp(min=1)
+        return (means * layout.shares.to(means.dtype)).sum() / max(denominators.samples, 1.0)
     if mode == "seq-mean-token-sum-norm":
-        return values.sum() / (max(denominators.rows, 1.0) * denominators.horizon)
+        return values.sum() / (max(denominators.samples, 1.0) * denominators.horizon)
     raise ValueError(
         f"aggregation {mode!r} is unknown; allowed: token-mean, seq-mean-token-sum, seq-mean-token-mean, "
         "seq-mean-token-sum-norm"

@@ -32,7 +32,7 @@ class TrainPosition:
     Attributes:
         version: of the weights the batch began with, v_old.
         mini_batch: number of the batch's optimizer steps taken before, of `mini_batches`.
-        denominators: counts of the mini-batch's model tokens and rows on all ranks, before any rejection.
+        denominators: counts of the mini-batch's model tokens and samples on all ranks, before any rejection.
     """
 
     version: int
@@ -115,7 +115,7 @@ def step_loss(
     # Of such a log-prob no mask keeps the gradient finite.
     stats.total("not_finite", ~loss.detach().isfinite() | policy.logprobs.isnan().any())
     stats.total("learned_tokens", keep)
-    stats.total("learned_rows", micro.layout.segment_any(keep))
+    stats.total("learned_samples", torch.where(micro.layout.segment_any(keep), micro.layout.shares, 0.0))
     token_metrics |= {"actor/ppo_kl": -tokens.log_ratio, "actor/entropy": policy.entropies}
     for name, values in token_metrics.items():
         stats.mean(name, torch.where(keep, values.detach(), 0), over="learned_tokens")

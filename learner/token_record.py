@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
-from common.files import Keep, remove_oldest
+from common.files import Keep, remove_oldest, rewrite
 from common.messages import Batch
 from learner.batch import MicroBatch
 from learner.step_loss import PolicyOutput
@@ -43,11 +43,11 @@ class TokenRecord:
         Args:
             policy: of the weights before that step, [N] each.
         """
-        if any(sample in self._advantages for sample in micro.sample_ids):
+        if any(sample in self._advantages for sample, _ in micro.names):
             self._passes.append((mini_batch, micro, policy.logprobs.detach(), policy.entropies.detach()))
 
     def write(self, folder: Path, version: int, rank: int, keep: Keep | None = None) -> None:
-        """Write one line per sample to `training_data/<version>.<rank>.jsonl`; a batch trained on again replaces it.
+        """Write one line per row to `training_data/<version>.<rank>.jsonl`; a batch trained on again replaces it.
 
         Args:
             keep: files of older versions are removed; None: all stay.
@@ -58,9 +58,8 @@ class TokenRecord:
         path = folder / FOLDER / f"{version}.{rank}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            new = path.with_suffix(".new")
-            new.write_text("".join(f"{line}\n" for line in self._lines()), encoding="utf-8")
-            new.replace(path)
+            # On the disk before a checkpoint counts: its batches are not trained on again.
+            rewrite(path, (f"{line}\n".encode() for line in self._lines()))
             if keep is not None:
                 remove_oldest(path.parent, keep)
         except OSError as error:
@@ -70,10 +69,11 @@ class TokenRecord:
         for mini_batch, micro, *values in self._passes:
             lengths = micro.layout.lengths.tolist()
             logprobs, entropies = (value.float().cpu().split(lengths) for value in values)
-            for sample, logprob, entropy in zip(micro.sample_ids, logprobs, entropies, strict=True):
+            for (sample, row), logprob, entropy in zip(micro.names, logprobs, entropies, strict=True):
                 if sample in self._advantages:
                     line = {
                         "task_id": sample,
+                        "row": row,
                         "mini_batch": mini_batch,
                         "advantages": _rounded(self._advantages[sample]),
                         "logprobs": _rounded(logprob.tolist()),

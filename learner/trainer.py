@@ -25,7 +25,7 @@ from learner.token_record import TokenRecord
 from learner.world import World
 
 # They decide on an optimizer step, and are known only after the forward pass of its last micro-batch.
-LEFT = ("learned_tokens", "learned_rows", "not_finite", "rollout_corr/eff_sample_size")
+LEFT = ("learned_tokens", "learned_samples", "not_finite", "rollout_corr/eff_sample_size")
 
 
 class Trainer:
@@ -147,7 +147,7 @@ class Trainer:
             self.engine.backward(loss * self.world.size)
         factor = 1.0
         if config.correction.renormalizes and left["learned_tokens"]:
-            factor = denominators.rescale(left["learned_tokens"], left["learned_rows"], config.aggregation)
+            factor = denominators.rescale(left["learned_tokens"], left["learned_samples"], config.aggregation)
         stats.update(step_stats)
         set_learning_rate(self.engine, self._learning_rate(position, left["rollout_corr/eff_sample_size"]))
         self.before_update()
@@ -211,11 +211,11 @@ class Trainer:
         counts = []
         for micros in batch.mini_batches:
             counts.append(float(sum(micro.model_tokens for micro in micros)))
-            counts.append(float(sum(micro.layout.count for micro in micros)))
+            counts.append(float(sum(micro.layout.samples for micro in micros)))
         counts = self.world.all_reduce_sum(counts)
         horizon = float(self.config.episode.max_response_tokens)
-        for number, (tokens, rows) in enumerate(zip(counts[::2], counts[1::2], strict=True)):
-            yield TrainPosition(batch.version, number, len(batch.mini_batches), Denominators(tokens, rows, horizon))
+        for number, (tokens, samples) in enumerate(zip(counts[::2], counts[1::2], strict=True)):
+            yield TrainPosition(batch.version, number, len(batch.mini_batches), Denominators(tokens, samples, horizon))
 
     def _learning_rate(self, position: TrainPosition, effective_sample_size: float) -> float:
         """Learning rate of this optimizer step, scaled by the effective sample size as `ess_lr` says."""

@@ -72,6 +72,7 @@ class OpenBatch:
             rewards=[s.reward for s in samples],
             tokens=[s.tokens for s in samples],
             turn_advantages=self._turn_advantages(samples),
+            row_tokens=[s.row_tokens for s in samples] if any(s.row_tokens for s in samples) else None,
             kept=[s.kept for s in samples] if any(s.kept for s in samples) else None,
         )
         self.next_id += 1

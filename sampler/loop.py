@@ -109,6 +109,8 @@ class Sampler:
         self.metrics.open()
         if state.restore(saved):
             self.steps = StepReader(self.ledger.broker, after=state.last_step)
+            self.rollouts.withdraw(state)
+            self.evaluations.withdraw()
             self.log.info(
                 "continuing the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
                 in_flight=len(state.admission.in_flight),
@@ -263,6 +265,7 @@ class Sampler:
                 turn_tokens=header.turn_tokens,
                 group=task.group,
                 kept=self.rollouts.is_chosen(task.version),
+                row_tokens=header.row_tokens,
             )
         )
         state.count("rewarded")

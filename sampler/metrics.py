@@ -23,9 +23,11 @@ from sampler.value_audit import ValueAudit
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
 SAMPLERS = ("reward/mean",)  # metrics of the learner that the sampler measures itself
 
-ENDINGS = ("stop", "user", "length", "max_assistant_turns", "max_user_turns", "max_seconds")  # EpisodeRunner's
+# Those of the generator's EpisodeRunner and AgentRunner.
+ENDINGS = ("stop", "user", "length", "max_assistant_turns", "max_user_turns", "max_seconds", "agent_failed")
 CUT_OFF = ("length", "max_seconds")
 OTHER = "other"
+OF_AGENTS = ("requests", "retries", "dropped", "prompt_tokens", "kept_tokens")  # counts of a sample's header
 
 
 class SamplerMetrics:
@@ -210,17 +212,21 @@ class EpisodeMetrics:
 
     def __init__(self) -> None:
         self._endings: Counter[str] = Counter()
-        self._episodes = self._turns = self._calls = self._errors = 0
+        self._episodes = self._rows = self._turns = self._calls = self._errors = 0
         self._seconds = self._longest = 0.0
+        self._agents: Counter[str] = Counter()
 
     def add(self, header: SampleHeader) -> None:
         self._episodes += 1
         self._endings[header.reason if header.reason in ENDINGS else OTHER] += 1
+        self._rows += len(header.row_tokens) or 1
         self._turns += header.turns
         self._calls += header.tool_calls
         self._errors += header.tool_errors
         self._seconds += header.seconds
         self._longest = max(self._longest, header.seconds)
+        if header.requests:
+            self._agents.update(episodes=1, **{name: getattr(header, name) for name in OF_AGENTS})
 
     def values(self) -> dict[str, float]:
         """Means and shares; empty if there was no episode."""
@@ -234,6 +240,11 @@ class EpisodeMetrics:
             "episode/seconds_mean": self._seconds / n,
             "episode/seconds_max": self._longest,
         }
+        if self._rows > n:
+            values["num_rows/mean"] = self._rows / n
+        if agents := self._agents["episodes"]:
+            values |= {f"agent/{name}": self._agents[name] / agents for name in ("requests", "retries", "dropped")}
+            values["agent/kept_prompt_ids"] = self._agents["kept_tokens"] / max(1, self._agents["prompt_tokens"])
         if self._calls:
             values["tool_calls/error_ratio"] = self._errors / self._calls
         values |= {f"ending/{reason}": count / n for reason, count in self._endings.items()}

@@ -74,6 +74,7 @@ class OpenSample(Record):
     turn_tokens: list[int] = field(default_factory=list)
     group: str = ""  # id of its group's first task; "" where there are no groups
     kept: bool = False  # its episode is in `rollouts/`
+    row_tokens: list[int] = field(default_factory=list)  # tokens of each row; empty: it has one
 
     @property
     def group_id(self) -> str:

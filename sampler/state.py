@@ -71,6 +71,11 @@ class SamplerState:
     def next_task_id(self) -> str:
         return f"t{self.next_task:07d}"
 
+    def awaits(self, task_id: str) -> bool:
+        """Whether a training task is in flight, or its number has still to be given to one."""
+        number = task_id.removeprefix("t")
+        return task_id in self.admission.in_flight or (number.isdecimal() and int(number) >= self.next_task)
+
     def dispatch(self, task: Task, dispatched: DispatchedTask) -> None:
         self.next_task += not dispatched.evaluation
         self.admission.add(task.task_id, dispatched)
@@ -86,8 +91,8 @@ class SamplerState:
         """Count a task as skipped that Redis has lost and that cannot be sent again."""
         task = self.admission.remove(task_id)
         self._commit.outstanding_remove.append(task_id)
-        self.count("counted")
-        self.count("set_aside")
+        for name in ("counted", "set_aside", "lost"):
+            self.count(name)
         if task is not None:
             self.give_up(task.group)
 

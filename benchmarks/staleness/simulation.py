@@ -115,7 +115,7 @@ class Simulation:
         advantages = self._advantages(prompts, played)
         learner = self.config.learner
         places = plan_micro_batches(
-            [episode.length for episode, _ in played], learner.mini_batches, 1, learner.token_budget
+            [[episode.length] for episode, _ in played], learner.mini_batches, 1, learner.token_budget
         )
         payloads: dict[int, Payload | None] = {i: episode.payload() for i, (episode, _) in enumerate(played)}
         rewards = [reward for _, reward in played]

@@ -22,26 +22,43 @@ class Layout:
         lengths: tokens of each row, int64 [B].
         has_tokens: rows with any token, bool [B].
         cells: size of the padded matrix that the tokens came from; N if there was none.
+        shares: of each row in its sample, float64 [B]; they add up to 1 for a whole sample.
+        samples: the sum of the shares.
     """
 
     segment_ids: torch.Tensor
     lengths: torch.Tensor
     has_tokens: torch.Tensor
     cells: int
+    shares: torch.Tensor
+    samples: float
 
     @classmethod
-    def of_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Layout:
-        """The layout of consecutive rows of these lengths in tokens."""
+    def of_lengths(
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu", shares: Sequence[float] | None = None
+    ) -> Layout:
+        """The layout of consecutive rows of these lengths in tokens; without `shares`, each is a sample."""
         sizes = torch.tensor(lengths, dtype=torch.int64)
         segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
-        return cls(segment_ids.to(device), sizes.to(device), (sizes > 0).to(device), len(segment_ids))
+        shares = [1.0] * len(lengths) if shares is None else shares
+        return cls(
+            segment_ids.to(device),
+            sizes.to(device),
+            (sizes > 0).to(device),
+            len(segment_ids),
+            torch.tensor(shares, dtype=torch.float64).to(device),
+            sum(shares, 0.0),
+        )
 
     @classmethod
     def of_mask(cls, mask: torch.Tensor) -> tuple[Layout, torch.Tensor]:
         """The layout of a mask [B, T], and the place of each token in the flattened matrix, int64 [N]."""
         places = mask.reshape(-1).nonzero().squeeze(1)
         lengths = mask.sum(1)
-        return cls(places // max(mask.shape[1], 1), lengths, lengths > 0, mask.numel()), places
+        rows, columns = mask.shape
+        shares = torch.ones(rows, dtype=torch.float64, device=mask.device)
+        layout = cls(places // max(columns, 1), lengths, lengths > 0, mask.numel(), shares, float(rows))
+        return layout, places
 
     @property
     def count(self) -> int:

@@ -86,6 +86,20 @@ def make_payload(rng: np.random.Generator, length: int, version: int = 0) -> Pay
     )
 
 
+def joined(rows: Sequence[Payload]) -> Payload:
+    """A sample of these rows."""
+    tokens = np.cumsum([0, *(len(row.token_ids) for row in rows)])
+    sampled = np.cumsum([0, *(len(row.logprobs) for row in rows)])
+    before = [np.array([0, start, start], np.int32) for start in sampled[:-1]]
+    return Payload(
+        np.concatenate([row.token_ids for row in rows]),
+        np.concatenate([row.model_spans + start for row, start in zip(rows, tokens[:-1], strict=True)]),
+        np.concatenate([row.logprobs for row in rows]),
+        np.concatenate([row.version_spans + starts for row, starts in zip(rows, before, strict=True)]),
+        np.diff(tokens).astype(np.int32),
+    )
+
+
 def make_samples(count: int, seed: int = 0, version: int = 0) -> tuple[list[Payload], list[float]]:
     """Payloads of uneven lengths, and their advantages."""
     rng = np.random.default_rng(seed)
@@ -94,7 +108,11 @@ def make_samples(count: int, seed: int = 0, version: int = 0) -> tuple[list[Payl
 
 
 def tokens_of_rows(
-    lengths: list[int], rollout: torch.Tensor, advantages: torch.Tensor, versions: torch.Tensor | None = None
+    lengths: list[int],
+    rollout: torch.Tensor,
+    advantages: torch.Tensor,
+    versions: torch.Tensor | None = None,
+    shares: list[float] | None = None,
 ) -> MicroBatch:
     """Model tokens [N] of rows of these lengths, without what the model would read; of version 0 by default."""
     nothing = torch.zeros(1, 0, dtype=torch.int64)
@@ -104,7 +122,7 @@ def tokens_of_rows(
         sequences=pack_sequences(lengths),
         predict=nothing[0],
         targets=nothing[0],
-        layout=Layout.of_lengths(lengths),
+        layout=Layout.of_lengths(lengths, shares=shares),
         rollout_logprobs=rollout,
         advantages=advantages,
         versions=torch.zeros(len(rollout), dtype=torch.int64) if versions is None else versions,
@@ -121,19 +139,20 @@ def make_batch(
     ranks: int = 1,
 ) -> RolloutBatch:
     """One rank's share of a batch of payloads."""
-    lengths = [20 if payload is None else len(payload.token_ids) for payload in payloads]
-    places = plan_micro_batches(lengths, config.learner.mini_batches, ranks, config.learner.token_budget).of_rank(rank)
-    mine = {index: payloads[index] for micros in places for held in micros for index in held}
+    row_tokens = [[len(row.token_ids) for row in payload.rows()] if payload else [20] for payload in payloads]
+    learner = config.learner
+    places = plan_micro_batches(row_tokens, learner.mini_batches, ranks, learner.token_budget).of_rank(rank)
+    mine = {index: payloads[index] for micros in places for held in micros for index, _ in held}
     return rollout_batch(version, places, mine, advantages, [0.5] * len(payloads), VOCABULARY)
 
 
 def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequence[Advantage]]:
     """Payloads and advantages that a job of the rank program trains on at `version`.
 
-    Its keys: samples, seed, repeat, advantage; turns: each sample's second turn has an advantage of its own; age: how
-    many versions before this one the tokens were made; far: `{version: indices}` of samples, or "all", that the
-    generating policy found next to impossible, so that a correction with any bound rejects them; infinite:
-    `{version: indices}` of samples whose advantage is infinite.
+    Its keys: samples, seed, repeat, advantage; rows: each sample has one to three rows; turns: each sample's second
+    turn has an advantage of its own; age: how many versions before this one the tokens were made; far: `{version:
+    indices}` of samples, or "all", that the generating policy found next to impossible, so that a correction with any
+    bound rejects them; infinite: `{version: indices}` of samples whose advantage is infinite.
     """
     seed, made = job["seed"] + version * (not job.get("repeat")), version - job.get("age", 0)
     payloads, advantages = make_samples(job["samples"], seed=seed, version=made)
@@ -142,6 +161,11 @@ def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequenc
         payloads[index] = replace(payloads[index], logprobs=payloads[index].logprobs - np.float32(40))
     for index in job.get("infinite", {}).get(str(version), []):
         advantages[index] = np.inf
+    if job.get("rows"):
+        sizes = [1 + i % 3 for i in range(len(payloads) // 2)]
+        ends = np.cumsum(sizes).tolist()
+        payloads = [joined(payloads[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        advantages = advantages[: len(payloads)]
     if job.get("turns"):
         return payloads, [[advantage, 0.5 - advantage] for advantage in advantages]
     return payloads, [job["advantage"]] * len(payloads) if "advantage" in job else advantages

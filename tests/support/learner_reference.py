@@ -25,7 +25,10 @@ def padded(values: Sequence[torch.Tensor | np.ndarray]) -> torch.Tensor:
 
 
 class PaddedRows:
-    """Samples in padded rows [B, T]: what was generated, by which version, and what it was worth."""
+    """Samples in padded rows [B, T]: what was generated, by which version, and what it was worth.
+
+    The model tokens of a sample of several rows are one after another.
+    """
 
     def __init__(self, payloads: list[Payload], advantages: Sequence[Advantage]) -> None:
         self.payloads = payloads
@@ -35,15 +38,19 @@ class PaddedRows:
         self.mask = padded([np.ones(len(payload.logprobs), bool) for payload in payloads])
 
     def answers(self, policy: Qwen3ForCausalLM, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the model tokens, by a plain forward of each sample and a whole log-softmax."""
+        """Log-probs and entropies of the model tokens, by a plain forward of each row and a whole log-softmax."""
         logprobs, entropies = [], []
         for payload in self.payloads:
-            ids = torch.from_numpy(payload.token_ids.astype(np.int64))[None]
-            log_p = (policy(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
-            at = torch.from_numpy(np.flatnonzero(payload.mask()))
-            logprobs.append(log_p[at - 1].gather(1, ids[0, at][:, None])[:, 0])
-            entropies.append(-(log_p.exp() * log_p).sum(-1)[at - 1])
+            of_rows = [self.answer(policy, row, temperature) for row in payload.rows()]
+            for values, of_row in zip((logprobs, entropies), zip(*of_rows, strict=True), strict=True):
+                values.append(torch.cat(of_row))
         return padded(logprobs), padded(entropies)
+
+    def answer(self, policy: Qwen3ForCausalLM, row: Payload, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.from_numpy(row.token_ids.astype(np.int64))[None]
+        log_p = (policy(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
+        at = torch.from_numpy(np.flatnonzero(row.mask()))
+        return log_p[at - 1].gather(1, ids[0, at][:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)[at - 1]
 
 
 def plain_loss(

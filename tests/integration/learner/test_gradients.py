@@ -65,6 +65,9 @@ ALONE: dict[str, Job] = {
 }
 
 
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
 def job(model: str, learner: Job, **others: Any) -> Job:
     return {**JOB, "model": model, "learner": learner, "gradients_only": True, **others}
 
@@ -95,6 +98,8 @@ def jobs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]
             {str(START): share_of(model, rank)},
         )
         todo[f"rank {rank} lost"] = job(model, section, **later, far=far)
+    for mode in MODES:
+        todo[f"rows {mode}"] = job(model, {"token_budget": 100, "algorithm": {"aggregation": mode}}, rows=True)
     todo |= {f"stage {stage}": job(model, {"token_budget": 160, "zero_stage": stage}) for stage in range(4)}
     return todo | {f"lonely {stage}": job(model, {"zero_stage": stage}, samples=1) for stage in (0, 2, 3)}
 
@@ -107,6 +112,10 @@ def pair(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict
 @pytest.fixture(scope="module")
 def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     todo = {name: job(model, learner, turns=name == "turns") for name, learner in ALONE.items()}
+    for mode in MODES:
+        for budget in (80, 4096):
+            section = {"token_budget": budget, "algorithm": {"aggregation": mode}}
+            todo[f"rows {mode} {budget}"] = job(model, section, rows=True)
     return run_ranks(1, todo, tmp_path_factory.mktemp("alone"))
 
 
@@ -145,6 +154,15 @@ def test_a_rank_with_all_tokens_rejected_contributes_nothing(jobs, pair, rank):
 @pytest.mark.parametrize("name", ALONE)
 def test_neither_packing_nor_recomputing_changes_the_gradient(model, alone, name):
     assert_close_gradients(alone[name]["gradients"], expected(job(model, ALONE[name], turns=name == "turns"))[0][0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_counts_once_wherever_its_rows_lie(jobs, pair, alone, mode):
+    """The plain loss has all model tokens of a sample in one row."""
+    name = f"rows {mode}"
+    (gradients,), _ = expected(jobs[name])
+    for found in (pair[name], alone[f"{name} 80"], alone[f"{name} 4096"]):
+        assert_close_gradients(found["gradients"], gradients)
 
 
 @pytest.mark.parametrize("stage", range(4))

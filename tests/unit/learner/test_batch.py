@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from learner.token_record import TokenRecord, discard
 from learner.trainer import batch_statistics
 from learner.world import World
 from tests.support.golden import GOLDEN
+from tests.support.learner import joined
 
 
 def payload(ids: Any, spans: Any, logprobs: Any, versions: Any) -> Payload:
@@ -75,13 +77,13 @@ UNUSABLE: dict[str, tuple[Payload | None, Any]] = {
 @pytest.mark.parametrize("kind", UNUSABLE)
 def test_what_cannot_be_trained_on_is_left_out_and_counted(kind):
     unusable, advantage = UNUSABLE[kind]
-    batch = rollout_batch(4, [[[0, 1]]], {0: unusable, 1: TWO}, [advantage, [2.0]], [0.0, 1.0], 50)
+    batch = rollout_batch(4, [[[(0, 0), (1, 0)]]], {0: unusable, 1: TWO}, [advantage, [2.0]], [0.0, 1.0], 50)
     assert batch.left_out == 1
     assert batch.mini_batches[0][0].advantages.tolist() == [2.0, 2.0]
 
 
 def test_token_ages_are_counted_by_bucket():
-    batch = rollout_batch(3, [[[0], [1, 2]]], {0: ONE, 1: TWO, 2: LONG}, [0.0] * 3, [0.0] * 3, 50)
+    batch = rollout_batch(3, [[[(0, 0)], [(1, 0), (2, 0)]]], {0: ONE, 1: TWO, 2: LONG}, [0.0] * 3, [0.0] * 3, 50)
     stats = Stats()
     batch_statistics(batch, stats)
     shares = {"age_0": 3 / 7, "age_1": 3 / 7, "age_2": 0, "age_3_4": 1 / 7, "age_5_plus": 0, "mean": 6 / 7, "max": 3}
@@ -102,12 +104,71 @@ def test_a_payload_of_another_length_is_left_out():
     assert share.mini_batches[0][0].advantages.tolist() == [1.0, 1.0]
 
 
-LENGTHS = st.lists(st.integers(1, 300), min_size=0, max_size=60)
+MIXED = joined([ONE, LONG])  # 2 and 3 model tokens
 
 
-@given(LENGTHS, st.integers(1, 4), st.integers(1, 4), st.integers(8, 400))
-def test_every_sample_has_one_place_within_the_budget(lengths, mini_batches, ranks, budget):
-    places = plan_micro_batches(lengths, mini_batches, ranks, budget).samples
+def shares_of_two_ranks(batch: Batch, budget: int, payloads: dict[str, Payload]) -> list[RolloutBatch]:
+    """What each of two ranks trains on; a sample is fetched once by a rank."""
+
+    def fetch(ids: list[str]) -> list[Payload | None]:
+        assert len(set(ids)) == len(ids)
+        return [payloads.get(sample) for sample in ids]
+
+    config = LearnerConfig(mini_batches=1, token_budget=budget)
+    worlds = [World(rank, 2, torch.device("cpu")) for rank in (0, 1)]
+    return [own_share(batch, fetch, config, world, 50) for world in worlds]
+
+
+@pytest.mark.parametrize("budget", [8, 100])
+def test_rows_of_a_sample_are_trained_on_each_by_itself(budget):
+    turns = [[0.5, -2.0, 3.0], [4.0]]
+    columns = {"advantages": [0.0] * 2, "rewards": [0.0] * 2, "tokens": [9, 3], "turn_advantages": turns}
+    batch = Batch(batch_id=4, sample_ids=["mixed", "two"], row_tokens=[[5, 4], []], **columns)
+    shares = shares_of_two_ranks(batch, budget, {"mixed": MIXED, "two": TWO})
+    rows = {}
+    for micro in (micro for share in shares for micro in share.mini_batches[0] if micro.names):
+        columns = (micro.input_ids[0], micro.position_ids[0]), (micro.advantages, micro.versions)
+        lengths = [{0: 5, 1: 4}[row] if name == "mixed" else 3 for name, row in micro.names]
+        whole = [values.split(lengths) for values in columns[0]]
+        sampled = [values.split(micro.layout.lengths.tolist()) for values in columns[1]]
+        for name, share, *values in zip(micro.names, micro.layout.shares.tolist(), *whole, *sampled, strict=True):
+            rows[name] = [share, *(value.tolist() for value in values)]
+    assert rows == {
+        ("mixed", 0): [0.4, [5, 6, 7, 8, 9], [0, 1, 2, 3, 4], [0.5, -2.0], [0, 3]],
+        ("mixed", 1): [0.6, [1, 2, 3, 4], [0, 1, 2, 3], [3.0] * 3, [2, 2, 2]],
+        ("two", 0): [1.0, [1, 2, 3], [0, 1, 2], [4.0, 4.0], [3, 3]],
+    }
+    assert sum(micro.layout.samples for share in shares for micro in share.mini_batches[0]) == 2
+    assert [sum(of_ranks) for of_ranks in zip(*((share.tokens, share.left_out) for share in shares), strict=True)] == [
+        12,
+        0,
+    ]
+
+
+BAD_ROW = joined([ONE, payload([1, 2], [[0, 2]], [-1, -1], [[0, 0, 2]])])
+
+
+@pytest.mark.parametrize(
+    ("sample", "row_tokens"),
+    [(MIXED, [4, 5]), (MIXED, [5, 5]), (MIXED, []), (TWO, [1, 2]), (BAD_ROW, [5, 2]), (None, [5, 4])],
+    ids=["other rows", "longer", "one row", "several rows", "a row without prompt", "missing"],
+)
+def test_a_sample_is_left_out_whole_and_counted_once(sample, row_tokens):
+    numbers = {"advantages": [1.0, 2.0], "rewards": [0.0] * 2, "tokens": [sum(row_tokens) or 9, 4]}
+    batch = Batch(batch_id=4, sample_ids=["bad", "long"], row_tokens=[row_tokens, []], **numbers)
+    payloads = {"long": LONG} | ({"bad": sample} if sample else {})
+    shares = shares_of_two_ranks(batch, 8, payloads)
+    assert sum(share.left_out for share in shares) == 1
+    names = [name for share in shares for micro in share.mini_batches[0] for name in micro.names]
+    assert names == [("long", 0)]
+
+
+ROWS = st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=0, max_size=40)
+
+
+@given(ROWS, st.integers(1, 4), st.integers(1, 4), st.integers(8, 400))
+def test_every_row_has_one_place_within_the_budget(rows, mini_batches, ranks, budget):
+    places = plan_micro_batches(rows, mini_batches, ranks, budget).rows
     assert len(places) == mini_batches
     placed = []
     for micros in places:
@@ -115,22 +176,23 @@ def test_every_sample_has_one_place_within_the_budget(lengths, mini_batches, ran
         assert all(len(by_rank) == ranks for by_rank in micros)
         for held in (held for by_rank in micros for held in by_rank):
             placed += held
-            assert len(held) <= 1 or sum(lengths[index] for index in held) <= budget
-    assert sorted(placed) == list(range(len(lengths)))
+            assert len(held) <= 1 or sum(rows[sample][row] for sample, row in held) <= budget
+    assert sorted(placed) == [(sample, row) for sample, lengths in enumerate(rows) for row in range(len(lengths))]
 
 
 def test_mini_batches_are_consecutive_parts_of_the_batch():
-    places = plan_micro_batches([10] * 12, 3, 2, 1000).samples
-    placed = [sorted(i for by_rank in micros for held in by_rank for i in held) for micros in places]
-    assert placed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    places = plan_micro_batches([[10], [5, 5]] * 6, 3, 2, 13).rows
+    placed = [sorted(place for by_rank in micros for held in by_rank for place in held) for micros in places]
+    rows = [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
+    assert placed == [[(first + sample, row) for sample, row in rows] for first in (0, 4, 8)]
 
 
 def test_ranks_of_one_micro_batch_have_like_amounts_of_work():
     lengths = [100, 90, 80, 70, 60, 50, 40, 30]
-    (micros,) = plan_micro_batches(lengths, 1, 2, 200).samples
+    (micros,) = plan_micro_batches([[length] for length in lengths], 1, 2, 200).rows
     assert len(micros) == 2
     for by_rank in micros:
-        loads = [sum(lengths[index] for index in held) for held in by_rank]
+        loads = [sum(lengths[sample] for sample, _ in held) for held in by_rank]
         assert max(loads) - min(loads) <= max(lengths)
 
 
@@ -152,7 +214,9 @@ NAMES = ["one", "two", "long"]
 @pytest.fixture(scope="module")
 def rollouts() -> RolloutBatch:
     payloads = {0: ONE, 1: TWO, 2: LONG}
-    return rollout_batch(3, [[[0, 1]], [[2]]], payloads, [0.5, 1.0, -1.0], [0.0] * 3, 50, sample_ids=NAMES)
+    return rollout_batch(
+        3, [[[(0, 0), (1, 0)]], [[(2, 0)]]], payloads, [0.5, 1.0, -1.0], [0.0] * 3, 50, sample_ids=NAMES
+    )
 
 
 def batch(kept: list[bool] | None, turns: list[list[float]] | None = None) -> Batch:
@@ -171,8 +235,9 @@ def recorded(record: TokenRecord, folder: Path, rollouts: RolloutBatch) -> list[
 
 def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollouts) -> None:
     assert recorded(TokenRecord(batch([False, True, True])), tmp_path, rollouts) == [
-        {"task_id": "two", "mini_batch": 0, "advantages": [1.0], "logprobs": [-2.0, -3.0], "entropies": [2.5, 3.5]},
-        {"task_id": "long", "mini_batch": 1, "advantages": [-1.0], "logprobs": [0.0, -1.0, -2.0],
+        {"task_id": "two", "row": 0, "mini_batch": 0, "advantages": [1.0], "logprobs": [-2.0, -3.0],
+         "entropies": [2.5, 3.5]},
+        {"task_id": "long", "row": 0, "mini_batch": 1, "advantages": [-1.0], "logprobs": [0.0, -1.0, -2.0],
          "entropies": [0.5, 1.5, 2.5]},
     ]  # fmt: skip
     by_turn = TokenRecord(batch([True, False, False], [[0.25, -0.5], [1.0], [-1.0]]))
@@ -180,6 +245,14 @@ def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollo
     assert [(line["task_id"], line["advantages"]) for line in lines] == [("one", [0.25, -0.5])]
     assert not TokenRecord(batch(None))
     assert not TokenRecord(batch([False, False, False]))
+
+
+def test_a_record_is_on_the_disk_before_a_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[int, int] = {}
+    monkeypatch.setattr("os.fsync", lambda file: synced.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
+    TokenRecord(batch([True, True, True])).write(tmp_path, 3, 0)
+    written = (tmp_path / "training_data/3.0.jsonl").stat()
+    assert synced[written.st_ino] == written.st_size
 
 
 def test_records_of_batches_to_be_repeated_are_removed(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def assert_metrics(measured: dict[str, float], expected: dict[str, float]) -> No
         assert measured[name] == pytest.approx(value, rel=1e-9, abs=slack), name
 
 
-@settings(max_examples=200)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(batches(), CONFIGS)
 def test_weights_and_mask_are_those_of_a_plain_loop_over_tokens(batch, config):
     result = corrected(Batch(batch.old.clone().requires_grad_(), batch.rollout, batch.mask, batch.ages), config)

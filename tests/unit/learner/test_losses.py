@@ -121,7 +121,7 @@ def loss_of_step(
     precomputed = Precomputed(tokens["old"] if config.proximal == "recompute" else None, weight_mean=weight_mean)
     policy, position = PolicyOutput(leaf, torch.zeros_like(leaf)), TrainPosition(1, 0, 1, before)
     loss = step_loss(micro, policy, precomputed, position, LOSSES[config.loss], config, Stats()).loss
-    loss = loss * before.rescale(left.tokens, left.rows, config.aggregation)
+    loss = loss * before.rescale(left.tokens, left.samples, config.aggregation)
     loss.backward()
     return loss.item(), leaf.grad
 

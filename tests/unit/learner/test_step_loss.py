@@ -96,6 +96,35 @@ def one_step(precomputed: Precomputed | None = None, **fields: Any) -> tuple[Ste
     return step, leaf.grad, stats.reduce() | stats.reduce(names=["learned_tokens"])
 
 
+@pytest.mark.parametrize("rejected", [0, 2, 4], ids=["none", "half a row", "a row"])
+def test_seq_aggregations_weigh_a_sample_once(rejected):
+    """The loss of a token is its place, from 1; a sample has the rows [1, 2] and [3, 4, 5, 6], another [7, 8, 9]."""
+    logprobs = -torch.arange(1.0, 10.0, dtype=torch.float64)
+    far = torch.tensor([0.0] * 2 + [40.0] * rejected + [0.0] * (7 - rejected), dtype=torch.float64)
+    micro = tokens_of_rows([2, 4, 3], logprobs - far, torch.ones_like(logprobs), shares=[2 / 6, 4 / 6, 1.0])
+    before = Denominators(tokens=9.0, samples=micro.layout.samples, horizon=10.0)
+    # The mean of the second row's tokens, the sum over all tokens, and the samples and tokens left.
+    second, total, samples, tokens = {
+        0: (4.5, 45, 2, 9), 2: (5.5, 38, 2, 7), 4: (0.0, 27, 1 + 2 / 6, 5)
+    }[rejected]  # fmt: skip
+    by_mode = {
+        "token-mean": total / tokens,
+        "seq-mean-token-sum": total / samples,
+        "seq-mean-token-mean": (2 / 6 * 1.5 + 4 / 6 * second + 8) / samples,
+        "seq-mean-token-sum-norm": total / samples / 10,
+    }
+    for mode, expected in by_mode.items():
+        correction = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "1e-8_1e8"}
+        config, stats = AlgorithmConfig(loss="reinforce", aggregation=mode, correction=correction), Stats()
+        policy = PolicyOutput(logprobs.clone().requires_grad_(), torch.zeros_like(logprobs))
+        loss = step_loss(
+            micro, policy, Precomputed(), TrainPosition(1, 0, 1, before), LOSSES["reinforce"], config, stats
+        )
+        left = stats.reduce(names=("learned_tokens", "learned_samples"))
+        factor = before.rescale(left["learned_tokens"], left["learned_samples"], mode)
+        assert loss.loss.item() * factor == pytest.approx(expected), mode
+
+
 REFERENCE = torch.full((5,), -2.0, dtype=torch.float64)
 REJECTING = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}  # the last token
 

@@ -84,7 +84,7 @@ def trained(
     algorithm = KEEPS_ALL | algorithm
     config = learner_config(model, "runs", algorithm=algorithm, sampler={"drift": {"mode": "ledger"}}, **settings)
     policy, (payloads, advantages) = load_policy(config), samples
-    places = plan_micro_batches([len(one.token_ids) for one in payloads], mini_batches, 1, 96).of_rank(0)
+    places = plan_micro_batches([[len(one.token_ids)] for one in payloads], mini_batches, 1, 96).of_rank(0)
     with nullcontext() if world.device == CPU else other_device.other_device():
         if world.device != CPU:
             other_device.move(policy)
@@ -119,6 +119,7 @@ ALONE = World(0, 1, CPU)
     ],
     ids=["default", "penalties", "gspo", "interpolate", "double-sided"],
 )
+@pytest.mark.integration
 def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, algorithm) -> None:
     """No tensor of the batch may stay behind on the CPU."""
     there, _ = trained(model, algorithm, World(0, 1, other_device.DEVICE), samples, mini_batches=2)

@@ -167,11 +167,12 @@ def test_turns_are_compared_with_the_value_before_the_episode(
     state.dispatch(Task(task_id="t", prompt_id=prompt, prompt="x"), DispatchedTask(prompt, False, 0, value=0.125))
     v = state.tracker.value(prompt) if baseline == "arrival" else 0.125
     answer = SampleHeader(
-        task_id="t", prompt_id=prompt, reward=0.5, model_tokens=5, turn_returns=[0.5, -1.0], turn_tokens=[2, 3]
-    )
+        task_id="t", prompt_id=prompt, reward=0.5, model_tokens=5, turn_returns=[0.5, -1.0], turn_tokens=[2, 3],
+        tokens=9, row_tokens=[4, 5],
+    )  # fmt: skip
     sampler.count("0-1", answer)
     (sample,) = state.open.samples()
     # Of the range [-1, 1]: 0.5 is 3/4, -1 is 0.
     assert sample.turn_advantages == pytest.approx([0.75 - v, 0.0 - v])
     assert sample.advantage == sample.turn_advantages[0]
-    assert sample.turn_tokens == [2, 3]
+    assert (sample.turn_tokens, sample.row_tokens) == ([2, 3], [4, 5])

@@ -12,7 +12,7 @@ from common.config import Config
 from common.files import tracker_path
 from common.messages import Step, Task
 from common.streams.broker import Broker
-from sampler.selection import SMALL_POOL
+from sampler import selection, tracker
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, reward_of
 from tests.support.sampler_driving import start
 from tests.support.sampler_memory import MemoryRun
@@ -59,14 +59,18 @@ def decisions(config: Config, seed: int, restarts: bool) -> tuple[Any, ...]:
 
 METHODS = {
     "spo": {},
-    "spo, many prompts": {"prompts": SMALL_POOL + 100, "sampler": {"selection": {"criterion": "thompson"}}},
+    "spo, many prompts": {"prompts": 400, "sampler": {"selection": {"criterion": "thompson"}}},
     "grpo": {"algorithm": {"method": "grpo", "group_size": 4}},
     "rloo": {"algorithm": {"method": "rloo", "group_size": 4, "refill_degenerate": True}},
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_neither_the_order_of_answers_nor_restarts_change_a_run(method: str, tmp_path: Path) -> None:
+def test_neither_the_order_of_answers_nor_restarts_change_a_run(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (selection, tracker):
+        monkeypatch.setattr(module, "SMALL_POOL", 100)
     sections: dict[str, Any] = {"prompts": 30, **METHODS[method]}
     sections["sampler"] = {"batch_size": BATCH, "max_staleness": 0} | sections.get("sampler", {})
     config = make(tmp_path, **sections)

@@ -18,7 +18,10 @@ from structlog.testing import capture_logs
 from common.config import AlgorithmConfig, DataConfig, parse_config
 from common.errors import UserError
 from common.messages import Task
+from common.streams.broker import Broker
+from sampler import cli
 from sampler.prompts import PromptSet, load_data, load_prompts, too_few
+from tests.support.sampler import make_config
 
 LOG = structlog.get_logger()
 GOOD = {"prompt": "1+1", "answer": 2, "level": {"a": [1, None, 0.5]}}
@@ -85,6 +88,18 @@ def test_a_batch_of_more_prompts_than_there_are_is_said(tmp_path: Path) -> None:
     assert "takes 8 prompts, and data.train has 5" in (too_few(config, prompts) or "")
     grouped = config.model_copy(update={"algorithm": AlgorithmConfig(method="grpo", group_size=2)})
     assert too_few(grouped, prompts) is None
+
+
+def test_the_sampler_says_it_before_it_starts(
+    fake_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, stand_in in {"connect": fake_broker, "record_versions": None, "run_once": True}.items():
+        monkeypatch.setattr(cli, name, lambda *_, returned=stand_in, **__: returned)
+    with capture_logs() as lines:
+        cli.serve(make_config(tmp_path, prompts=5), LOG)
+    assert "takes 8 prompts, and data.train has 5" in " ".join(
+        line["event"] for line in lines if line["log_level"] == "warning"
+    )
 
 
 def test_columns_are_configurable_and_may_be_nested(tmp_path: Path) -> None:

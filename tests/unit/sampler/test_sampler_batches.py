@@ -83,7 +83,7 @@ def summary(sampler: Sampler) -> dict[str, Any]:
     lagging=st.booleans(),
     refill=st.booleans(),
 )
-@settings(max_examples=150)
+@settings(max_examples=3 * settings.default.max_examples)
 def test_no_sample_is_too_old_and_no_group_incomplete(
     folder: Path, groups: int, size: int, staleness: int, steps: int, seed: int, failing: float, slow: float,
     lagging: bool, refill: bool,
@@ -251,6 +251,13 @@ def test_a_batch_takes_the_oldest_and_lists_as_they_came() -> None:
     assert closed.manifest.advantages == pytest.approx([-(0.5**0.5), 0.5**0.5])
     assert [sample.sample_id for sample in waiting.samples()] == ["s0"]
     assert waiting.next_id == 5
+
+
+def test_a_batch_names_rows_where_a_sample_has_several() -> None:
+    waiting = waiting_samples(SamplerConfig(batch_size=2), 0, 0, 0, 0, next_id=0)
+    (last,) = waiting.groups["s3"]
+    last.row_tokens = [3, 5]
+    assert [waiting.close().manifest.row_tokens for _ in range(2)] == [None, [[], [3, 5]]]
 
 
 def test_a_late_sample_leaves_and_makes_room_for_another() -> None:

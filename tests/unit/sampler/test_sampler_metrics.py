@@ -25,7 +25,7 @@ from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from launcher.folder.metrics import Metrics, read_metrics
 from sampler.batches import ClosedBatch, OpenBatch
-from sampler.metrics import SamplerMetrics, staleness
+from sampler.metrics import EpisodeMetrics, SamplerMetrics, staleness
 from sampler.metrics_file import Entry, Histogram, MetricsFile
 from sampler.process_metrics import MAX_VALUES, ProcessMetrics
 from sampler.records import OpenSample
@@ -257,6 +257,27 @@ def test_tensorboard_writes_over_repeated_steps_and_no_others(tmp_path: Path) ->
     tracker.log([loss(4, 1.0), loss(5, 1.0), Entry(4, "learner", {"process/cpu_seconds": 1.0})])
     tracker.close(True)
     assert curve(tmp_path) == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1)]
+
+
+def test_rows_of_episodes_are_counted_where_one_has_several() -> None:
+    episodes = EpisodeMetrics()
+    episodes.add(SampleHeader(task_id="t0", prompt_id="p"))
+    assert "num_rows/mean" not in episodes.values()
+    episodes.add(SampleHeader(task_id="t1", prompt_id="p", tokens=9, row_tokens=[2, 3, 4]))
+    assert episodes.values()["num_rows/mean"] == 2.0
+
+
+def test_requests_of_agents_are_counted_by_their_own_episodes() -> None:
+    episodes = EpisodeMetrics()
+    episodes.add(SampleHeader(task_id="t0", prompt_id="p"))
+    assert not any(name.startswith("agent/") for name in episodes.values())
+    counts = {"requests": 4, "retries": 1, "dropped": 2, "prompt_tokens": 40, "kept_tokens": 30}
+    episodes.add(SampleHeader(task_id="t1", prompt_id="p", reason="agent_failed", **counts))
+    episodes.add(SampleHeader(task_id="t2", prompt_id="p", requests=2, prompt_tokens=20))
+    values = episodes.values()
+    assert [values[f"agent/{name}"] for name in ("requests", "retries", "dropped")] == [3.0, 0.5, 1.0]
+    assert values["agent/kept_prompt_ids"] == 0.5
+    assert values["ending/agent_failed"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread

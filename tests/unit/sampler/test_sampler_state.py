@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def sample(n: int) -> OpenSample:
-    turns = {"turn_advantages": [n - 0.5, -n / 3], "turn_tokens": [4, 2]}
+    turns = {"turn_advantages": [n - 0.5, -n / 3], "turn_tokens": [4, 2], "row_tokens": [7, 3]}
     return OpenSample(f"t{n}", n, n - 0.5, 1.0, 10, 6, oldest_version=2, counted_at=3, **turns)
 
 

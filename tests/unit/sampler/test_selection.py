@@ -60,7 +60,7 @@ def test_c02_unknown_prompts_weigh_nothing_unless_all_are() -> None:
     seed=st.integers(0, 1000),
     small=st.sampled_from([0, 4096]),
 )
-@settings(max_examples=300)
+@settings(max_examples=6 * settings.default.max_examples)
 def test_a_draw_repeats_nothing_and_takes_blocked_ones_last(
     size: int, n: int, blocked: set[int], seed: int, small: int
 ) -> None:
