@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := common sampler generator learner relay sandbox_client launcher tests benchmarks
+CODE := common sampler generator learner relay sandbox_client launcher tests benchmarks examples
 
 # Tests of processes mostly wait, so more of them run at once than there are cores; files keep their order.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -33,8 +33,8 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 quickstart: setup ## Train a tiny model to use a calculator, in a whole run on this machine, in minutes
 	$(BIN)/spo quickstart $(ARGS)
 
-test-fast: setup ## Run the tests that start no process and wait for no timer, in less than a minute
-	$(PYTEST) --numprocesses 2 tests/unit -m "not integration" $(ARGS)
+test-fast: setup ## Run the tests that start no process and wait for no timer, with fewer examples, in less than a minute
+	$(PYTEST) --numprocesses 2 --hypothesis-profile quick tests/unit -m "not integration" $(ARGS)
 
 test: setup ## Run unit and integration tests and five whole runs on real vLLM, DeepSpeed and Redis, in minutes
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -101,6 +101,11 @@ class SampleHeader(Message):
         default_factory=dict, max_length=MAX_PARTS, description="What the reward is made of, before weights."
     )
     tokens: Count = Field(0, description="Prompt and response.")
+    row_tokens: Counts = Field(
+        default_factory=list,
+        max_length=MAX_TURNS,
+        description="Those of each row of the sample; empty: it has one row.",
+    )
     model_tokens: Count = Field(0, description="Tokens the model sampled.")
     oldest_version: Version = 0
     newest_version: Version = 0
@@ -110,6 +115,11 @@ class SampleHeader(Message):
     turns: Count = 0
     tool_calls: Count = 0
     tool_errors: Count = Field(0, description="Tool calls that were answered with an error text.")
+    requests: Count = Field(0, description="An agent's requests that were taken, retries not counted; 0: our own loop.")
+    retries: Count = Field(0, description="Requests that got the reply to an earlier one again.")
+    dropped: Count = Field(0, description="Requests without a reply, or whose reply nobody has read.")
+    prompt_tokens: Count = Field(0, description="Of the other requests; each prompt is counted whole.")
+    kept_tokens: Count = Field(0, description="Those of them that are the ids of earlier turns.")
     seconds: Seconds = 0.0
     turn_rewards: Rewards = Field(
         default_factory=list, max_length=MAX_TURNS, description="Rewards by a simulated user, turn by turn."
@@ -132,6 +142,9 @@ class SampleHeader(Message):
             raise ValueError(f"oldest_version {self.oldest_version} is above newest_version {self.newest_version}")
         if len(self.turn_returns) != len(self.turn_tokens):
             raise ValueError(f"{len(self.turn_returns)} turn_returns but {len(self.turn_tokens)} turn_tokens")
+        if self.row_tokens and (0 in self.row_tokens or sum(self.row_tokens) != self.tokens):
+            rows, least, tokens = len(self.row_tokens), min(self.row_tokens), sum(self.row_tokens)
+            raise ValueError(f"{rows} rows, the shortest of {least} tokens, have {tokens} of {self.tokens} tokens")
         return self
 
 
@@ -139,7 +152,8 @@ class Batch(Message):
     """A manifest: which samples to train on, column by column ([B] each).
 
     `turn_advantages` has a number for each assistant turn of each sample, and takes the place of `advantages`; None
-    unless `algorithm.turn_advantage` is `turn`. `kept` marks the samples whose episodes are kept
+    unless `algorithm.turn_advantage` is `turn`. `row_tokens` has the tokens of each row of each sample, empty for a
+    sample of one row; None where all have one. `kept` marks the samples whose episodes are kept
     (`episode.rollouts_every`); None where there are none.
     """
 
@@ -151,6 +165,7 @@ class Batch(Message):
     rewards: Rewards
     tokens: Counts
     turn_advantages: Annotated[list[Numbers], Field(fail_fast=True)] | None = None
+    row_tokens: Annotated[list[Counts], Field(fail_fast=True)] | None = None
     kept: Annotated[list[bool], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")

@@ -165,6 +165,5 @@ def _announced(group: str | None) -> Iterable[EntryPoint]:
 
 def _allowed(builtin: Mapping[str, Any], group: str | None) -> str:
     names = [*builtin, *sorted({point.name for point in _announced(group)})]
-    return (
-        f"allowed: {', '.join(names)}, or module:object of your own, in a module beside the configuration or installed"
-    )
+    known = f"{', '.join(names)}, or " if names else ""
+    return f"allowed: {known}module:object of your own, in a module beside the configuration or installed"

@@ -15,12 +15,16 @@ from generator.token_text import TokenText
 Message = dict[str, Any]
 
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
-# Stands in for the model's text in the exchange after which later turns are rendered.
+# Stands in for the model's text in the conversation after which later turns are rendered.
 _PLACEHOLDER = f"answer {secrets.token_hex(8)}"
 
 
+# A conversation to render after, where what was said before does not matter.
+EXCHANGE: Sequence[Message] = ({"role": "user", "content": "u"}, {"role": "assistant", "content": ""})
+
+
 class TemplateFailed(Exception):
-    """The chat template raised, or the exchange that it rendered lacks the assistant's turn."""
+    """The chat template raised, or the conversation that it rendered lacks the assistant's turn."""
 
 
 def as_messages(prompt: str | list[Message], system: str | None) -> list[Message]:
@@ -50,7 +54,7 @@ class ChatTemplate:
         self._tools = tool_schemas or None
         self._tokens = TokenText(tokenizer)
         try:
-            end = self._tokens.first_special(self._after_answer([{"role": "user", "content": "u"}]))
+            end = self._tokens.first_special(self._after_answer(EXCHANGE, [{"role": "user", "content": "u"}]))
         except TemplateFailed as error:
             raise UserError(str(error)) from None
         if end is None:
@@ -62,7 +66,7 @@ class ChatTemplate:
     def require(self, role: str, field: str, otherwise: str) -> None:
         """Raise `UserError` unless the template shows messages of this role after an assistant turn."""
         try:
-            is_shown = "89" in self._after_answer([{"role": role, "name": "calculator", "content": "89"}])
+            is_shown = "89" in self._after_answer(EXCHANGE, [{"role": role, "name": "calculator", "content": "89"}])
             reason = "leaves them out"
         except TemplateFailed as error:
             is_shown, reason = False, f"says: {error.__cause__ or error}"
@@ -72,24 +76,43 @@ class ChatTemplate:
                 f"template of {self._tokenizer.name_or_path} {reason}; use another template, {otherwise}"
             )
 
-    def prompt(self, prompt: str | list[Message], system: str | None = None, *, markup: bool = False) -> np.ndarray:
+    def prompt(
+        self, prompt: str | list[Message], system: str | None = None, *, markup: bool = False, **variables: Any
+    ) -> np.ndarray:
         """Token ids of a conversation that waits for the assistant, int32 [T].
 
         Args:
             prompt, system: see `as_messages`; markup in the system message counts.
             markup: whether markup in the prompt counts too; else it is encoded as plain text.
+            variables: of the template, `tools` among them, in place of those of this object.
         """
         shown = prompt if markup else self._tokens.hide(prompt)
-        return self._tokens.encode(self._render(as_messages(shown, system)))
+        return self._tokens.encode(self._render(as_messages(shown, system), variables))
 
-    def between(self, messages: Sequence[Message]) -> np.ndarray:
+    def between(
+        self,
+        messages: Sequence[Message],
+        before: Sequence[Message] = EXCHANGE,
+        *,
+        markup: bool = False,
+        **variables: Any,
+    ) -> np.ndarray:
         """Token ids from the end of an assistant turn, over messages, to the start of the next one, int32 [T].
 
-        Markup in the messages is encoded as plain text.
+        Args:
+            before: the conversation up to that turn, which is its last message.
+            markup, variables: see `prompt`.
+
+        Raises:
+            TemplateFailed: see the class.
         """
-        rendered = self._after_answer([self._tokens.hide(message) for message in messages])
+        if not markup:
+            messages, before = self._tokens.hide(list(messages)), self._tokens.hide(list(before))
+        _, end, following = self._after_answer(before, messages, variables).partition(self.end)
+        if not end:
+            raise TemplateFailed(f"{self._name()} does not end the assistant's turn with {self.end}")
         # Encoded with the end token in front, as the model will see it; that token is then dropped.
-        return self._tokens.encode(rendered[rendered.index(self.end) :])[1:]
+        return self._tokens.encode(end + following)[1:]
 
     def inside(self, texts: Sequence[str], wrap: tuple[str, str]) -> np.ndarray:
         """Token ids of texts to append within an assistant turn, each between the strings of `wrap`, int32 [T].
@@ -105,6 +128,10 @@ class ChatTemplate:
         """Text of tokens [T]; `plain` leaves special ones out."""
         return self._tokens.decode(np.asarray(token_ids, np.int32), plain=plain)
 
+    def ends(self, token_ids: np.ndarray) -> bool:
+        """Whether the last of an assistant turn's tokens is a special one, which has ended it."""
+        return bool(self._tokens.special(token_ids[-1:]).any())
+
     def turn(self, token_ids: np.ndarray) -> tuple[str, str]:
         """Text of an assistant turn without the token that ended it: as it was written, and without special tokens."""
         turn_ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_id else token_ids
@@ -112,16 +139,21 @@ class ChatTemplate:
         has_special = self._tokens.special(turn_ids).any()
         return written, self.text(turn_ids, plain=True) if has_special else written
 
-    def _after_answer(self, messages: list[Message]) -> str:
-        """What the template renders after an assistant's answer when `messages` follow it."""
-        exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _PLACEHOLDER}]
-        rendered = self._render([*exchange, *messages])
-        if _PLACEHOLDER not in rendered:
-            raise TemplateFailed(f"{self._name()} leaves out what the assistant says")
-        return rendered[rendered.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
+    def _after_answer(
+        self, before: Sequence[Message], messages: Sequence[Message], variables: dict[str, Any] | None = None
+    ) -> str:
+        """What the template renders after the text of an assistant's turn, the last one of `before`."""
+        *earlier, turn = before
+        # Some templates leave out the text of a turn that calls tools, others ask for the call before its result.
+        for shown in (turn, {"role": "assistant"}):
+            answer = {**shown, "content": _PLACEHOLDER}
+            rendered = self._render([*earlier, answer, *messages], variables or {})
+            if _PLACEHOLDER in rendered:
+                return rendered[rendered.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
+        raise TemplateFailed(f"{self._name()} leaves out what the assistant says")
 
-    def _render(self, messages: list[Message]) -> str:
-        options: dict[str, Any] = {"tools": self._tools, "tokenize": False, "add_generation_prompt": True}
+    def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
+        options: dict[str, Any] = {"tools": self._tools, **variables, "tokenize": False, "add_generation_prompt": True}
         try:
             return str(self._tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # errors of its own, of Jinja's, or of the expressions in it

@@ -15,10 +15,11 @@ from common import log as logs
 from common.checks.list import check_start
 from common.config import Config, load_config
 from common.config.warnings import episode_warnings
+from common.errors import UserError
 from common.log import Timeline
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
-from common.streams.agreement import agree
+from common.streams.agreement import agree, agree_on_download
 from common.streams.broker import connect
 from common.streams.presence import Presence
 from common.streams.relays import machine_name, nearby
@@ -54,11 +55,14 @@ async def _serve(config: Config, name: str) -> int:
     notes = check_start(Role.GENERATOR, config)
     for line in episode_warnings(config):
         log.warning(line)
+    from generator.agents.environment import check_environments
+    from generator.agents.sandboxed import check_agents
     from generator.engine.arguments import check_engine_names
     from generator.parts import RunParts
 
     # Report errors in the configuration before waiting for anything.
     check_engine_names(config)
+    check_agents(config)
     parts = RunParts(config)
     broker = connect(config.broker, config.run.name, log=log)
     agree(broker, config, log, role=Role.GENERATOR)
@@ -66,9 +70,12 @@ async def _serve(config: Config, name: str) -> int:
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")
         await parts.shared.ready(log)
+        presence.status(state="waiting for the environment server")
+        await check_environments(config, log)
         for line in notes:  # logged only now, so that a refused process reports the reason alone
             log.warning(line)
         # vLLM takes seconds to import, so this waits until the configuration is known to be good.
+        from generator.agents.endpoint import Endpoint
         from generator.concurrency import exit_after, tune_interpreter, watch
         from generator.engine.engine import Engine
         from generator.loop import Generator
@@ -79,6 +86,9 @@ async def _serve(config: Config, name: str) -> int:
         presence.status(state="starting engine")
         log.info("starting engine", model=config.model.path)
         engine = await Engine.start(config, log)
+        endpoint = None
+        if any(episode.agent for episode in config.episodes_in_use().values()):
+            endpoint = await Endpoint.start(config, engine, log)
         weights = None
         if config.run.has_learner:
             settings = config.learner.weights
@@ -87,7 +97,7 @@ async def _serve(config: Config, name: str) -> int:
                 lambda: broker.endpoint("weights"), settings, relays=lambda: nearby(broker, machine), log=log
             )
         metrics = GeneratorMetrics(Timeline(config.run.folder, name))
-        services = Services(broker, TaskInbox(broker, name), presence, engine, weights, parts, metrics, log)
+        services = Services(broker, TaskInbox(broker, name), presence, engine, weights, parts, metrics, log, endpoint)
         generator = Generator(config, services)
         loop = asyncio.get_running_loop()
         # For tools and simulated users that block; one that hangs keeps its thread for good.
@@ -103,8 +113,11 @@ async def _serve(config: Config, name: str) -> int:
         watching = asyncio.create_task(watch())
         code = 1
         try:
+            agree_on_download(broker, config)
             await generator.run()
             code = 0
+        except UserError:
+            raise  # `entry_point` says it
         except Exception as error:
             log.error("failed", error=f"{type(error).__name__}: {error}")
             raise
@@ -112,6 +125,8 @@ async def _serve(config: Config, name: str) -> int:
             watching.cancel()
             if weights is not None:
                 weights.close()
+            if endpoint is not None:
+                await endpoint.close()
             await engine.close()
             exit_after(code)
     log.info("stopped", episodes=metrics.episodes, tokens=metrics.sampled)

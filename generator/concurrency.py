@@ -58,7 +58,7 @@ class TimedOut(Exception):
     """A call has not ended within its limit."""
 
 
-async def with_timeout(seconds: float, call: Awaitable[T]) -> T:
+async def with_timeout(seconds: float | None, call: Awaitable[T]) -> T:
     """Return a call's result. A call that takes longer is cancelled; one that ignores that is abandoned.
 
     The limit holds whatever the call does, unless it blocks the event loop. Cancelling this coroutine cancels the

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +47,7 @@ class Transcript:
 
     def turn_rewards(self) -> list[float]:
         """The user's rewards, one for each user turn."""
-        return [entry.details["reward"] for entry in self.entries if entry.role == "user"]
+        return [entry.details["reward"] for entry in self.entries if "reward" in entry.details]
 
     def rewards_by_assistant_turn(self) -> list[float]:
         """The user's rewards, one for each assistant turn: 0 where the user was not asked."""
@@ -73,39 +75,23 @@ class EpisodeStep:
 
 
 @dataclass
-class Episode:
-    """Token ids, spans, log-probs and versions, which always stay aligned, and the transcript.
+class Row:
+    """Tokens in the order in which the model saw them, with the log-probs and versions of those it sampled.
 
     Attributes:
         spans: half-open ranges of the tokens that the model sampled, one per turn.
+        logprobs: of each turn's tokens.
         versions: (weight version, start, end) over the sampled tokens.
         length: number of all tokens.
         sampled: tokens the model sampled.
-        turns: assistant turns.
-        user_turns: turns of tools (one answers all calls of an assistant turn) and of the simulated user.
-        tool_calls: calls answered, with a result or an error text.
-        tool_errors: calls answered with an error text.
-        reason: why it ended; see `generator.episode_runner`.
-        answer: text of the model's last turn, if it ended that itself and called nothing; else empty.
-        response: text of everything after the prompt, without special tokens; set at the end.
-        step: the step under way, from the first turn to the last.
     """
 
     prompt_ids: np.ndarray
-    transcript: Transcript
     spans: list[tuple[int, int]] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     length: int = 0
     sampled: int = 0
-    turns: int = 0
-    user_turns: int = 0
-    tool_calls: int = 0
-    tool_errors: int = 0
-    reason: str = ""
-    answer: str = ""
-    response: str = ""
-    step: EpisodeStep | None = None
 
     def __post_init__(self) -> None:
         self._ids = np.empty(0, np.int32)
@@ -131,7 +117,6 @@ class Episode:
                 self.versions.append((version, self.sampled + start, self.sampled + end))
         self.append(turn.token_ids)
         self.sampled += len(turn.token_ids)
-        self.turns += 1
 
     def tokens(self) -> np.ndarray:
         """All token ids, int32 [T]; a view that later turns do not change."""
@@ -141,13 +126,83 @@ class Episode:
         """Token ids of everything after the prompt, int32 [T]."""
         return self.tokens()[len(self.prompt_ids) :]
 
+
+@dataclass
+class Episode:
+    """The rows of one episode, which are trained on as one sample, and its transcript.
+
+    Attributes:
+        rows: one for each sequence of turns in which each continues the one before; our own loop makes one.
+        user_turns: turns of tools (one answers all calls of an assistant turn) and of the simulated user.
+        tool_calls: calls answered, with a result or an error text.
+        tool_errors: calls answered with an error text.
+        reason: why it ended; see `generator.episode_runner` and `generator.agents.runner`.
+        answer: text of the model's last turn, if it ended that itself and called nothing, or what an agent gave as its
+            answer; else empty.
+        response: text of everything after the prompt, without special tokens; set at the end.
+        reward: an agent's own, or that of its failure.
+        requests: what became of each request of an agent; see `Session.requests_made`.
+        retries: an agent's requests that got the reply to an earlier one again.
+        folder: an agent's files, until the episode is scored.
+        step: the step under way, from the first turn to the last.
+    """
+
+    rows: list[Row]
+    transcript: Transcript
+    user_turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    reason: str = ""
+    answer: str = ""
+    response: str = ""
+    reward: float | None = None
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    retries: int = 0
+    folder: Path | None = None
+    step: EpisodeStep | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of all tokens."""
+        return sum(row.length for row in self.rows)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens the model sampled."""
+        return sum(row.sampled for row in self.rows)
+
+    @property
+    def turns(self) -> int:
+        """Assistant turns."""
+        return sum(len(row.spans) for row in self.rows)
+
+    @property
+    def versions(self) -> list[int]:
+        """Weight versions that sampled tokens."""
+        return [version for row in self.rows for version, _, _ in row.versions]
+
+    @property
+    def row_tokens(self) -> list[int]:
+        """Tokens of each row; empty if there is one."""
+        return [row.length for row in self.rows] if len(self.rows) > 1 else []
+
     def payload(self) -> Payload:
-        """The episode as the learner reads it."""
+        """The episode as the learner reads it: its rows, one after another."""
+        rows = self.rows
+        tokens = accumulate((row.length for row in rows), initial=0)
+        sampled = accumulate((row.sampled for row in rows), initial=0)
+        spans = [(at + start, at + end) for row, at in zip(rows, tokens, strict=False) for start, end in row.spans]
+        versions = [
+            (version, at + start, at + end)
+            for row, at in zip(rows, sampled, strict=False)
+            for version, start, end in row.versions
+        ]
         return Payload(
-            self.tokens(),
-            np.asarray(self.spans, np.int32).reshape(-1, 2),
-            np.concatenate(self.logprobs),
-            np.asarray(self.versions, np.int32).reshape(-1, 3),
+            np.concatenate([row.tokens() for row in rows]),
+            np.asarray(spans, np.int32).reshape(-1, 2),
+            np.concatenate([logprobs for row in rows for logprobs in row.logprobs]),
+            np.asarray(versions, np.int32).reshape(-1, 3),
+            np.asarray(self.row_tokens, np.int32),
         )
 
 
@@ -158,12 +213,14 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
     """
     record: dict[str, Any] = {
         "input": task.prompt,
-        "output": template.text(episode.response_ids()),
+        "output": "\n".join(template.text(row.response_ids()) for row in episode.rows),
         "gts": task.answer,
         "messages": [
             {"role": entry.role, "content": entry.text, **entry.details} for entry in episode.transcript.entries
         ],
     }
+    if episode.requests:
+        record["requests"] = episode.requests
     if task.keep and finished:
         payload = episode.payload()
         record |= {
@@ -172,4 +229,6 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
             "logprobs": payload.logprobs.astype(np.float64).round(5),
             "version_spans": payload.version_spans,
         }
+        if len(episode.rows) > 1:
+            record["row_lengths"] = payload.row_lengths
     return pack_record(record)

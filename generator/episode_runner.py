@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from common.config import Config
+from common.config import Config, DataConfig
 from common.messages import Task
-from generator.chat_template import as_messages
+from generator.chat_template import ChatTemplate, as_messages
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.engine.engine import Completion, Engine, EngineFailed
-from generator.episode import Episode, EpisodeStep, Transcript
+from generator.episode import Episode, EpisodeStep, Row, Transcript
 from generator.formats import ToolCall
 from generator.parts import EpisodeParts
 from generator.tools import ToolSession
@@ -42,6 +42,17 @@ from generator.users import Conversation, conversation
 
 class PromptTooLong(Exception):
     """The prompt has more tokens than `data.max_prompt_tokens`."""
+
+
+async def prepared(task: Task, template: ChatTemplate, data: DataConfig) -> Episode:
+    """An episode that has only its prompt yet; raises `PromptTooLong`."""
+    messages = as_messages(task.prompt, data.system_prompt)
+    long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
+    encode = partial(template.prompt, task.prompt, data.system_prompt, markup=data.prompt_markup)
+    row = Row(await offload(long, encode))
+    if row.length > data.max_prompt_tokens:
+        raise PromptTooLong(f"prompt has {row.length} tokens, data.max_prompt_tokens allows {data.max_prompt_tokens}")
+    return Episode([row], Transcript(messages))
 
 
 class State(Enum):
@@ -68,16 +79,7 @@ class EpisodeRunner:
 
     async def prepare(self, task: Task) -> Episode:
         """Make an episode that has only its prompt yet; raises `PromptTooLong`."""
-        system, markup = self.data.system_prompt, self.data.prompt_markup
-        messages = as_messages(task.prompt, system)
-        long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
-        encode = partial(self.template.prompt, task.prompt, system, markup=markup)
-        episode = Episode(await offload(long, encode), Transcript(messages))
-        if episode.length > self.data.max_prompt_tokens:
-            raise PromptTooLong(
-                f"prompt has {episode.length} tokens, data.max_prompt_tokens allows {self.data.max_prompt_tokens}"
-            )
-        return episode
+        return await prepared(task, self.template, self.data)
 
     async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
         """Run a prepared episode to its end.
@@ -117,9 +119,10 @@ class EpisodeRunner:
 class _EpisodeRun:
     def __init__(self, runner: EpisodeRunner, episode: Episode, tools: ToolSession, sampling: dict[str, Any]) -> None:
         self.runner, self.episode, self.tools, self.sampling = runner, episode, tools, sampling
+        (self.row,) = episode.rows
         self.user: Conversation | None = None
         self.started = time.monotonic()
-        self.limit = min(runner.max_model_len, episode.length + runner.config.max_response_tokens)  # tokens in all
+        self.limit = min(runner.max_model_len, self.row.length + runner.config.max_response_tokens)  # tokens in all
         self.calls: list[ToolCall] = []
         self.prefix_epoch: int | None = None  # that of the first turn, if the episode keeps its cached prefix
 
@@ -130,7 +133,7 @@ class _EpisodeRun:
             self.episode.step = EpisodeStep(state.name.lower(), time.monotonic() + self._longest(state))
             state = await steps[state]()
         self.episode.step = None
-        response = self.episode.response_ids()
+        response = self.row.response_ids()
         read = partial(self.runner.template.text, response, plain=True)
         self.episode.response = await offload(len(response) > LONG_TOKENS, read)
 
@@ -152,10 +155,10 @@ class _EpisodeRun:
                 return self._end("max_seconds")
         if limits.get("seed") is not None:
             limits["seed"] += episode.turns
-        room = self.limit - episode.length
+        room = self.limit - self.row.length
         if self.prefix_epoch is not None:
             limits["prefix_epoch"] = self.prefix_epoch
-        turn = await self.runner.engine.generate(episode.tokens(), max_tokens=room, **limits)
+        turn = await self.runner.engine.generate(self.row.tokens(), max_tokens=room, **limits)
         if self.runner.keeps_prefix:
             self.prefix_epoch = turn.prefix_epoch
         if len(turn.token_ids) == 0:
@@ -167,7 +170,7 @@ class _EpisodeRun:
         return self._next_state(turn, text)
 
     def _append(self, turn: Completion) -> tuple[str, list[ToolCall]]:
-        self.episode.extend(turn)
+        self.row.extend(turn)
         return self.runner.parse_turn(turn.token_ids)
 
     def _next_state(self, turn: Completion, text: str) -> State:
@@ -187,7 +190,7 @@ class _EpisodeRun:
     def _limit_reached(self) -> str | None:
         """The limit that forbids another turn of tools or of the user, if there is one."""
         episode, config = self.episode, self.runner.config
-        if episode.turns == config.max_assistant_turns:
+        if episode.turns == config.assistant_turns:
             return "max_assistant_turns"
         if episode.user_turns == config.max_user_turns:
             return "max_user_turns"
@@ -227,9 +230,9 @@ class _EpisodeRun:
         """Append results or the user's message, and let the model continue, if there is room for both."""
         token_ids = await offload(sum(map(len, texts)) > LONG_TEXT, encode)
         episode = self.episode
-        if episode.length + len(token_ids) >= self.limit:
+        if self.row.length + len(token_ids) >= self.limit:
             return self._end("length")
-        episode.append(token_ids)
+        self.row.append(token_ids)
         episode.user_turns += 1
         # The conversation continues, so the model's last turn is not the answer.
         episode.answer = ""

@@ -60,7 +60,7 @@ class Generator:
         self.broker, self.inbox, self.presence = services.broker, services.inbox, services.presence
         self.engine, self.parts = services.engine, services.parts
         self.metrics, self.log = services.metrics, services.log
-        self.runner = TaskRunner(config, self.engine, self.parts, self.inbox.name, self.log)
+        self.runner = TaskRunner(config, self.engine, self.parts, self.inbox.name, self.log, services.endpoint)
         self.weights = WeightUpdater(config, services)
         self.source = TaskSource(self.inbox, self.weights, self.broker.dead_after, self.log)
         self.rescores = config.sampler.drift.mode == "rescore"
@@ -95,6 +95,7 @@ class Generator:
     async def _work(self, group: asyncio.TaskGroup) -> None:
         if self.config.run.has_learner:
             group.create_task(self._watch_learner())
+        group.create_task(self.engine.watch(self.config.broker.heartbeat))
         if not await self.weights.load_first():
             self.stop.set()
             return
@@ -173,7 +174,7 @@ class Generator:
         except PromptTooLong as error:
             result = self.inbox.set_aside(delivery, str(error), retire=True)
         except EngineDied:
-            return  # `_heartbeat` ends the process, which hands everything back
+            return  # `Engine.watch` ends the process, which hands everything back
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
@@ -189,6 +190,7 @@ class Generator:
         config, delivery, attempt = self.config.generator, lease.delivery, lease.delivery.attempt
         if lease.episode:
             lease.episode.step = None
+        self.metrics.failed += 1
         self.log.warning("episode failed", task=delivery.task.task_id, attempt=attempt, error=reason)
         if attempt >= config.max_attempts:
             progress = await self.runner.progress(delivery.task, lease.episode) if lease.episode else {}
@@ -232,7 +234,6 @@ class Generator:
             if pulse.finished:
                 self.log.info("run is finished")
                 self.stop.set()
-            self.engine.check()
             self._fail_stuck()
             await asyncio.sleep(self.config.broker.heartbeat)
 
@@ -273,7 +274,7 @@ class Generator:
             self.presence.status(**self.metrics.status(self.slots_taken, awaiting))
 
     async def _hand_back(self) -> None:
-        """Send what is finished, requeue the rest, and close the parts of episodes."""
+        """Send what is finished, requeue the rest, and close what episodes use."""
         jobs = [lease.job for lease in self.leased if lease.job]
         for job in jobs:
             job.cancel()
@@ -285,6 +286,7 @@ class Generator:
             returned = await in_thread(self.inbox.requeue, unfinished)
             self.log.info("handed back unfinished tasks", tasks=returned)
             self.leased.clear()
+        await self.runner.close()
         await self.parts.close()
         await in_thread(self.inbox.leave)
 

@@ -19,7 +19,7 @@ class GeneratorMetrics:
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline(None, "")
         self._started = time.monotonic()
-        self.episodes = self.sampled = self.updates = 0
+        self.episodes = self.sampled = self.updates = self.failed = 0
         self.pull_seconds = self.pause_seconds = self.idle_seconds = 0.0
         self._idle_since: float | None = None
         self._marks: list[tuple[float, int, float]] = [(self._started, 0, 0.0)]  # when, tokens, idle seconds
@@ -67,6 +67,7 @@ class GeneratorMetrics:
         rate = (self.sampled - sampled) / seconds
         metrics = {
             "generator/episodes": self.episodes,
+            "generator/failed": self.failed,
             "generator/tokens": self.sampled,
             "generator/tokens_per_second": rate,
             "generator/slots": slots,

@@ -8,6 +8,7 @@ from typing import Any
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
+from generator.agents.endpoint import Endpoint
 from generator.engine.engine import Engine
 from generator.metrics import GeneratorMetrics
 from generator.parts import RunParts
@@ -16,7 +17,12 @@ from generator.weights.weight_client import WeightClient
 
 @dataclass(frozen=True)
 class Services:
-    """Made once, by `spo-generator`. `weights` is None in a run without a learner."""
+    """Made once, by `spo-generator`.
+
+    Attributes:
+        weights: None in a run without a learner.
+        endpoint: None where no source has an agent.
+    """
 
     broker: Broker
     inbox: TaskInbox
@@ -26,3 +32,4 @@ class Services:
     parts: RunParts
     metrics: GeneratorMetrics
     log: Any
+    endpoint: Endpoint | None = None

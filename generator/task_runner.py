@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from typing import Any, Literal
 
@@ -11,27 +12,45 @@ import numpy as np
 from common.config import Config
 from common.messages import SampleHeader, Task
 from common.payload import Payload
+from common.process import in_thread
+from generator.agents.endpoint import Endpoint
+from generator.agents.runner import AgentRunner
 from generator.concurrency import LONG_TOKENS, offload
 from generator.engine.engine import Engine
 from generator.episode import Episode, make_record
 from generator.episode_runner import EpisodeRunner
 from generator.parts import RunParts
-from generator.rewards import Outcome
+from generator.rewards import Outcome, Score
 from generator.rewards.scorer import returns_to_go
 
 
 class TaskRunner:
-    """Answers single tasks; any number may run at once in one event loop. `generator` names this process."""
+    """Answers single tasks; any number may run at once in one event loop.
 
-    def __init__(self, config: Config, engine: Engine, parts: RunParts, generator: str, log: Any) -> None:
+    Args:
+        generator: the name of this process.
+        endpoint: where agents find the engine; None where no source has an agent, and where no episode is run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        parts: RunParts,
+        generator: str,
+        log: Any,
+        endpoint: Endpoint | None = None,
+    ) -> None:
         self.config, self.engine, self.parts = config, engine, parts
         self._episodes = {
             source: EpisodeRunner(source_config, engine, source_parts)
+            if source_config.episode.agent is None
+            else AgentRunner(source_config, engine, source_parts, endpoint)
             for source, (source_config, source_parts) in parts.by_source.items()
         }
         self.generator, self.log = generator, log
 
-    def episodes(self, task: Task) -> EpisodeRunner:
+    def episodes(self, task: Task) -> EpisodeRunner | AgentRunner:
         """Return the runner for a task's source; raises `UnknownSource`."""
         return self._episodes[self.parts.find(task)]
 
@@ -46,15 +65,14 @@ class TaskRunner:
             sampling = {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
             episodes = self.episodes(task)
             await episodes.run(task, episode, seed=task.seed, **sampling)
-            outcome = self._outcome(task, episode)
-            score = await episodes.parts.scorer.score(outcome)
-            answer = await episodes.parts.scorer.answer(outcome) if task.kind == "eval" else ""
+            score, answer = await self._score(task, episode)
             drift = await rescoring if rescoring else None
         finally:
             if rescoring:
                 rescoring.cancel()
+            if episode.folder is not None:
+                await in_thread(shutil.rmtree, episode.folder, ignore_errors=True)
         seconds = time.monotonic() - started
-        versions = [version for version, _, _ in episode.versions]
         header = SampleHeader(
             task_id=task.task_id,
             prompt_id=task.prompt_id,
@@ -63,8 +81,8 @@ class TaskRunner:
             reward=score.value,
             reward_parts=score.parts,
             answer=answer,
-            oldest_version=min(versions),
-            newest_version=max(versions),
+            oldest_version=min(episode.versions),
+            newest_version=max(episode.versions),
             drift=drift,
             generator=self.generator,
             seconds=seconds,
@@ -74,6 +92,12 @@ class TaskRunner:
             **_counts(episode),
         )
         return header, episode.payload() if task.kind == "train" else None
+
+    async def close(self) -> None:
+        """Close what the agents' runners hold."""
+        for runner in self._episodes.values():
+            if isinstance(runner, AgentRunner):
+                await runner.close()
 
     async def progress(self, task: Task, episode: Episode) -> dict[str, Any]:
         """Fields of a failed episode's header: its counts, and a record of the conversation."""
@@ -93,12 +117,20 @@ class TaskRunner:
         rewards = episode.transcript.rewards_by_assistant_turn()
         return {
             "turn_returns": returns_to_go(final, rewards, self.config.sampler.tracker.reward_range),
-            "turn_tokens": [end - start for start, end in episode.spans],
+            "turn_tokens": [end - start for row in episode.rows for start, end in row.spans],
         }
 
     async def _record(self, task: Task, episode: Episode, finished: bool = True) -> bytes:
         long = episode.length > LONG_TOKENS
         return await offload(long, make_record, task, episode, self.episodes(task).template, finished)
+
+    async def _score(self, task: Task, episode: Episode) -> tuple[Score, str]:
+        """The reward of an episode, and for an evaluation the answer that was compared."""
+        if episode.reason == "agent_failed":
+            assert episode.reward is not None
+            return Score(episode.reward, {}, episode.reward), ""
+        outcome, scorer = self._outcome(task, episode), self.episodes(task).parts.scorer
+        return await scorer.score(outcome), await scorer.answer(outcome) if task.kind == "eval" else ""
 
     def _outcome(self, task: Task, episode: Episode) -> Outcome:
         return Outcome(
@@ -111,16 +143,25 @@ class TaskRunner:
             limit=self.episodes(task).config.max_response_tokens,
             reason=episode.reason,
             turn_rewards=episode.transcript.turn_rewards(),
+            reward=episode.reward,
+            folder="" if episode.folder is None else str(episode.folder),
         )
 
 
 def _counts(episode: Episode) -> dict[str, Any]:
+    answered = [request for request in episode.requests if "sampled" in request]
     return {
         "tokens": episode.length,
+        "row_tokens": episode.row_tokens,
         "model_tokens": episode.sampled,
         "turns": episode.turns,
         "tool_calls": episode.tool_calls,
         "tool_errors": episode.tool_errors,
+        "requests": len(episode.requests),
+        "retries": episode.retries,
+        "dropped": len(episode.requests) - len(answered),
+        "prompt_tokens": sum(request["prompt"] for request in answered),
+        "kept_tokens": sum(request["kept"] for request in answered),
     }
 
 
@@ -138,5 +179,5 @@ def drift(then: np.ndarray, now: np.ndarray, estimator: Literal["abs", "k3"]) ->
 
 async def rescore(engine: Any, previous: Payload, estimator: Literal["abs", "k3"]) -> float:
     """Compute D by scoring a prompt's previous response under the engine's current weights."""
-    logprobs = await engine.score(previous.token_ids)
-    return drift(previous.logprobs, logprobs[previous.mask()], estimator)
+    now = [(await engine.score(row.token_ids))[row.mask()] for row in previous.rows()]
+    return drift(previous.logprobs, np.concatenate(now), estimator)

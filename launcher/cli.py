@@ -134,7 +134,7 @@ def docs_config() -> None:
 # Name, function and line in `spo --help` of each command.
 GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Run": [
-        ("quickstart", quickstart, "Train a tiny model on one of five tasks, in minutes."),
+        ("quickstart", quickstart, "Train a tiny model on one of six tasks, in minutes."),
         ("run", run, "Run a configuration on this machine; --dry-run only tries it."),
         ("fork", fork, "Start a new run from a checkpoint of another."),
         ("prepare", prepare, "Make a quickstart task's model, problems and run.yaml."),

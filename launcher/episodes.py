@@ -18,7 +18,7 @@ from common.errors import UserError, one_line, visible
 from launcher.folder.episodes import EpisodeIndex, read_line
 from launcher.folder.query import Query, page
 from launcher.folder.run_folder import RunFolder, model_of
-from launcher.page.episode import decoder
+from launcher.page.episode import decoder, request_lines, row_starts
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags")
 STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow", "system": "bold"}
@@ -175,6 +175,10 @@ def episode_lines(episode: dict[str, Any]) -> Iterator[Text]:
     for message in _mappings(episode.get("messages")):
         turn += message.get("role") == "assistant"
         yield from _message(message, _about(message, turn))
+    if requests := request_lines(episode):
+        yield Text()
+        yield Text("requests", "bold")
+        yield from (Text(visible(line)) for line in requests)
     yield Text()
     yield Text.assemble(("expected ", "dim"), visible(as_text(episode.get("gts"))))
 
@@ -188,9 +192,12 @@ def token_lines(episode: dict[str, Any], decode: Callable[[int], str] | None) ->
     versions = (span[0] for span in episode["version_spans"] for _ in range(span[1], span[2]))
     scored = zip(episode["logprobs"], versions, strict=True)
     sampled = {i for start, end in episode["model_spans"] for i in range(start, end)}
+    rows = {start: number for number, start in enumerate(row_starts(episode), 1)}
     yield Text(f"{'token':>7} {'id':>8} {'log-prob':>9} {'version':>7}  text", "dim")
     for position, token_id in enumerate(ids):
         text = one_line(repr(decode(token_id))) if decode else ""
+        if len(rows) > 1 and position in rows:
+            yield Text(f"row {rows[position]} of {len(rows)}", "bold")
         if position in sampled:
             logprob, version = next(scored)
             style = next(style for least, style in LOGPROB_STYLES if logprob >= least)
@@ -215,7 +222,8 @@ def _heading(episode: dict[str, Any]) -> Iterator[Text]:
         f"sampled by {' to '.join(map(str, sorted(set(episode['versions']))))}" if episode.get("versions") else "",
         f"value before {number(episode['value'])}" if "value" in episode else "",
         f"{episode.get('turns')} turns, {episode.get('tool_calls')} tool calls",
-        f"{episode.get('tokens')} tokens, {episode.get('model_tokens')} of them sampled",
+        f"{episode.get('tokens')} tokens, {episode.get('model_tokens')} of them sampled"
+        + (f", in {episode['rows']} rows" if episode.get("rows", 1) != 1 else ""),
         f"{number(episode.get('seconds'))} s at {episode.get('generator')}",
         f"left out: {as_text(episode['left_out'])}" if episode.get("left_out") else "",
     ]
@@ -225,6 +233,10 @@ def _heading(episode: dict[str, Any]) -> Iterator[Text]:
 
 def _message(message: dict[str, Any], about: str) -> Iterator[Text]:
     role, text = str(message.get("role")), as_text(message.get("content"))
+    if "request" in message:
+        calls = message.get("tool_calls")
+        said = [message.get("reasoning"), text, *(calls if isinstance(calls, list) else ())]
+        text = "\n".join(as_text(one) for one in said if one)
     yield Text()
     yield Text.assemble((one_line(role), STYLES.get(role, "bold")), "  ", (one_line(about), "dim"))
     says_nothing = role == "user" and not text
@@ -232,6 +244,8 @@ def _message(message: dict[str, Any], about: str) -> Iterator[Text]:
 
 
 def _about(message: dict[str, Any], turn: int) -> str:
+    if "request" in message:
+        return f"request {message['request']}"
     if message.get("role") == "assistant":
         return f"turn {turn}"
     if message.get("role") == "tool":

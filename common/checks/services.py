@@ -168,7 +168,7 @@ def runs_programs(config: Config) -> bool:
     """Whether a tool or a reward of SPO's runs programs."""
     names: set[str] = set()
     for episode in config.episodes_in_use().values():
-        names |= {*episode.tools, *([episode.reward] if isinstance(episode.reward, str) else episode.reward)}
+        names |= {*episode.tools, *episode.reward_weights}
     return bool(RUN_PROGRAMS & names)
 
 

@@ -1,5 +1,6 @@
 """Configuration of a run: one YAML file, overridden by the environment and by `-o key=value`."""
 
+from common.config.agent import AgentConfig
 from common.config.algorithm import AlgorithmConfig
 from common.config.correction import AGE_BUCKETS, CorrectionConfig, SkyRLCorrection
 from common.config.data import DataConfig, DataSource, Source
@@ -20,9 +21,9 @@ from common.config.sampler import (
 from common.config.shared import Difference, differences, dump_config, shared_values
 
 __all__ = [
-    "AGE_BUCKETS", "AdvantageConfig", "AlgorithmConfig", "BrokerConfig", "Config", "CorrectionConfig", "Criterion",
-    "DataConfig", "DataSource", "Deltas", "Difference", "DriftConfig", "EpisodeConfig", "EvalConfig",
-    "GeneratorConfig", "LearnerConfig", "LoraConfig", "ModelConfig", "RunConfig", "RunTrackerConfig", "SamplerConfig",
-    "SandboxConfig", "SelectionConfig", "SkyRLCorrection", "Source", "TrackerConfig", "WeightsConfig", "differences",
-    "dump_config", "load_config", "parse_config", "shared_values",
+    "AGE_BUCKETS", "AdvantageConfig", "AgentConfig", "AlgorithmConfig", "BrokerConfig", "Config",
+    "CorrectionConfig", "Criterion", "DataConfig", "DataSource", "Deltas", "Difference", "DriftConfig",
+    "EpisodeConfig", "EvalConfig", "GeneratorConfig", "LearnerConfig", "LoraConfig", "ModelConfig", "RunConfig",
+    "RunTrackerConfig", "SamplerConfig", "SandboxConfig", "SelectionConfig", "SkyRLCorrection", "Source",
+    "TrackerConfig", "WeightsConfig", "differences", "dump_config", "load_config", "parse_config", "shared_values",
 ]  # fmt: skip

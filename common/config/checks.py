@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.config.agent import AgentConfig
 from common.config.data import SIDES
 from common.config.generator import EpisodeConfig
 from common.config.redis_url import check_queue, has_port
@@ -141,13 +142,15 @@ def _episode(config: Config, episode: EpisodeConfig) -> Iterator[Rule]:
         (episode.user, f"episode.user = {episode.user!r} is", "set episode.user=null"),
     ):
         yield (
-            bool(is_set) and episode.max_assistant_turns < 2,
+            bool(is_set) and episode.assistant_turns == 1,
             f"{setting} never answered with episode.max_assistant_turns = 1; set it to 2 or more, or {removal}",
         )
         yield (
             bool(is_set) and episode.max_user_turns == 0,
             f"{setting} never heard with episode.max_user_turns = 0; set it to 1 or more or null, or {removal}",
         )
+    if episode.agent is not None:
+        yield from _agent(config, episode, episode.agent)
     # Only the generator knows the names of tools that are not SPO's.
     yield (
         episode.call_format == "code" and (not episode.tools or "calculator" in episode.tools),
@@ -169,18 +172,59 @@ def _episode(config: Config, episode: EpisodeConfig) -> Iterator[Rule]:
         "algorithm.turn_advantage = 'turn' adds up the rewards that follow a turn, and episode.turn_rewards = "
         f"{episode.turn_rewards!r} does not; set it to sum, or algorithm.turn_advantage=episode",
     )
-    weights = {episode.reward: 1.0} if isinstance(episode.reward, str) else episode.reward
+    weights = episode.reward_weights
     yield not weights, "episode.reward = {} names no reward; give a name, or {name: weight}"
     for name, weight in weights.items():
         yield (
             not math.isfinite(weight),
             f"episode.reward: the weight of {name!r} is {weight}; give a finite number",
         )
+    yield (
+        "agent" in weights and episode.agent is None,
+        "episode.reward = 'agent' is the number that an agent gives, and episode.agent is null; name an agent, or "
+        "another reward",
+    )
     for name in episode.reward_options:
         yield (
             name not in weights,
             f"episode.reward_options names {name!r}, which is not part of episode.reward ({', '.join(weights)})",
         )
+
+
+def _agent(config: Config, episode: EpisodeConfig, agent: AgentConfig) -> Iterator[Rule]:
+    """Rules of episodes that an agent plays."""
+    for name, value, allowed, why in (
+        ("tools", episode.tools, [], "an agent has tools of its own"),
+        ("user", episode.user, None, "nobody else talks to an agent"),
+        ("max_user_turns", episode.max_user_turns, None, "only the assistant's turns of an agent are counted"),
+    ):
+        shown = "null" if allowed is None else allowed
+        yield value != allowed, f"episode.{name} = {value!r} beside episode.agent: {why}; set episode.{name}={shown}"
+    yield (
+        episode.call_format == "code" or ":" in episode.call_format,
+        f"episode.call_format = {episode.call_format!r} beside episode.agent: vLLM's server reads an agent's calls, "
+        "as generator.tool_parser says; set episode.call_format=hermes",
+    )
+    yield (
+        config.algorithm.turn_advantage == "turn",
+        "algorithm.turn_advantage = 'turn' beside episode.agent: an agent has one reward for all of its turns; set "
+        "algorithm.turn_advantage=episode",
+    )
+    yield (
+        config.run.deterministic,
+        f"episode.agent = {agent.shown!r} contradicts run.deterministic: when an agent sends its requests is not known "
+        "before; play the task by tools of the episode, or set run.deterministic=false",
+    )
+    yield (
+        agent.environment is not None and "agent" not in episode.reward_weights,
+        f"episode.reward = {episode.reward!r} is not the environment's; set episode.reward=agent, or make it a part",
+    )
+    low, high = config.sampler.tracker.reward_range
+    yield (
+        agent.failure != "retry" and not low <= agent.failure <= high,
+        f"episode.agent.failure = {agent.failure} is outside sampler.tracker.reward_range = [{low:g}, {high:g}]; give "
+        "a reward within it, or retry",
+    )
 
 
 def _deterministic(config: Config) -> Iterator[Rule]:

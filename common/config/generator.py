@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from common.config.agent import AgentConfig
 from common.config.section import LOCAL, Section, explain
 from common.errors import UserError
 
@@ -18,7 +19,10 @@ OF_THE_RUN = ("rollouts_every",)
 class EpisodeConfig(Section):
     """Turns, tools and the reward of one episode."""
 
-    max_assistant_turns: int = Field(1, ge=1, description="Assistant turns until the episode ends.")
+    agent: AgentConfig | None = Field(None, description="A program of your own that plays the episodes; null: none.")
+    max_assistant_turns: int | None = Field(
+        None, ge=1, description="Assistant turns until the episode ends; null: 1, and with `agent` no limit."
+    )
     max_user_turns: int | None = Field(
         None, ge=0, description="Turns of tools and of the simulated user until the episode ends; null: no limit."
     )
@@ -65,8 +69,8 @@ class EpisodeConfig(Section):
     reward: str | dict[str, float] = Field(
         "exact",
         description="`exact`, `boxed`, `boxed_think`, `math`, `reasoning_gym`, `code`, `format`, `length`, `overlong`, "
-        "`judge`, or `module:function` or `module:Class` of your own, or the name of an installed one; or a weighted "
-        "sum, {name: weight}. docs/rewards.md says what each is.",
+        "`judge`, `agent` (the number that the agent gives), or `module:function` or `module:Class` of your own, or "
+        "the name of an installed one; or a weighted sum, {name: weight}. docs/rewards.md says what each is.",
     )
     reward_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Arguments of each reward, by its name in `reward`."
@@ -91,6 +95,16 @@ class EpisodeConfig(Section):
         description="Keep the episodes dispatched at every so many versions under `rollouts/`, and the learner's data "
         "on their tokens under `training_data/`; 0: none.",
     )
+
+    @property
+    def assistant_turns(self) -> int | None:
+        """Assistant turns until the episode ends; None: no limit."""
+        return 1 if self.max_assistant_turns is None and self.agent is None else self.max_assistant_turns
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each reward, by its name."""
+        return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
 
     def with_changes(self, changes: Mapping[str, Any], source: str) -> EpisodeConfig:
         """The section for the tasks of a source.
@@ -150,6 +164,14 @@ class GeneratorConfig(Section):
         description="Largest mean difference from the learner's log-probs of a fixed prompt that is accepted after the "
         "first weight update; null: 0.02 where both compute in float32, else 0.25 (docs/operations.md).",
         json_schema_extra=LOCAL,
+    )
+    tool_parser: str = Field(
+        "hermes",
+        description="How the endpoint of agents (`episode.agent`) reads calls: a tool parser of vLLM.",
+    )
+    reasoning_parser: str | None = Field(
+        None,
+        description="How it tells a reply's thinking from its text: a reasoning parser of vLLM; null: both are text.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,

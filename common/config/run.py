@@ -156,13 +156,13 @@ class Config(Section):
         return data
 
     def for_source(self, source: Source) -> Config:
-        """The configuration for the tasks of a source: with its episodes, and its own settings of prompts.
+        """The configuration for the tasks of a source: with its episodes, and its own columns and settings of prompts.
 
         Raises:
             UserError: a key or a value of the source's `episode` is wrong; the message names the source.
         """
-        prompts = {"system_prompt": source.system_prompt, "prompt_markup": source.prompt_markup}
-        data = self.data.model_copy(update=prompts)
+        own = ("prompt_column", "answer_column", "system_prompt", "prompt_markup")
+        data = self.data.model_copy(update={key: getattr(source, key) for key in own})
         return self.model_copy(update={"episode": self.episode.with_changes(source.episode, source.key), "data": data})
 
     def episodes_in_use(self) -> dict[str, EpisodeConfig]:

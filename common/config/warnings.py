@@ -72,7 +72,8 @@ def algorithm_warnings(config: Config) -> list[str]:
 
 def episode_warnings(config: Config) -> list[str]:
     """Warnings about the episodes of the run and of its sources."""
-    return [f"{key}.{line}" for key, episode in config.episodes_in_use().items() for line in _turns(episode, key)]
+    episodes = config.episodes_in_use().items()
+    return [f"{key}.{line}" for key, episode in episodes for line in (*_turns(episode, key), *_agent(episode))]
 
 
 def _method(config: Config) -> Iterator[str]:
@@ -108,6 +109,8 @@ def _modes(config: Config) -> Iterator[str]:
         yield from _idle("learner.", learner, ("min_lr_ratio",), why)
     if reason := _no_kept_prefix(config):
         yield from _idle("generator.", generator, ("keep_prefix",), f"with {reason}")
+    if all(episode.agent is None for episode in config.episodes_in_use().values()):
+        yield from _idle("generator.", generator, ("tool_parser", "reasoning_parser"), "without episode.agent")
     if learner.lora is not None and learner.lr == type(learner).model_fields["lr"].default:
         yield (
             f"learner.lr = {learner.lr:g}, the default, is meant for all weights; an adapter (learner.lora) needs "
@@ -163,15 +166,22 @@ def _turns(episode: EpisodeConfig, key: str) -> Iterator[str]:
     turns = episode.user_options.get(option, default)
     if not option or not isinstance(turns, int):
         return
-    possible, causes = episode.max_assistant_turns - 1, []
+    allowed = episode.assistant_turns or 1  # a limit, since there is no agent beside a user
+    possible, causes = allowed - 1, []
     if possible < turns:
-        causes.append(f"{key}.max_assistant_turns = {episode.max_assistant_turns} (set it to {turns + 1} or more)")
+        causes.append(f"{key}.max_assistant_turns = {allowed} (set it to {turns + 1} or more)")
     if episode.max_user_turns is not None and episode.max_user_turns < turns:
         possible = min(possible, episode.max_user_turns)
         causes.append(f"{key}.max_user_turns = {episode.max_user_turns} (set it to {turns} or more)")
     if causes:
         setting = f"{option} = {turns}" + ("" if option in episode.user_options else ", its default,")
         yield f"user_options.{setting} is cut short to {possible} by {' and '.join(causes)}; or set {option}={possible}"
+
+
+def _agent(episode: EpisodeConfig) -> Iterator[str]:
+    """An agent that nothing ends if it hangs."""
+    if episode.agent is not None and episode.max_seconds is None:
+        yield "max_seconds = null lets an agent that hangs keep its place for ever; set a limit"
 
 
 def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:

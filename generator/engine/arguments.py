@@ -7,12 +7,15 @@ import difflib
 import importlib.metadata
 import importlib.util
 import logging
+import multiprocessing.util
 import os
 import re
 import socket
 import warnings
 import zlib
+from collections.abc import Sequence
 from functools import cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, get_args
 
@@ -149,7 +152,11 @@ def _model_config(config: Config) -> dict[str, Any]:
 
 
 def prepare_environment(config: Config) -> None:
-    """Set environment variables that vLLM and torch read when they are imported, unless the user has set them."""
+    """Set environment variables that vLLM and torch read when they are imported, unless the user has set them.
+
+    It also starts Python's tracker of shared memory, which removes the names that vLLM's processes have not removed.
+    """
+    _start_tracker()
     environment = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -166,6 +173,21 @@ def prepare_environment(config: Config) -> None:
     # Users can do nothing about these warnings.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def _start_tracker() -> None:
+    """Start Python's resource tracker in a session of its own: a killed process group would take it along."""
+
+    def spawn_in_session(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        inherited = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in passfds]
+        return os.posix_spawn(path, list(args), os.environ, file_actions=inherited, setsid=True)
+
+    spawn = multiprocessing.util.spawnv_passfds
+    multiprocessing.util.spawnv_passfds = spawn_in_session
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds = spawn
 
 
 def engine_arguments(config: Config) -> dict[str, Any]:

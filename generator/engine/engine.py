@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +76,15 @@ class Engine:
         self._epoch = 0
         self._broken = False
 
+    @property
+    def llm(self) -> Any:
+        """vLLM's `AsyncLLM`, for what reads its configuration; requests go through this class."""
+        return self._llm
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._max_model_len)
+
     @classmethod
     async def start(cls, config: Config, log: Any) -> Engine:
         """Start vLLM with the model as it is on disk, which counts as version 0; blocks for seconds.
@@ -139,18 +149,53 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # saves a deep copy: nothing else refers to them
         )
+        cut = asyncio.Event()
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, cut.set)
+        try:
+            async for _, part in self.stream(prompt_ids, params, cut=cut, prefix_epoch=prefix_epoch):
+                completion = part
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return completion
+
+    async def stream(
+        self,
+        prompt_ids: TokenIds,
+        params: Any,
+        *,
+        cut: asyncio.Event | None = None,
+        prefix_epoch: int | None = None,
+    ) -> AsyncGenerator[tuple[Any, Completion], None]:
+        """Continue a prompt [T] and yield vLLM's outputs, each with what was sampled since the one before.
+
+        Only the last one has `versions`, over all that was sampled, and a `finish_reason`; it may have no tokens.
+
+        Args:
+            params: vLLM's `SamplingParams`, with `logprobs=0` and `flat_logprobs=True`. Their `output_kind` says
+                whether there is one output, at the end, or many.
+            cut: once it is set, the request ends with the tokens it has.
+            prefix_epoch: see `generate`, which also says what is raised.
+        """
         with self._adapters.newest() as adapter:
-            final, prefix_epoch = await self._run(prompt_ids, params, seconds, adapter, prefix_epoch)
-        output = final.outputs[0]
-        spans = [(int(span.version), span.start, span.end) for span in output.weight_versions or ()]
-        return Completion(
-            np.asarray(output.token_ids, np.int32),
-            np.asarray(output.logprobs.logprobs, np.float32),
-            spans if adapter is None else [(adapter.version, 0, len(output.token_ids))],
-            "time" if output.finish_reason == "abort" else output.finish_reason,
-            prefix_epoch,
-            final.num_cached_tokens or 0,
-        )
+            async for output, epoch in self._run(prompt_ids, params, cut, adapter, prefix_epoch):
+                sampled = output.outputs[0]
+                spans = [(int(span.version), span.start, span.end) for span in sampled.weight_versions or ()]
+                if adapter is not None and spans:
+                    spans = [(adapter.version, 0, spans[-1][-1])]
+                # An output without a token, or with one joined to it, repeats earlier log-probs at its end.
+                logprobs = sampled.logprobs.logprobs[: len(sampled.token_ids)]
+                yield (
+                    output,
+                    Completion(
+                        np.asarray(sampled.token_ids, np.int32),
+                        np.asarray(logprobs, np.float32),
+                        spans,
+                        "time" if sampled.finish_reason == "abort" else sampled.finish_reason or "",
+                        epoch,
+                        output.num_cached_tokens or 0,
+                    ),
+                )
 
     async def score(self, token_ids: TokenIds) -> np.ndarray:
         """Return the log-prob of each token given those before it, under the current weights at temperature 1, [T].
@@ -172,7 +217,8 @@ class Engine:
             skip_clone=True,
         )
         with self._adapters.newest() as adapter:
-            output, _ = await self._run(token_ids[:-1] if full else token_ids, params, adapter=adapter)
+            async for final, _ in self._run(token_ids[:-1] if full else token_ids, params, adapter=adapter):
+                output = final
         scores = list(output.prompt_logprobs.logprobs)
         if full:
             sampled = output.outputs[0].logprobs
@@ -222,10 +268,31 @@ class Engine:
             self.version = files.version
             return time.monotonic() - began
 
-    def check(self) -> None:
-        """Raise `EngineDied` if the engine is gone."""
-        if self._broken or self._llm.errored:
-            raise EngineDied("vLLM's engine is gone")
+    async def watch(self, beat: float) -> None:
+        """Until cancelled, ask vLLM every `beat` seconds for an answer.
+
+        vLLM gives up on workers that hang; an engine that computes in its own process hangs with all its requests.
+
+        Raises:
+            EngineDied: it is gone, or has given no answer for as long as vLLM lets a worker's step take.
+        """
+        patience = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "300"))
+        while True:
+            self._check()
+            asked, silent = asyncio.ensure_future(self._llm.is_sleeping()), 0.0
+            try:
+                while not asked.done():
+                    # Counted in beats: a process that was frozen still gets the time to read the answer.
+                    if silent > patience:
+                        raise EngineDied(f"vLLM hangs: it has given no answer for {silent:.0f} s")
+                    await asyncio.wait({asked}, timeout=beat)
+                    self._check()
+                    silent += beat
+            finally:
+                asked.cancel()  # changes nothing if it is done
+            if error := asked.exception():
+                raise EngineDied(f"vLLM gives no answer: {error}")
+            await asyncio.sleep(beat)
 
     async def close(self) -> None:
         """End vLLM's processes."""
@@ -251,7 +318,7 @@ class Engine:
     async def _change(self, failure: str) -> AsyncIterator[None]:
         """Change the weights, one change at a time; an error ends the engine with `failure` and its reason."""
         async with self._updating:
-            self.check()
+            self._check()
             try:
                 yield
             except Exception as error:
@@ -259,64 +326,71 @@ class Engine:
                 self._broken = True
                 raise EngineDied(f"{failure}: {str(error) or type(error).__name__}") from error
 
+    def _check(self) -> None:
+        """Raise `EngineDied` if the engine is gone."""
+        if self._broken or self._llm.errored:
+            raise EngineDied("vLLM's engine is gone")
+
     async def _run(
         self,
         token_ids: TokenIds,
         params: Any,
-        seconds: float | None = None,
+        cut: asyncio.Event | None = None,
         adapter: LoadedAdapter | None = None,
         prefix_epoch: int | None = None,
-    ) -> tuple[Any, int]:
-        """Final output of one request, and the epoch that keys its prefix cache.
+    ) -> AsyncGenerator[tuple[Any, int], None]:
+        """Yield the outputs of one request, each with the epoch that keys its prefix cache.
 
-        The request is restarted if it had no token at an update, and aborted after `seconds`.
+        The request is restarted if it had no token at an update, and aborted once `cut` is set.
         """
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = np.asarray(token_ids).tolist()
-        ends = None if seconds is None else time.monotonic() + seconds
         lora_request = None if adapter is None else adapter.request
-        while True:
-            self.check()
+        begins = True
+        while begins:
+            begins = False
+            self._check()
             epoch, name = self._epoch, str(next(self._names))
             salt = epoch if prefix_epoch is None else prefix_epoch
             request = tokens_input(prompt, cache_salt=str(salt))
             try:
-                async with self._cut(name, ends) as cut:
-                    async for output in self._llm.generate(request, params, name, lora_request=lora_request):
-                        final = output.outputs[0]
+                async with (
+                    self._aborting(name, cut),
+                    contextlib.aclosing(
+                        self._llm.generate(request, params, name, lora_request=lora_request)
+                    ) as outputs,
+                ):
+                    async for output in outputs:
+                        reason = output.outputs[0].finish_reason
+                        if reason in (None, "stop", "length") or (reason == "abort" and cut and cut.is_set()):
+                            yield output, salt
+                        elif reason == "abort" and epoch != self._epoch:
+                            begins = True
+                        else:
+                            raise EngineFailed(f"vLLM ended the request: {reason}")
             except VLLMValidationError as error:
                 raise ValueError(str(error)) from error
             except EngineDeadError as error:
                 raise EngineDied(str(error)) from error
             except EngineGenerateError as error:
                 raise EngineFailed(str(error.__cause__ or error)) from error
-            reason = final.finish_reason
-            if reason == "abort" and cut.is_set():
-                return output, salt
-            if reason == "abort" and epoch != self._epoch:
-                continue
-            if reason not in ("stop", "length"):
-                raise EngineFailed(f"vLLM ended the request: {reason}")
-            return output, salt
 
     @contextlib.asynccontextmanager
-    async def _cut(self, name: str, ends: float | None) -> AsyncIterator[asyncio.Event]:
-        """Abort a request when its time is over, which sets the event; it keeps the tokens it has."""
-        cut = asyncio.Event()
-        if ends is None:
-            yield cut
+    async def _aborting(self, name: str, cut: asyncio.Event | None) -> AsyncIterator[None]:
+        """Abort a request when the event is set; it keeps the tokens it has."""
+        if cut is None:
+            yield
             return
 
         async def abort() -> None:
-            await asyncio.sleep(ends - time.monotonic())
-            cut.set()
+            await cut.wait()
             await self._llm.abort(name)
 
         waiting = asyncio.create_task(abort())
         try:
-            yield cut
+            yield
         finally:
             waiting.cancel()

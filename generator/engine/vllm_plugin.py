@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.process import die_with_parent
+from common.keeper import die_with_parent
 
 BACKEND = "spo"  # what vLLM calls our weight transfer engine
 ENGINE = ("generator.weights.weight_engine", "SharedMemoryWeightEngine")  # its module and class
@@ -22,10 +22,11 @@ def register() -> None:
     """Make our weight transfer engine known; vLLM may call this several times.
 
     It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
-    generator that is killed could do neither itself.
+    generator that is killed could do neither itself. On a CPU it mends sampling with seeds.
     """
     _die_with_parent()
     _unlink_mapped_memory()
+    _hold_generators()
     # A forked process has the plugin already and does not load it again.
     multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -50,6 +51,37 @@ def _unlink_mapped_memory() -> None:
     tqdm.set_lock(threading.RLock())
     _extend(MessageQueue, "wait_until_ready", _unlink_queue)
     _extend(_CPUSHMDistributed, "_init_cpu_shm", _unlink_communicator)
+
+
+def _hold_generators() -> None:
+    """Keep the random generators of requests whose prompts are read in parts out of steps that only read.
+
+    Such a step samples too, and vLLM then takes the generator one draw back, which torch cannot do on a CPU: the
+    engine would die.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker import gpu_model_runner
+
+    owner: Any = gpu_model_runner.GPUModelRunner
+    sample = owner.sample_tokens
+    if hasattr(sample, "holds_generators"):
+        return
+
+    @functools.wraps(sample)
+    def holding(runner: Any, *arguments: Any) -> Any:
+        batch = runner.input_batch
+        reading = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        out = {i: batch.generators.pop(i) for i in reading if i in batch.generators}
+        try:
+            return sample(runner, *arguments)
+        finally:
+            batch.generators.update(out)
+
+    owner.sample_tokens = holding
+    owner.sample_tokens.holds_generators = True
 
 
 def _extend(owner: Any, name: str, more: Callable[[Any], None]) -> None:

@@ -27,6 +27,8 @@ class Outcome:
         limit: `episode.max_response_tokens`.
         reason: why the episode ended.
         turn_rewards: what a simulated user gave for single turns, in order.
+        reward: what an agent gave as its own reward.
+        folder: path of the folder in which an agent has left its files; empty: there is none.
     """
 
     text: str
@@ -38,6 +40,8 @@ class Outcome:
     limit: int = 0
     reason: str = ""
     turn_rewards: Sequence[float] = ()
+    reward: float | None = None
+    folder: str = ""
 
     def __post_init__(self) -> None:
         # Only here, since every reward and every checker gets its answer from an outcome.

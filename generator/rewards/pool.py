@@ -32,8 +32,9 @@ MAX_GROWTH = 4  # times `size`: the most processes, when all jobs are slow
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
-from common.process import keep
-keep(int(sys.argv[2]), int(sys.argv[1]))
+from signal import SIGUSR1
+from common.keeper import keep
+keep(int(sys.argv[2]), (int(sys.argv[1]),), SIGUSR1)
 from generator.rewards.worker import main
 main(int(sys.argv[1]))
 """
@@ -110,7 +111,7 @@ class ScoringProcess:
         """End the process and all it has started, whatever it is doing."""
         if not self._killed:
             self._killed = True
-            self._keeper.terminate()
+            self._keeper.send_signal(signal.SIGUSR1)
             if self._writer is not None:
                 self._writer.transport.abort()
             else:

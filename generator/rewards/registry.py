@@ -22,7 +22,9 @@ BUILTIN: dict[str, str] = {
     "length": "generator.rewards.rules:Length",
     "overlong": "generator.rewards.rules:Overlong",
     "judge": "generator.rewards.judge:Judge",
+    "agent": "generator.rewards.rules:OwnReward",
 }
+OWN = "agent"  # the name of the reward that an agent gives itself
 
 GROUP = "spo.rewards"  # entry points of installed packages
 
@@ -44,11 +46,11 @@ class Builtin(ABC):
 
     Attributes:
         where: `inline`, at once; `pool`, in another process; `loop`, a coroutine that waits for a server.
-        bounds: least and greatest value.
+        bounds: least and greatest value; None where they are not known.
     """
 
     where: Where = "inline"
-    bounds: tuple[float, float] = (0.0, 1.0)
+    bounds: tuple[float, float] | None = (0.0, 1.0)
 
     @abstractmethod
     def score(self, outcome: Outcome) -> float | Awaitable[float]: ...

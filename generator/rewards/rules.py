@@ -55,6 +55,17 @@ class BoxedThink(Builtin):
         return last_boxed(outcome.response[-TAIL:])
 
 
+class OwnReward(Builtin):
+    """The number that an agent gave."""
+
+    bounds = None
+
+    def score(self, outcome: Outcome) -> float:
+        if outcome.reward is None:
+            raise ValueError("the agent gave no reward; episode.reward = 'agent' needs one, returned or sent")
+        return outcome.reward
+
+
 def last_boxed(text: str) -> str | None:
     r"""Content of the last \boxed{} in a text, braces within it balanced; None if there is none, or it never closes."""
     start = text.rfind("\\boxed{")

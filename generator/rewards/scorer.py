@@ -35,7 +35,7 @@ class Scorer:
 
     def __init__(self, config: Config, sandbox: Callable[[], Sandbox] | None = None) -> None:
         episode = config.episode
-        self._weights = {episode.reward: 1.0} if isinstance(episode.reward, str) else dict(episode.reward)
+        self._weights = dict(episode.reward_weights)
         self._allowed = config.sampler.tracker.reward_range
         self._turn_rewards = episode.turn_rewards
         self._local: dict[str, Builtin] = {}
@@ -112,10 +112,11 @@ class Scorer:
         return score if isinstance(score, float) else await score
 
     def _check_range(self) -> None:
-        """Check the range of the sum, which is known before the first episode if all parts are built in."""
-        if len(self._local) < len(self._weights):
+        """Check the range of the sum, where it is known before the first episode."""
+        bounds = {name: part.bounds for name, part in self._local.items() if part.bounds is not None}
+        if len(bounds) < len(self._weights):
             return
-        ends = [sorted(weight * end for end in self._local[name].bounds) for name, weight in self._weights.items()]
+        ends = [sorted(weight * end for end in bounds[name]) for name, weight in self._weights.items()]
         least, most = math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)
         low, high = self._allowed
         try:

@@ -6,15 +6,16 @@ import json
 import logging
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from common.errors import UserError
 from common.gym_families import installed_families, score_answer
 from generator.rewards.outcome import Outcome
 from generator.rewards.registry import Builtin
 from generator.rewards.rules import compiled, last_boxed
+
+T = TypeVar("T")
 
 TAIL = 10_000  # characters at the end of the last turn within which an answer is looked for
 DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
@@ -25,23 +26,26 @@ class _Expired(BaseException):
     """Not an Exception: sympy, math-verify and reasoning-gym catch those."""
 
 
-@contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """Leave the block silently after `seconds` of this process's processor time; for the main thread only."""
+def cpu_limit(seconds: float, work: Callable[[], T]) -> T | None:
+    """Do some work; None if it takes more than `seconds` of this process's processor time. For the main thread only."""
 
-    def expire(*_: object) -> None:
+    def expire(*_: object) -> NoReturn:
         raise _Expired
 
+    value = None
     before = signal.signal(signal.SIGPROF, expire)
-    # Repeated, since a bare `except` in the library may swallow one.
-    signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
     try:
-        yield
+        try:
+            # Repeated, since a bare `except` in the library may swallow one.
+            signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
+            value = work()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)  # which a last signal may interrupt
     except _Expired:
-        pass
-    finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+    finally:
         signal.signal(signal.SIGPROF, before)
+    return value
 
 
 class Maths(Builtin):
@@ -86,21 +90,21 @@ class Maths(Builtin):
         truth = outcome.answer_text.strip()
         if not any(mark in truth for mark in DELIMITERS):
             truth = f"\\boxed{{{truth}}}"
-        gold: list[Any] = []
-        with cpu_limit(self._seconds):
-            gold = self._library.parse(truth, parsing_timeout=None)
+        gold = cpu_limit(self._seconds, lambda: self._library.parse(truth, parsing_timeout=None))
         if not gold:
             raise ValueError(f"the reference answer {outcome.answer_text[:200]!r} is not mathematics")
         text = outcome.text[-TAIL:]
         # The library makes a set of all boxes in a line, even if the last one corrects the others.
         box = last_boxed(text)
-        equal = False
         parsed: list[Any] = []
-        with cpu_limit(self._seconds):
-            parsed = self._library.parse(text if box is None else f"\\boxed{{{box}}}", parsing_timeout=None)
-            equal = self._library.verify(
+
+        def verify() -> Any:
+            parsed.extend(self._library.parse(text if box is None else f"\\boxed{{{box}}}", parsing_timeout=None))
+            return self._library.verify(
                 gold, parsed, float_rounding=self._digits, strict=self._strict, timeout_seconds=None
             )
+
+        equal = cpu_limit(self._seconds, verify)
         return bool(equal), str(parsed[-1] if parsed else "") if box is None else box
 
 
@@ -134,9 +138,7 @@ class ReasoningGym(Builtin):
             raise ValueError(
                 "the data row has no `family` and `entry`, which rows of `data.train: reasoning_gym:FAMILY` have"
             )
-        value = 0.0
-        with cpu_limit(self._seconds):
-            value = score_answer(family, self.answer(outcome), json.loads(entry))
+        value = cpu_limit(self._seconds, lambda: score_answer(family, self.answer(outcome), json.loads(entry))) or 0.0
         return value if self._partial else float(value >= 1)
 
     def answer(self, outcome: Outcome) -> str:

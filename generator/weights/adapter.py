@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.config import LoraConfig
 from common.errors import UserError
+from common.files import own_folder
 from common.weights.memory import MemoryFile
 from common.weights.wire import Manifest
 from generator.weights.shared_weights import SharedWeights, tensors
@@ -61,7 +62,7 @@ class AdapterFolder:
         self.version = manifest.version
         self._file = MemoryFile(len(packed))
         self._file.write(0, packed)
-        self.path = Path(tempfile.mkdtemp(prefix="spo-adapter-"))
+        self.path = Path(tempfile.mkdtemp(prefix="adapter-", dir=own_folder()))
         (self.path / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
         (self.path / "adapter_model.safetensors").symlink_to(self._file.path)
 

@@ -132,6 +132,7 @@ async def _begin_one(runner: TaskRunner, task: Task, score: bool) -> int:
 def _names(run_parts: RunParts) -> str:
     names = []
     for parts in run_parts.parts:
+        names += [f"agent {parts.episode.agent.shown}"] if parts.episode.agent else []
         names += [f"tool {name}" for name in parts.toolbox.tools]
         names += [f"user {parts.episode.user}"] if parts.user else []
         names += [f"reward {name}" for name in reward_names(parts.episode)]

@@ -1,4 +1,4 @@
-"""Scores an empty response to the first row of each source: a reward that cannot work is named in a second."""
+"""Finds the agents, and scores an empty response to the first row of each source: what cannot work is named at once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from common.checks.list import check_run
 from common.config import Config, EpisodeConfig
 from common.config.data import Source
 from common.errors import UserError
+from common.log import get_logger
+from generator.agents.environment import check_environments
+from generator.agents.sandboxed import check_agents
 from generator.parts import SIDES, SharedParts
 from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
 from sampler.prompts import Prompt, SourcePrompts, check_rows
 from sampler.rows import open_rows
 
-ENDPOINTS = {"judge"}  # rewards that call a server
+UNTRIED = {"judge", "agent"}  # rewards that call a server, or that only an agent gives
 
 
 def check_with_rewards(config: Config) -> None:
-    """Check a run on this machine, and its rewards, before any process is started; raises `UserError`."""
+    """Check a run on this machine, its agents and its rewards, before any process is started; raises `UserError`."""
     check_run(config)
+    check_agents(config)
+    asyncio.run(check_environments(config, get_logger()))
     asyncio.run(_score_first_rows(config))
 
 
@@ -43,12 +48,12 @@ async def _score_first_rows(config: Config) -> None:
 
 
 async def score_empty(scorer: Scorer, episode: EpisodeConfig, prompt: Prompt, side: str) -> None:
-    """Score an empty response; rewards that call a server are left out.
+    """Score an empty response; `UNTRIED` rewards are left out.
 
     Raises:
         UserError: a reward fails, as one does that cannot read the row.
     """
-    if not ENDPOINTS.isdisjoint(reward_names(episode)):
+    if not UNTRIED.isdisjoint(reward_names(episode)):
         return
     limit = episode.max_response_tokens
     try:
@@ -61,7 +66,7 @@ async def score_empty(scorer: Scorer, episode: EpisodeConfig, prompt: Prompt, si
 
 
 def reward_names(episode: EpisodeConfig) -> list[str]:
-    return [episode.reward] if isinstance(episode.reward, str) else list(episode.reward)
+    return list(episode.reward_weights)
 
 
 def _first_prompt(source: Source) -> Prompt | None:

@@ -25,7 +25,7 @@ from launcher.dashboard.watch import Watch
 from launcher.folder.episodes import read_line
 from launcher.folder.query import FIELDS, Query, page
 from launcher.folder.run import Run
-from launcher.page.episode import episode_view, shown, training_line
+from launcher.page.episode import episode_view, shown, training_lines
 from launcher.page.html import page_html
 from launcher.page.panels import panels
 
@@ -97,7 +97,7 @@ class Service:
         record = None if row is None else read_line(*run.episodes.place(row))
         if record is None:
             raise HTTPException(404, "this episode no longer exists")
-        return _json(episode_view(record, run.model(), training_line(run.folder.path, record)))
+        return _json(episode_view(record, run.model(), training_lines(run.folder.path, record)))
 
     def _run(self, request: Request) -> Run:
         run = self.watch.runs.get(request.query_params.get("run", ""))

@@ -235,7 +235,8 @@ def _header(line: bytes) -> tuple[dict[str, Any], int]:
     record = _parsed(line)
     messages = [message for message in record.get("messages") or () if isinstance(message, dict)]
     has_failed = any(message.get("role") == "tool" and message.get("error") for message in messages)
-    has_user = any(message.get("role") == "user" for message in messages)
+    # What an agent sends has the number of its request, and is no user's.
+    has_user = any(message.get("role") == "user" and "request" not in message for message in messages)
     return record, TOOL_ERROR * has_failed | USER * has_user
 
 

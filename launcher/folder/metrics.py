@@ -31,6 +31,10 @@ class Series(NamedTuple):
     times: np.ndarray
     values: np.ndarray
 
+    def at(self) -> dict[int, float]:
+        """The value of each version."""
+        return dict(zip(self.versions.tolist(), self.values.tolist(), strict=True))
+
 
 class Distribution(NamedTuple):
     """A histogram at a weight version: `edges` float64 [N + 1], `counts` [N]."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,17 @@ MOST_TOKENS = 20_000
 MOST_ITEMS = 2_000  # of a list
 MOST_LOG_RATIO = 20.0
 MOST_BATCHES = 64  # that are searched for an episode, from its dispatch on
-RECORD_ONLY = {"token_ids", "model_spans", "logprobs", "version_spans", "input", "output", "messages"}
+RECORD_ONLY = {
+    "token_ids", "model_spans", "logprobs", "version_spans", "row_lengths", "input", "output", "messages", "requests",
+}  # fmt: skip
 
 
-def episode_view(record: dict[str, Any], model: str | None, trained: dict[str, Any] | None = None) -> dict[str, Any]:
+def episode_view(record: dict[str, Any], model: str | None, trained: list[dict[str, Any]]) -> dict[str, Any]:
     """An episode's record as plain, harmless data: characters that move the cursor or reorder text are escaped.
 
     Args:
         model: the model's folder, whose tokenizer decodes the tokens.
-        trained: the learner's record of the episode's tokens.
+        trained: the learner's records of the episode's rows, if there are any.
     """
     facts = {name: value for name, value in record.items() if name not in RECORD_ONLY}
     prompt = record.get("input")
@@ -36,31 +41,34 @@ def episode_view(record: dict[str, Any], model: str | None, trained: dict[str, A
         "facts": shown(facts),
         "prompt": [shown(message) for message in messages if isinstance(message, dict)],
         "messages": [shown(one) for one in record.get("messages") or () if isinstance(one, dict)],
+        "requests": [visible(line) for line in request_lines(record)],
         "output": shown(record.get("output", "")),
         "advantage": _advantage(record),
         "tokens": tokens(record, model),
-        "trained": None if trained is None else trained_view(record, trained),
+        "trained": trained_view(record, trained),
     }
 
 
-def training_line(folder: Path, episode: dict[str, Any]) -> dict[str, Any] | None:
-    """The learner's record of an episode that it trained on, with the batch's `version`; None if there is none."""
+def training_lines(folder: Path, episode: dict[str, Any]) -> list[dict[str, Any]]:
+    """The learner's records of the rows of an episode that it trained on, each with the batch's `version`."""
     task_id, version = episode.get("task_id"), episode.get("version")
     if not isinstance(task_id, str) or not isinstance(version, int) or episode.get("kind") != "train":
-        return None
+        return []
     # Batches from before the task's dispatch cannot contain it.
-    files = [(path.name.partition(".")[0], path) for path in (folder / "training_data").glob("*.jsonl")]
-    later = sorted((int(batch), path) for batch, path in files if batch.isdecimal() and int(batch) >= version)
+    by_batch: dict[int, list[Path]] = defaultdict(list)
+    for path in (folder / "training_data").glob("*.jsonl"):
+        batch = path.name.partition(".")[0]
+        if batch.isdecimal() and int(batch) >= version:
+            by_batch[int(batch)].append(path)
     start = f'{{"task_id": {json.dumps(task_id)},'.encode()
-    for batch, path in later[:MOST_BATCHES]:
-        try:
-            with path.open("rb") as file:
-                line = next((record_of(line) for line in file if line.startswith(start)), None)
-        except OSError:
-            continue
-        if line is not None:
-            return {**line, "version": batch}
-    return None
+    for number in sorted(by_batch)[:MOST_BATCHES]:
+        records: list[dict[str, Any]] = []
+        for path in by_batch[number]:
+            with suppress(OSError), path.open("rb") as file:
+                records += [record for line in file if line.startswith(start) and (record := record_of(line))]
+        if records:
+            return [record | {"version": number} for record in records]
+    return []
 
 
 def shown(value: Any, depth: int = 8) -> Any:
@@ -94,6 +102,7 @@ def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
             logprobs[i], versions[i] = logprob, version
         for turn, (start, end) in enumerate(record["model_spans"]):
             turns[start:end] = [turn] * (end - start)
+        rows = row_starts(record)
     except (LookupError, TypeError, ValueError):
         return None
     decode = decoder(model) if model else None
@@ -103,13 +112,56 @@ def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
         "logprobs": logprobs[:MOST_TOKENS],
         "versions": versions[:MOST_TOKENS],
         "turns": turns[:MOST_TOKENS],
+        "rows": rows,
         "left_out": max(0, len(ids) - MOST_TOKENS),
         "decoded": decode is not None,
     }
 
 
-def trained_view(record: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any] | None:
-    """Advantages by turn, ratio and entropy of each token [T]; None if the learner's record does not fit the tokens.
+def row_starts(record: dict[str, Any]) -> list[int]:
+    """Where each row of an episode's tokens starts; raises `ValueError` where rows and tokens disagree."""
+    tokens = len(record["token_ids"])
+    *starts, end = accumulate(record.get("row_lengths") or [tokens], initial=0)
+    if end != tokens:
+        raise ValueError(f"rows of {end} tokens, but {tokens} tokens")
+    return starts
+
+
+def request_lines(record: dict[str, Any]) -> list[str]:
+    """What became of an agent's requests: a tree, in which what continues a request stands under it.
+
+    The first that continues a request has its line at the same depth: only forks go deeper.
+    """
+    requests = [one for one in record.get("requests") or () if isinstance(one, dict)][:MOST_ITEMS]
+    following: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for request in requests:
+        following[str(request.get("continues"))].append(request)
+    waiting = [(request, "") for request in reversed(following["None"])]
+    lines = []
+    while waiting:
+        request, margin = waiting.pop()
+        lines.append(margin + _request_line(request))
+        first, *forks = following.pop(str(request.get("request")), ()) or (None,)
+        # Forks come at once, below the request that they continue; the conversation goes on under them.
+        waiting += [(first, margin)] if first else []
+        waiting += [(fork, f"{margin}   ") for fork in reversed(forks)]
+    return lines
+
+
+def _request_line(request: dict[str, Any]) -> str:
+    kept, before = request.get("kept"), request.get("continues")
+    prompt = f"{request.get('request')}: {request.get('prompt')} tokens" + (
+        f", {kept} of them kept from {before}" if before is not None else ""
+    )
+    if "sampled" not in request:
+        return f"{prompt}; dropped"
+    row = request.get("row")
+    became = "not trained on" if row is None else f"row {row + 1}" if isinstance(row, int) else "?"
+    return f"{prompt}; {request['sampled']} sampled ({request.get('ended')}), {became}"
+
+
+def trained_view(record: dict[str, Any], trained: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Advantages by turn, ratio and entropy of each token [T]; None if the learner's records do not fit the tokens.
 
     The ratio is the token's probability under the policy just before the optimizer step that trained on it, divided by
     its probability when it was sampled.
@@ -119,14 +171,16 @@ def trained_view(record: dict[str, Any], trained: dict[str, Any]) -> dict[str, A
         ratios: list[float | None] = [None] * length
         entropies: list[float | None] = [None] * length
         sampled = (i for start, end in spans for i in range(start, end))
-        columns = (record["logprobs"], trained["logprobs"], trained["entropies"])
+        rows = sorted(trained, key=lambda row: int(row.get("row", 0)))
+        logprobs, entropy_of = ([one for row in rows for one in row[name]] for name in ("logprobs", "entropies"))
+        columns = (record["logprobs"], logprobs, entropy_of)
         for i, rollout, current, entropy in zip(sampled, *columns, strict=True):
             ratios[i] = _finite(math.exp(min(current - rollout, MOST_LOG_RATIO)))
             entropies[i] = _finite(entropy)
-        advantages = [_finite(advantage) for advantage in trained["advantages"]]
+        advantages = [_finite(advantage) for advantage in rows[0]["advantages"]]
         if len(advantages) not in (1, len(spans)):
             return None
-        facts = {"version": int(trained["version"]), "mini_batch": int(trained["mini_batch"])}
+        facts = {"version": int(rows[0]["version"]), "mini_batch": int(rows[0]["mini_batch"])}
     except (LookupError, TypeError, ValueError):
         return None
     return {**facts, "advantages": advantages, "ratios": ratios[:MOST_TOKENS], "entropies": entropies[:MOST_TOKENS]}

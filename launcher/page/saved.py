@@ -14,7 +14,7 @@ from common.errors import UserError
 from launcher.folder.episodes import record_of
 from launcher.folder.query import Lines, episode_row
 from launcher.folder.run import Run
-from launcher.page.episode import episode_view, shown, training_line
+from launcher.page.episode import episode_view, shown, training_lines
 from launcher.page.html import page_html
 from launcher.page.panels import panels
 
@@ -76,6 +76,6 @@ def _episodes(run: Run, own_panels: list[dict[str, Any]], most_bytes: int) -> li
             if i not in chosen and (f"{path.parent.name}/{path.name}", offset) not in places:
                 continue
             if (record := record_of(lines.read(path, offset))) is not None:
-                view = episode_view(record, run.model(), training_line(run.folder.path, record))
+                view = episode_view(record, run.model(), training_lines(run.folder.path, record))
                 kept.append({**episode_row(run.episodes, row, record), "episode": view})
     return kept

@@ -53,7 +53,7 @@ def key(task: QuickstartTask) -> str:
     digest = hashlib.sha256(repr(sorted(asdict(task.recipe).items())).encode())
     for path in [*(Path(__file__).with_name(name) for name in SOURCES), *task.sources]:
         digest.update(path.read_bytes())
-    return f"{task.name}-{digest.hexdigest()[:16]}"
+    return f"{task.model}-{digest.hexdigest()[:16]}"
 
 
 def _train_model(task: QuickstartTask, folder: Path, progress: Progress | None) -> None:

@@ -42,7 +42,7 @@ def quickstart(
     redis: RedisOption = EMBEDDED,
     override: OverrideOption = None,
 ) -> None:
-    """Train a tiny model on one of five tasks: the whole pipeline on this machine, in minutes.
+    """Train a tiny model on one of six tasks: the whole pipeline on this machine, in minutes.
 
     It makes a small Qwen3 that mostly fails at first (the model is cached), problems, and a run folder; starts Redis,
     sampler, learner and generators; and shows the progress, with a table at the end.

@@ -15,6 +15,7 @@ from common.config import Config, dump_config
 from common.config.load import ENV_PREFIX
 from common.config.redis_url import check_queue
 from common.config.shared import SECRETS, secrets
+from common.files import rewrite
 from common.streams.broker import Broker, connect
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import RunFailed, Supervisor
@@ -73,7 +74,7 @@ def connected(config: Config, redis: str, folder: Path, supervisor: Supervisor) 
 
 def start_all(config: Config, path: Path, commands: Mapping[str, list[str]], supervisor: Supervisor) -> None:
     """Write the configuration that the processes read, and start the processes."""
-    path.write_text(dump_config(config, absolute=True), encoding="utf-8")
+    rewrite(path, [dump_config(config, absolute=True).encode()])
     environment, computing = secret_environment(config), sum(name.startswith(COMPUTING) for name in commands)
     for name, arguments in commands.items():
         supervisor.start(name, arguments, environment | thread_limits(name, computing))

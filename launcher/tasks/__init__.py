@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from common.errors import UserError
-from launcher.tasks import arithmetic, code, corrector, dialogue, gym
+from launcher.tasks import agent, arithmetic, code, corrector, dialogue, gym
 from launcher.tasks.task import QuickstartTask
 
-TASKS = {task.name: task for task in (arithmetic.TASK, code.TASK, corrector.TASK, dialogue.TASK, gym.TASK)}
+_ALL = (arithmetic.TASK, agent.TASK, code.TASK, corrector.TASK, dialogue.TASK, gym.TASK)
+TASKS = {task.name: task for task in _ALL}
 DEFAULT = arithmetic.TASK
 
 

@@ -90,6 +90,7 @@ class QuickstartTask:
         extra_tokens: texts of this task that get a token of their own.
         call_format: `episode.call_format` of the configuration.
         source_modules: modules in this folder, besides the task's own, on which the demonstrations depend.
+        model_of: name of a task with the same demonstrations, whose initial model this one takes; empty: its own.
     """
 
     name: str
@@ -99,6 +100,7 @@ class QuickstartTask:
     extra_tokens: tuple[str, ...] = ()
     call_format: str = "hermes"
     source_modules: tuple[str, ...] = ()
+    model_of: str = ""
     recipe: Recipe = Recipe()
 
     @property
@@ -106,9 +108,14 @@ class QuickstartTask:
         return FOLDER / f"{self.name}.yaml"
 
     @property
+    def model(self) -> str:
+        """Name of the task that its initial model is trained for."""
+        return self.model_of or self.name
+
+    @property
     def sources(self) -> list[Path]:
         """The files on which its demonstrations depend."""
-        return [FOLDER / f"{name}.py" for name in ("task", "special_tokens", self.name, *self.source_modules)]
+        return [FOLDER / f"{name}.py" for name in ("task", "special_tokens", self.model, *self.source_modules)]
 
     def split(
         self, seed: int, train: int = TRAIN_SIZE, heldout: int = HELDOUT_SIZE

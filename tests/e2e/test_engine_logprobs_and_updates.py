@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import shutil
+import signal
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ TOLERANCE = 1e-4  # mean |difference| of log-probs in float32
 class Running:
     """An engine and the event loop it lives in, for tests that are plain functions."""
 
-    def __init__(self, folder: Path, max_concurrency: int = 16) -> None:
+    def __init__(self, folder: Path, max_concurrency: int = 16, **engine: Any) -> None:
         self.runner = asyncio.Runner()
         before = {process.pid for process in multiprocessing.active_children()}
-        self.engine: Engine = self(start_engine(folder, max_concurrency))
+        self.engine: Engine = self(start_engine(folder, max_concurrency, **engine))
         self.processes = {process.pid for process in multiprocessing.active_children()} - before
 
     def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -215,6 +216,20 @@ def test_stop_tokens_end_a_response_and_belong_to_it(running: Running) -> None:
         running.generate(random_prompt(0, MAX_MODEL_LEN), max_tokens=1)
 
 
+def test_a_seed_decides_also_where_the_prompt_is_read_in_parts(running: Running, folder: Path) -> None:
+    running.load(0)
+    in_parts = Running(folder, max_num_batched_tokens=32)
+    try:
+        prompt, limits = random_prompt(0, 100), {"max_tokens": 20, "seed": 7, "stop_token_ids": []}
+        whole, read_in_parts, other = (
+            engine.generate(prompt, **limits | {"seed": seed}).token_ids.tolist()
+            for engine, seed in ((running, 7), (in_parts, 7), (running, 8))
+        )
+        assert whole == read_in_parts != other
+    finally:
+        in_parts.close()
+
+
 def test_weights_of_another_model_end_the_engine(small: Running) -> None:
     with pytest.raises(EngineDied, match="version 1"):
         small(load(small.engine, 1, torch.nn.ModuleDict({"other": torch.nn.Linear(3, 3)})))
@@ -229,16 +244,18 @@ def test_an_unreadable_model_is_named(tmp_path: Path, folder: Path) -> None:
         asyncio.run(Engine.start(engine_config(path), get_logger()))
 
 
-def test_an_engine_whose_process_is_killed_is_noticed(small: Running) -> None:
-    async def kill() -> None:
+def test_an_engine_that_hangs_or_is_killed_is_noticed(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1")
+
+    async def stop_and_kill() -> None:
         request = asyncio.ensure_future(small.engine.generate(random_prompt(0, 10), max_tokens=500, stop_token_ids=[]))
         await asyncio.sleep(0)
-        for process in multiprocessing.active_children():
-            if process.pid in small.processes:
-                process.kill()
+        for signal_, words in ((signal.SIGSTOP, "vLLM hangs"), (signal.SIGKILL, "is gone")):
+            for pid in small.processes:
+                os.kill(pid, signal_)
+            with pytest.raises(EngineDied, match=words):
+                await asyncio.wait_for(small.engine.watch(0.2), 60)
         with pytest.raises(EngineDied):
             await request
-        with pytest.raises(EngineDied):
-            small.engine.check()
 
-    small(kill())
+    small(stop_and_kill())

@@ -14,7 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.streams.broker import Broker
 from generator.engine import engine as engines
+from tests.conftest import RedisServer
+from tests.support.checks import run_file, start
 from tests.support.engine import save_tiny_model, start_engine
 from tests.support.processes import ended
 
@@ -106,3 +109,19 @@ def test_a_process_that_ends_while_it_is_killed(tmp_path: Path, monkeypatch: pyt
     assert gone
     assert set(gone) <= set(started)
     assert all(ended(pid) for pid in started)
+
+
+def test_a_generator_with_another_revision_says_one_line(
+    real_broker: Broker, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    cached, revision = tmp_path / "hub" / "models--org--tiny", "a" * 40
+    save_tiny_model(cached / "snapshots" / revision, seed=0)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(revision)
+    real_broker.redis.hset(real_broker.key("model"), "config.json", "of another revision")
+    model = {"path": "org/tiny", "dtype": "float32", "max_model_len": 512}
+    config = run_file(tmp_path, model=model, broker={"url": redis_server.url}, data={"max_prompt_tokens": 64})
+    environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "SPO_LOG_LEVEL": "ERROR"}
+    refused = start("generator.cli", "-c", config, **environment)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert refused.stderr.startswith("error: run 'test' was started with another model: org/tiny: config.json (here ")

@@ -16,7 +16,7 @@ from common.messages import Batch
 from common.streams.batches import latest
 from common.streams.broker import Broker, connect
 from launcher.folder.metrics import read_metrics
-from launcher.page.episode import trained_view, training_line
+from launcher.page.episode import trained_view, training_lines
 from launcher.trace import read_timelines
 from tests.conftest import RedisServer
 from tests.support.documented import metric_pattern
@@ -54,12 +54,20 @@ class Ended:
         return json_lines(*self.folder.glob("rollouts/*"))
 
 
+def end_turns_early(model: Path) -> None:
+    """Let a ninth of the model's tokens end a turn; the template's own token alone ends one random turn in fifty."""
+    path = model / "generation_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *range(30)]}))
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     base = tmp_path_factory.mktemp("whole")
     server = RedisServer(base)
     server.start()
     config = write_run(base, "whole", SECTIONS, heldout=HELDOUT)
+    end_turns_early(base / "model")
     broker = connect(BrokerConfig(url=server.url, dead_after=3.0), "whole")
     command = ("run", config, "--plain", "--generators", "1", "--redis", server.url)
     with started(base / "launcher.log", *command, environment=offline(base)) as launcher:
@@ -113,7 +121,7 @@ def test_kept_episodes_have_what_training_did_with_them(ended: Ended) -> None:
     views = [
         (episode, view)
         for episode in episodes
-        if (view := trained_view(episode, training_line(ended.folder, episode) or {}))
+        if (view := trained_view(episode, training_lines(ended.folder, episode)))
     ]
     assert len(views) >= BATCH
     # Where the weights that sampled a token train on it first, the ratio is that of two ways to compute one log-prob.

@@ -18,7 +18,7 @@ from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from tests.conftest import RedisServer
 from tests.support.sampler import make_config
-from tests.support.sampler_driving import drive, each_task_once, started
+from tests.support.sampler_driving import audited, drive, started
 from tests.support.streams import dispatch, finished
 
 
@@ -95,4 +95,4 @@ def test_tasks_wait_until_memory_is_freed(broker: Broker, tmp_path: Path) -> Non
     assert 0 < broker.memory().share < 0.5
     assert not broker.memory_is_short()
     drive(sampler, generator, learner)
-    each_task_once(broker, generator, learner, sampler.config)
+    audited(broker, sampler.config)

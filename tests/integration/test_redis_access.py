@@ -21,7 +21,7 @@ from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
 from tests.support.ports import free_port
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
-from tests.support.sampler_driving import drive, each_task_once, start
+from tests.support.sampler_driving import audited, drive, start
 from tests.support.tls import TlsFront, make_certificate
 
 ROOT = Path(__file__).parents[2]
@@ -80,11 +80,11 @@ def run_whole(broker: Broker, folder: Path, observer: Broker | None = None) -> N
     """A run by stubs, with everything the scripts do; `observer` may look at all keys."""
     config = make_config(folder, heldout=5)
     agree(broker, config)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker, folder=config.run.folder)
     sampler = start(config, broker)
     drive(sampler, generator, learner)
     sampler.run()
-    each_task_once(observer or broker, generator, learner, config)
+    audited(observer or broker, config)
 
 
 def test_a_run_goes_over_tls_and_a_wrong_certificate_is_refused(tls_redis: TlsRedis, tmp_path: Path) -> None:

@@ -19,14 +19,16 @@ from common.streams.broker import Broker
 from sampler.cli import sample
 from tests.conftest import RedisServer
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
-from tests.support.sampler_driving import committed_counts, each_task_once
+from tests.support.sampler_driving import audited, committed_counts
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def config(tmp_path: Path, redis_server: RedisServer, real_broker: Broker) -> Config:
-    return make_config(tmp_path, prompts=5, heldout=3, broker={"url": redis_server.url, "dead_after": 2})
+    return make_config(
+        tmp_path, prompts=5, heldout=3, run={"journal": True}, broker={"url": redis_server.url, "dead_after": 2}
+    )
 
 
 def spawn(config: Config, *options: str) -> subprocess.Popen[str]:
@@ -49,9 +51,10 @@ def ended(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str
 class Others(threading.Thread):
     """The generator and the learner of a run, until it is finished or the block ends."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, config: Config) -> None:
         super().__init__(daemon=True)
-        self.broker, self.generator, self.learner = broker, NoopGenerator(broker), NoopLearner(broker)
+        self.broker, self.generator = broker, NoopGenerator(broker)
+        self.learner = NoopLearner(broker, folder=config.run.folder)
         self.answered = threading.Semaphore(0)
         self.over = threading.Event()
 
@@ -75,7 +78,7 @@ def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, r
     config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 40})})
     rng, process = random.Random(0), spawn(config)
     try:
-        with Others(real_broker) as others:
+        with Others(real_broker, config) as others:
             for _ in range(4):
                 for _ in range(rng.randrange(20, 60)):
                     others.answered.acquire(timeout=60)
@@ -86,7 +89,7 @@ def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, r
         assert code == 0, err
     finally:
         process.kill()
-    each_task_once(real_broker, others.generator, others.learner, config)
+    audited(real_broker, config)
     ids = sorted({header.prompt_id for header in others.generator.headers if header.kind == "train"})
     assert committed_counts(real_broker) == replayed(config, ids, others.generator.headers, 40)
     written = yaml.safe_load((Path(config.run.output_dir) / "default" / "config.yaml").read_text())
@@ -95,7 +98,7 @@ def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, r
 
 
 def test_sigterm_ends_it_and_a_successor_starts_at_once(config: Config, real_broker: Broker) -> None:
-    others, process = Others(real_broker), spawn(config)
+    others, process = Others(real_broker, config), spawn(config)
     line = ""
     while "waiting for the learner" not in line and "the learner is ready" not in line:
         assert process.stderr is not None
@@ -108,7 +111,7 @@ def test_sigterm_ends_it_and_a_successor_starts_at_once(config: Config, real_bro
     with others:
         code, err = ended(spawn(config))
     assert code == 0, err
-    each_task_once(real_broker, others.generator, others.learner, config)
+    audited(real_broker, config)
     code, err = ended(spawn(config))
     assert (code, "finished already" in err) == (0, True)
 

@@ -110,6 +110,7 @@ def payload(data: bytes) -> None:
     value = decode_payload(data)
     assert value.mask().sum() == len(value.logprobs) == len(value.versions())
     decode_payload(encode_payload(value))
+    assert sum(len(decode_payload(encode_payload(row)).token_ids) for row in value.rows()) == len(value.token_ids)
 
 
 def record(data: bytes) -> None:
@@ -225,6 +226,7 @@ HEADER = SampleHeader(
 HEADERS = packed(
     HEADER,
     HEADER.model_copy(update={"oldest_version": 0, "newest_version": 0}),
+    HEADER.model_copy(update={"row_tokens": [4, 5]}),
     HEADER.model_copy(update={"turn_returns": [0.5, 1.0], "turn_tokens": [3, 4], "drift": None}),
     SampleHeader(task_id="t", prompt_id="", status="set_aside", reason="sandbox failed", retire=False),
 )
@@ -234,11 +236,12 @@ TASKS = packed(
 )
 COLUMNS: dict[str, Any] = {"sample_ids": ["a", "b"], "advantages": [0.1, -1.0], "rewards": [1.0, 0.0], "tokens": [5, 9]}
 BATCHES = packed(
-    Batch(batch_id=3, **COLUMNS), Batch(batch_id=3, **COLUMNS, turn_advantages=[[0.1, -0.5], [1.0]])
+    Batch(batch_id=3, **COLUMNS), Batch(batch_id=3, **COLUMNS, turn_advantages=[[0.1, -0.5], [1.0]]),
+    Batch(batch_id=3, **COLUMNS, row_tokens=[[], [4, 5]]),
 )  # fmt: skip
 EPISODE = Payload(
     np.arange(12, dtype=np.int32), np.array([[2, 5], [7, 10]], np.int32), np.linspace(-3, 0, 6, dtype=np.float32),
-    np.array([[0, 0, 2], [1, 2, 6]], np.int32),
+    np.array([[0, 0, 2], [1, 2, 6]], np.int32), np.array([6, 6], np.int32),
 )  # fmt: skip
 REQUESTS = packed(wire.Poll(have="a-1"), wire.Hello(), wire.Fetch(snapshot="a-1", chunk=1))
 REPLIES = packed(

@@ -34,9 +34,9 @@ TRAINED = {
 }
 
 
-def keep_trained(folder: Path, version: int, task_id: str, **values: Any) -> None:
+def keep_trained(folder: Path, version: int, task_id: str, rank: int = 0, **values: Any) -> None:
     """Write the learner's record of training on an episode with `TOKENS`."""
-    path = folder / "training_data" / f"{version}.0.jsonl"
+    path = folder / "training_data" / f"{version}.{rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"task_id": task_id, **TRAINED, **values}) + "\n")

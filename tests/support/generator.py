@@ -64,9 +64,10 @@ class PretendEngine:
         self.version = version
         return 0.0
 
-    def check(self) -> None:
-        if self.died:
-            raise EngineDied("gone")
+    async def watch(self, beat: float) -> None:
+        while not self.died:
+            await asyncio.sleep(beat)
+        raise EngineDied("gone")
 
 
 def saying(*turns: str | Exception) -> Callable[[Any], Completion]:

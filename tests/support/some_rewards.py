@@ -175,3 +175,10 @@ class SlowStart:
 
     def score(self, outcome: Outcome) -> float:
         return 1.0
+
+
+class SizeOfFolder:
+    """A hundredth of the characters in the files that an agent has left."""
+
+    def score(self, outcome: Outcome) -> float:
+        return sum(path.stat().st_size for path in Path(outcome.folder).iterdir()) / 100

@@ -75,6 +75,9 @@ def saved_keys(broker: Broker) -> dict[bytes, bytes]:
 
 
 def put_back(broker: Broker, keys: dict[bytes, bytes]) -> None:
-    broker.redis.flushall()
-    for name, value in keys.items():
-        broker.redis.restore(name, 0, value)
+    """All at once, as Redis answers nobody before it has read its log: a process must not meet an empty Redis."""
+    with broker.redis.pipeline(transaction=True) as pipe:
+        pipe.flushall()
+        for name, value in keys.items():
+            pipe.restore(name, 0, value)
+        pipe.execute()

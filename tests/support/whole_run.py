@@ -84,11 +84,13 @@ def options(settings: Mapping[str, Any]) -> list[str]:
     return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
 
 
-def spo(*words: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def spo(
+    *words: object, folder: Path | None = None, timeout: float = 600, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A command that comes to its end, in a folder."""
     return subprocess.run(
         [*SPO, *map(str, words)],
-        cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=600, check=False,
+        cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
 
 

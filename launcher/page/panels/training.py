@@ -90,11 +90,11 @@ def lengths_panel(metrics: Metrics) -> dict[str, Any]:
         return steps(metrics, {label.replace("_", " "): name for label, name in labels.items()}, "sampler")
 
     lengths = of(mean="response_length/mean", longest="response_length/max", mean_with_prompt="tokens/mean")
-    calls = of(turns="num_turns/mean", tool_calls="tool_calls/mean")
+    calls = of(turns="num_turns/mean", tool_calls="tool_calls/mean", rows="num_rows/mean", requests="agent/requests")
     charts = [
         lines("lengths", "Response length", lengths, "tokens"),
         lines("cut-off", "Cut off by a limit", of(of_episodes="response_length/clip_ratio"), "share"),
-        lines("turns", "Turns and tool calls per episode", calls),
+        lines("turns", "Turns, tool calls, rows and requests per episode", calls),
         lines("seconds", "Seconds per episode", of(mean="episode/seconds_mean", longest="episode/seconds_max"), "s"),
     ]
     return panel("lengths", "Lengths and cut-offs", charts, missing=NO_BATCH)

@@ -12,6 +12,7 @@ export function turns(episode, words = []) {
   const rewards = episode.facts.turn_rewards ?? [];
   let turn = 0;
   const messages = episode.messages.map((one) => {
+    if (one.request !== undefined) return message(one.role ?? "user", `request ${one.request}`, said(one), words);
     if (one.role === "assistant") {
       turn += 1;
       const reward = rewards[turn - 1];
@@ -26,6 +27,11 @@ export function turns(episode, words = []) {
   });
   if (messages.length === 0 && episode.output) return message("assistant", "raw output", episode.output, words);
   return messages;
+}
+
+// What an agent or its model said, with the calls, as messages of a chat have them.
+function said(one) {
+  return [one.reasoning, one.content, ...(one.tool_calls ?? [])].filter(Boolean).map(written).join("\n");
 }
 
 export function message(role, about, content, words = [], failed = false) {
@@ -60,6 +66,7 @@ export class EpisodeView {
       h("h3", {}, "Conversation"),
       episode.prompt.map((one) => message(one.role ?? "user", "prompt", one.content, words)),
       turns(episode, words),
+      episode.requests.length ? [h("h3", {}, "Requests"), h("pre", { class: "requests" }, episode.requests.join("\n"))] : null,
       h("h3", {}, "Tokens"),
       this.tokens(episode));
   }
@@ -81,7 +88,7 @@ export class EpisodeView {
       ["trained on in batch", trained ? trained.version : null],
       ["turns", number(facts.turns ?? 0)],
       ["tool calls", facts.tool_calls ? number(facts.tool_calls) : null],
-      ["tokens", `${number(facts.tokens ?? 0)}, ${number(facts.model_tokens ?? 0)} sampled`],
+      ["tokens", `${number(facts.tokens ?? 0)}, ${number(facts.model_tokens ?? 0)} sampled${facts.rows > 1 ? `, in ${facts.rows} rows` : ""}`],
       ["seconds", number(facts.seconds)],
       ["generator", facts.generator],
       ["expected", written(facts.gts)],

@@ -61,12 +61,14 @@ export function drawTokens(place, episode, colouring, onChoose) {
   }
   const choices = h("fieldset", { class: "choices" }, h("legend", {}, "Colour by"), Object.entries(COLOURINGS).map(([value, words]) => h("label", {}, h("input", { type: "radio", name: "colouring", value, checked: value === colouring, onchange: () => onChoose(value) }), words)));
   const { of, legend: items, words } = coloured(episode, colouring);
-  const spans = tokens.texts.map((text, i) => {
+  const spans = tokens.texts.flatMap((text, i) => {
+    const row = tokens.rows.length > 1 ? tokens.rows.indexOf(i) : -1;
     const isSampled = tokens.logprobs[i] !== null;
     const name = isSampled ? (of ? of(i) : "") : "given";
     const learned = episode.trained ? `, ratio ${number(episode.trained.ratios[i])}, entropy ${number(episode.trained.entropies[i])}` : "";
     const title = isSampled ? `id ${tokens.ids[i]}, log-prob ${number(tokens.logprobs[i])}, p ${number(Math.exp(tokens.logprobs[i]))}, version ${tokens.versions[i]}${learned}` : `id ${tokens.ids[i]}, not sampled`;
-    return h("span", { class: `token ${name}`, title }, text);
+    const token = h("span", { class: `token ${name}`, title }, text);
+    return row < 0 ? [token] : [h("span", { class: "row" }, `row ${row + 1} of ${tokens.rows.length}`), token];
   });
   replace(place, choices, h("p", { class: of ? "note" : "missing" }, words),
     of ? legend([...items, ["given", "not sampled by the model"]]) : null,

@@ -306,6 +306,7 @@ def nasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             {"role": "assistant", "content": "long" * 30_000},
         ],
         "token_ids": [1, 2], "model_spans": [[1, 2]], "logprobs": [-1.0], "version_spans": [[1, 0, 1]],
+        "row_lengths": [1, 1],
     }  # fmt: skip
     keep(folder, 1, "t1", story, prompt=NASTY, reason=NASTY[:200], generator=NASTY[:60], reward_parts={"<b>": 1.0})
     with served(folder, NASTY) as pages:
@@ -320,6 +321,7 @@ def test_what_a_model_wrote_is_shown_and_never_run(opened: Open, nasty: dict[str
     shown = page.locator(".episode").inner_text()
     assert shown.count("<script>window.ran=1</script>") >= 4
     assert "\\x1b[31m\\x00\\u202eabc" in shown
+    assert page.locator(".tokens .row").all_inner_texts() == ["row 1 of 2", "row 2 of 2"]
     assert not set("\x1b\x00\u202e") & set(page.locator("body").inner_html())
     assert page.locator(".episode script, .episode img, .episode a").count() == 0
     for width in (1200, 360):

@@ -1,11 +1,16 @@
-"""Processes in which something hangs are noticed, and end."""
+"""Processes in which something hangs are noticed, and end; one that is killed leaves no memory."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import eventually
 
 WATCHED = """
 import asyncio, time
@@ -43,6 +48,16 @@ async def main():
 asyncio.run(main())
 """
 
+SHARING = """
+from multiprocessing.shared_memory import SharedMemory
+from common.config import parse_config
+from generator.engine.arguments import prepare_environment
+
+prepare_environment(parse_config({"model": {"path": "m"}, "data": {"train": "t"}}))
+print(SharedMemory(create=True, size=4096).name, flush=True)
+input()
+"""
+
 
 @pytest.mark.parametrize(
     ("program", "code", "words"),
@@ -57,3 +72,14 @@ def test_a_process_that_hangs_ends_and_another_does_not(program: str, code: int,
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code
     assert words in done.stderr if words else done.stderr == ""
+
+
+def test_memory_of_a_group_killed_while_it_loads_is_removed() -> None:
+    pipe = subprocess.PIPE
+    loading = subprocess.Popen([sys.executable, "-c", SHARING], stdin=pipe, stdout=pipe, text=True, process_group=0)
+    with loading:
+        assert loading.stdout is not None
+        memory = Path("/dev/shm", loading.stdout.readline().strip())
+        assert memory.is_file()
+        os.killpg(loading.pid, signal.SIGKILL)
+    eventually(lambda: not memory.exists())

@@ -20,6 +20,7 @@ COMMANDS = sorted(
 )
 MISSING = "/nowhere/at/all"
 BAD = [
+    ("benchmarks.agent", ["--shape", "round"], "round", "long"),
     ("benchmarks.correction", ["--threads", "0"], "--threads", "whole number of at least 1"),
     ("benchmarks.dashboard", ["--episodes", "many"], "--episodes", "whole number of at least 1"),
     ("benchmarks.deltas.__main__", ["kill", "--kills", "-1"], "--kills", "whole number of at least 1"),

@@ -103,6 +103,20 @@ def test_one_key_switches_an_adapter_on() -> None:
     assert (lora.rank, lora.scaling) == (8, 4.0)
 
 
+def test_an_agent_is_a_name_or_a_section() -> None:
+    named = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "episode": {"agent": "a:b"}})
+    assert parse_config(yaml.safe_load(dump_config(named))) == named
+    agent = named.episode.agent
+    assert agent is not None
+    assert (agent.function, agent.command, agent.failure, agent.shown) == ("a:b", None, "retry", "a:b")
+    assert named.episode.assistant_turns is None
+    sources = [{"path": "x", "episode": {"agent": None}}, {"path": "y", "episode": {"agent": {"command": ["b", "-c"]}}}]
+    mixed = parse_config({"model": {"path": "m"}, "data": {"train": sources}, "episode": {"agent": "a:b"}})
+    without, other = mixed.episodes_in_use().values()
+    assert (without.agent, without.assistant_turns) == (None, 1)
+    assert (other.agent is not None and other.agent.shown, other.assistant_turns) == ("b -c", None)
+
+
 def test_processes_may_differ_in_what_is_local_and_nothing_else() -> None:
     theirs = json.loads(json.dumps(config().model_dump(mode="json")))
     ours = config(broker={"url": "redis://elsewhere"}, generator={"max_concurrency": 3}, learner={"lr": 1})

@@ -49,6 +49,7 @@ SILENT = [
     "learner: {lora: {}, lr: 1e-5}",
     "{eval: {samples: 8}, data: {train: t.jsonl, heldout: h.jsonl}}",
     "generator: {keep_prefix: episodes}",
+    "{generator: {tool_parser: mistral, reasoning_parser: qwen3}, episode: {agent: 'm:f', max_seconds: 60}}",
     "{generator: {keep_prefix: episodes}, learner: {lora: {rank: 4, serve: merged}, lr: 1e-4}}",
     "data: {train: [{path: gsm8k}, {path: b.jsonl}], prompt_column: text}",
     # Methods.
@@ -111,6 +112,7 @@ NAMED = [
     ("learner: {min_lr_ratio: 0.1}", "learner.min_lr_ratio = 0.1 has no effect with learner.schedule"),
     ("learner: {lora: {}}", "learner.lr = 1e-06, the default, is meant for all weights"),
     ("eval: {samples: 8}", "eval.samples = 8 has no effect without data.heldout"),
+    ("generator: {reasoning_parser: qwen3}", "generator.reasoning_parser = 'qwen3' has no effect without episode.ag"),
     ("{generator: {keep_prefix: episodes}, learner: {lora: {rank: 4}, lr: 1e-4}}", "generator.keep_prefix = 'episodes"),
     ("{generator: {keep_prefix: episodes, engine: {enable_prefix_caching: false}}}", "generator.keep_prefix = 'episod"),
     ("data: {train: [{path: gsm8k}], prompt_column: text}", "data.prompt_column = 'text' has no effect"),
@@ -161,6 +163,12 @@ def test_measured_weights_that_are_normalised_are_named_twice() -> None:
 def test_warnings_of_episodes_name_the_source() -> None:
     [line] = episode_warnings(config("data: {train: [{path: a, episode: {user: corrector, max_assistant_turns: 2}}]}"))
     assert "data.train[a].episode.max_assistant_turns = 2" in line
+
+
+def test_an_agent_that_may_hang_for_ever_is_named() -> None:
+    [line] = warnings(config("episode: {agent: 'a:b'}"))
+    assert line.startswith("episode.max_seconds = null lets an agent that hangs")
+    assert not warnings(config("episode: {agent: 'a:b', max_seconds: 60}"))
 
 
 def test_turn_options_and_defaults_are_the_users_own() -> None:

@@ -26,7 +26,7 @@ MESSAGES: list[Message] = [
     Task(**HEADER, prompt=[{"role": "user", "content": "é"}], answer=3, row={"level": 2}),
     SampleHeader(**HEADER, reward=0.5, drift=0.01, record=b"{}", turn_rewards=[0.5]),
     SampleHeader(**HEADER, turn_returns=[0.5, 1.0], turn_tokens=[3, 4]),
-    Batch(batch_id=3, **COLUMNS, turn_advantages=[[0.1, -0.5]]),
+    Batch(batch_id=3, **COLUMNS, turn_advantages=[[0.1, -0.5]], row_tokens=[[2, 3]]),
     Step(version=4, drift=0.001, metrics={"loss": 0.5}, checkpoint=True),
 ]
 
@@ -47,6 +47,8 @@ def test_a_message_comes_back_another_schema_is_refused(message: Message) -> Non
         (Batch, COLUMNS | {"batch_id": 0, "rewards": []}, "columns of different lengths"),
         (Batch, COLUMNS | {"batch_id": 0, "turn_advantages": []}, "columns of different lengths"),
         (SampleHeader, HEADER | {"turn_returns": [1.0, 0.5], "turn_tokens": [3]}, "2 turn_returns but 1 turn_tokens"),
+        (SampleHeader, HEADER | {"tokens": 5, "row_tokens": [2, 2]}, "2 rows, the shortest of 2 tokens, have 4 of 5"),
+        (SampleHeader, HEADER | {"tokens": 5, "row_tokens": [5, 0]}, "2 rows, the shortest of 0 tokens, have 5 of 5"),
     ],
 )
 def test_unknown_and_mistyped_fields_are_refused(kind: type[Message], fields: dict[str, Any], reason: str) -> None:
@@ -56,12 +58,15 @@ def test_unknown_and_mistyped_fields_are_refused(kind: type[Message], fields: di
 
 @st.composite
 def payloads(draw: st.DrawFn) -> Payload:
-    """Episodes of any shape: prompt, then turns of sampled tokens with other text between."""
-    length, spans = draw(st.integers(1, 5)), []
-    for _ in range(draw(st.integers(0, 4))):
-        sampled = draw(st.integers(1, 6))
-        spans.append((length, length + sampled))
-        length += sampled + draw(st.integers(0, 5))
+    """Episodes of any shape: in each row a prompt, then turns of sampled tokens with other text between."""
+    length, spans, ends = 0, [], []
+    for _ in range(draw(st.integers(1, 3))):
+        length += draw(st.integers(1, 5))
+        for _ in range(draw(st.integers(0, 4))):
+            sampled = draw(st.integers(1, 6))
+            spans.append((length, length + sampled))
+            length += sampled + draw(st.integers(0, 5))
+        ends.append(length)
     total = sum(end - start for start, end in spans)
     cuts = sorted(draw(st.sets(st.integers(1, max(total - 1, 1)), max_size=3)) & set(range(1, total)))
     borders = [0, *cuts, total] if total else [0]
@@ -71,15 +76,25 @@ def payloads(draw: st.DrawFn) -> Payload:
         np.asarray(spans, np.int32).reshape(-1, 2),
         np.linspace(-3, 0, total, dtype=np.float32),
         np.asarray(versions, np.int32).reshape(-1, 3),
+        np.diff(ends, prepend=0).astype(np.int32) if len(ends) > 1 else np.zeros(0, np.int32),
     )
 
 
 @given(payloads())
 def test_a_payload_comes_back_the_same(payload: Payload) -> None:
     decoded = decode_payload(encode_payload(payload))
-    for name in ("token_ids", "model_spans", "logprobs", "version_spans"):
+    for name in ("token_ids", "model_spans", "logprobs", "version_spans", "row_lengths"):
         np.testing.assert_array_equal(getattr(decoded, name), getattr(payload, name))
     assert decoded.mask().sum() == len(decoded.logprobs) == len(decoded.versions())
+
+
+@given(payloads())
+def test_rows_of_a_payload_are_payloads_that_join_to_it(payload: Payload) -> None:
+    rows = [decode_payload(encode_payload(row)) for row in payload.rows()]
+    assert [len(row.token_ids) for row in rows] == (payload.row_lengths.tolist() or [len(payload.token_ids)])
+    for part in (lambda row: row.token_ids, lambda row: row.logprobs, Payload.mask, Payload.versions):
+        np.testing.assert_array_equal(np.concatenate([part(row) for row in rows]), part(payload))
+    assert [span for row in rows for span in np.diff(row.model_spans)] == np.diff(payload.model_spans).tolist()
 
 
 def broken(**changes: Any) -> bytes:
@@ -96,7 +111,7 @@ def broken(**changes: Any) -> bytes:
     ("data", "reason"),
     [
         (b"\xc1", "not a payload"),
-        (msgpack.packb((2, b"", b"", b"", b"")), "schema 2"),
+        (msgpack.packb((2, b"", b"", b"", b"", b"")), "schema 2"),
         (broken(model_spans=np.array([[2, 4], [3, 4]])), "overlap"),
         (broken(model_spans=np.array([[2, 4], [5, 7]])), "leave the tokens"),
         (broken(logprobs=np.zeros(2)), "3 model tokens but 2"),
@@ -110,6 +125,11 @@ def broken(**changes: Any) -> bytes:
         (broken(version_spans=np.array([[2, 0, 2], [1, 0, 1]])), "do not follow one another"),
         (broken(token_ids=np.array([0, -7, 2, 3, 4, 5])), "negative token ids"),
         (broken(model_spans=np.array([[-1, 1], [5, 6]])), "spans"),
+        (broken(row_lengths=np.array([3, 3])), "a model span goes from one row into the next"),
+        (broken(row_lengths=np.array([4, 0, 2])), "3 rows, the shortest of 0 tokens, have 6 of 6"),
+        (broken(row_lengths=np.array([8, -2])), "the shortest of -2"),
+        (broken(row_lengths=np.array([4, 1])), "2 rows, the shortest of 1 tokens, have 5 of 6"),
+        (encode_payload(Payload(*(np.zeros(0),) * 4))[:-1] + b"\x03abc", "not a payload"),
     ],
 )
 def test_a_payload_that_contradicts_itself_is_refused(data: bytes, reason: str) -> None:

@@ -110,6 +110,7 @@ def drips(handler: Handler, body: Any) -> None:
         handler.wfile.write(b" ")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("silent", [hangs, drips])
 def test_silence_is_given_up(silent: Callable[[Handler, Any], None]) -> None:
     with serve(silent) as double, pytest.raises(ChatUnavailable, match="no answer within 0.2 s"):

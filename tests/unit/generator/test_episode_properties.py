@@ -107,7 +107,7 @@ SAID = [
 ]
 
 
-@settings(max_examples=100)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     st.data(), st.booleans(), st.sampled_from(list(TEMPLATES)), st.sampled_from(["hermes", "code"]), st.booleans()
 )  # fmt: skip
@@ -152,7 +152,7 @@ def test_what_the_engine_sampled_is_what_is_trained_on(
     messages = sum(entry.role in shown for entry in episode.transcript.entries)
     starts = np.isin(given_ids, [tokens.convert_tokens_to_ids("<s>"), tokens.eos_token_id]).sum()
     assert starts <= 3 + episode.user_turns * marked + messages * (1 + marked)
-    assert episode.length <= min(600, len(episode.prompt_ids) + config.max_response_tokens)
+    assert episode.length <= min(600, len(episode.rows[0].prompt_ids) + config.max_response_tokens)
     assert episode.turns <= config.max_assistant_turns
     assert config.max_user_turns is None or episode.user_turns <= config.max_user_turns
     assert episode.reason in ("stop", "user", "length", "max_assistant_turns", "max_user_turns")

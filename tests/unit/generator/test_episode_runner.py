@@ -48,7 +48,7 @@ def test_a_call_is_answered_and_the_next_turn_goes_on() -> None:
     spoken = [("user", "What is 12*7+5?"), ("assistant", CALL.removesuffix(END)), ("tool", "89"), ("assistant", "89")]
     messages = [{"role": role, "content": text} for role, text in spoken]
     whole = TOKENIZER.apply_chat_template(messages, tokenize=False)
-    assert TOKENIZER.decode(episode.tokens()) == whole.removesuffix("\n")
+    assert TOKENIZER.decode(episode.rows[0].tokens()) == whole.removesuffix("\n")
     assert engine.prompts[1] in whole
     assert (episode.answer, episode.reason) == ("89", "stop")
     assert (episode.turns, episode.user_turns, episode.tool_calls) == (2, 1, 1)
@@ -118,9 +118,9 @@ SIZE = len(TOKENIZER.encode(CALL))
 def test_limits_end_an_episode(turns: list[str], changes: dict[str, Any], expected: tuple[Any, ...]) -> None:
     episode = play(ScriptedEngine(*turns), **changes)
     assert (episode.reason, episode.answer, episode.turns, episode.tool_calls) == expected
-    assert episode.tokens().shape == (episode.length,)
+    assert episode.rows[0].tokens().shape == (episode.length,)
     assert episode.length <= changes.get("max_model_len", 2000)
-    assert episode.length - len(episode.prompt_ids) <= changes.get("max_response_tokens", 900)
+    assert episode.length - len(episode.rows[0].prompt_ids) <= changes.get("max_response_tokens", 900)
 
 
 def test_a_prompt_over_the_limit_is_refused_at_once() -> None:

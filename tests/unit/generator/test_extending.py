@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md do what the page says, from files and from an installed package."""
+"""The examples of docs/extending.md and docs/agents.md do what they say, from files and an installed package."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import yaml
 
 from common.config import Config
 from common.errors import UserError
+from generator.agents.sandboxed import check_agents
 from generator.parts import EpisodeParts
 from generator.rewards import Outcome
 from generator.tools import Toolbox
@@ -24,8 +25,8 @@ PAGE = "extending.md"
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's modules, where Python and configurations find them."""
-    for name, code in modules(PAGE).items():
+    """The pages' modules, where Python and configurations find them."""
+    for name, code in (modules(PAGE) | modules("agents.md")).items():
         (tmp_path / name).write_text(code)
     (tmp_path / "terms.json").write_text(json.dumps({"lease": "who may commit", "beat": "a sign of life"}))
     monkeypatch.syspath_prepend(tmp_path)
@@ -36,6 +37,11 @@ def documented(title: str, page: str = PAGE) -> Config:
     """The configuration of a section; its defaults are those of a run."""
     (text,) = blocks(page, title, "yaml")
     return configured(yaml.safe_load(text))
+
+
+@pytest.mark.usefixtures("written")
+def test_the_agent_can_be_run() -> None:
+    check_agents(documented("What you write", "agents.md"))
 
 
 @pytest.mark.usefixtures("written")

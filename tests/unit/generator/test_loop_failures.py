@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import structlog
 from common.messages import SampleHeader
 from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
-from generator.engine.engine import EngineFailed
+from generator.engine.engine import Engine, EngineDied, EngineFailed
 from launcher.episodes import episode_lines
 from launcher.folder.episodes import record_of
 from sampler.episode_files import Rollouts
@@ -90,6 +91,41 @@ def test_a_step_that_no_limit_ends_has_failed(fake_broker: Broker, monkeypatch: 
     assert lost.reason.startswith("its step `generating` has not ended 0 s after its time limit")
     assert [line["task"] for line in lines if line["event"] == "episode failed"] == ["t0", "t0"]
     assert results(others) == OK
+
+
+class HangingEngine(Engine):
+    """vLLM answers nothing from its first request on."""
+
+    def __init__(self) -> None:
+        config = SimpleNamespace(max_model_len=512)
+        llm = {"get_tokenizer": lambda: TOKENIZER, "model_config": config, "errored": False, "is_sleeping": self.answer}
+        super().__init__(SimpleNamespace(**llm))
+        self.answers = True
+
+    async def answer(self) -> None:
+        while not self.answers:
+            await asyncio.sleep(3600)
+
+    async def generate(self, *_: Any, **__: Any) -> Any:
+        self.answers = False
+        await self.answer()
+
+    async def load(self, *_: Any) -> float:
+        return 0.0
+
+
+def test_vllm_that_hangs_ends_the_process_and_hands_back(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0")
+    rig = Rig(fake_broker, HangingEngine())  # type: ignore[arg-type]
+    rig.dispatch(3)
+
+    async def hang(rig: Rig) -> None:
+        for leases in (3, 0):
+            await until(lambda leases=leases: len(rig.generator.leased) == leases)
+
+    with pytest.raises(EngineDied, match="vLLM hangs: it has given no answer for 0 s"):
+        rig.play(hang)
+    assert len(TaskInbox(fake_broker, "g2").take(10, 0)) == 3
 
 
 def test_a_failed_task_rests_while_its_slot_is_free(fake_broker: Broker) -> None:

@@ -98,11 +98,15 @@ def test_parts_that_cannot_be_made_name_their_source() -> None:
 
 
 class FixedEngine:
+    """A token's log-prob is the one at the index that is its id."""
+
     def __init__(self, logprobs: np.ndarray) -> None:
         self.logprobs = logprobs
+        self.scored: list[list[int]] = []
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        return self.logprobs
+        self.scored.append(token_ids.tolist())
+        return np.append(0.0, self.logprobs[token_ids[1:]])
 
 
 @pytest.mark.parametrize(("estimator", "key"), [("abs", "abs_model_tokens_only"), ("k3", "k3_model_tokens")])
@@ -113,7 +117,15 @@ def test_golden_a07_drift_is_of_model_tokens_only(estimator: Any, key: str) -> N
         # A leading prompt token, since a payload's first token is never sampled.
         spans = np.asarray([(i + 1, i + 2) for i in np.flatnonzero(kept)], np.int32)
         versions = np.array([[0, 0, kept.sum()]], np.int32)
-        previous = Payload(np.zeros(len(mask) + 1, np.int32), spans, np.asarray(then)[kept], versions)
+        previous = Payload(np.arange(len(mask) + 1, dtype=np.int32), spans, np.asarray(then)[kept], versions)
         drifts.append(asyncio.run(rescore(FixedEngine(np.concatenate([[0.0], now])), previous, estimator)))
     np.testing.assert_allclose(drifts, GOLDEN["A07"]["expected"][key], rtol=1e-5)
     assert drift(np.zeros(0), np.zeros(0), estimator) == 0.0
+
+
+def test_drift_is_over_all_rows_each_scored_by_itself() -> None:
+    spans, versions = np.array([[1, 2], [3, 5]], np.int32), np.array([[0, 0, 3]], np.int32)
+    engine = FixedEngine(np.array([0.0, -1.0, 0.0, -2.0, -3.0]))
+    previous = Payload(np.arange(5, dtype=np.int32), spans, np.array([-1.5, -2.0, -4.5]), versions, np.array([2, 3]))
+    assert asyncio.run(rescore(engine, previous, "abs")) == pytest.approx((0.5 + 0.0 + 1.5) / 3)
+    assert engine.scored == [[0, 1], [2, 3, 4]]

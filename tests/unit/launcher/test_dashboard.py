@@ -17,7 +17,7 @@ from launcher.dashboard.app import Service
 from launcher.dashboard.watch import Watch
 from launcher.folder.run import Run
 from launcher.folder.run_folder import find_runs
-from tests.support.episode_rows import keep
+from tests.support.episode_rows import TOKENS, keep, keep_trained
 from tests.support.run_folder import PANELS, full_run, make_run, write_episodes, write_step
 from tests.support.spo_command import Spo
 
@@ -151,6 +151,20 @@ def test_an_episode_comes_with_turns_and_tokens(folder: Path) -> None:
     ratios = [math.exp(log_ratio) for log_ratio in (0.0, -0.7, 0.2, 1.1)]
     assert trained["ratios"] == pytest.approx([None, None, *ratios[:2], None, *ratios[2:]], abs=1e-5)
     assert trained["entropies"] == [None, None, 0.01, 0.7, None, 1.5, 3.0]
+
+
+def test_rows_of_an_episode_are_put_together_from_all_ranks(tmp_path: Path) -> None:
+    keep(tmp_path / "r", 5, "t1", TOKENS | {"row_lengths": [4, 3]}, row_tokens=[20, 10])
+    columns = [("logprobs", [-0.5, -1.0, -2.0, -3.0]), ("entropies", [0.1, 0.2, 0.3, 0.4])]
+    for rank, (row, part) in enumerate([(1, slice(2, 4)), (0, slice(0, 2))]):
+        keep_trained(tmp_path / "r", 6, "t1", rank, row=row, **{name: values[part] for name, values in columns})
+    episode = an_episode(tmp_path / "r")
+    assert (episode["tokens"]["rows"], episode["facts"]["rows"]) == ([0, 4], 2)
+    assert episode["trained"]["entropies"] == [None, None, 0.1, 0.2, None, 0.3, 0.4]
+    (tmp_path / "r/training_data/6.0.jsonl").unlink()
+    assert an_episode(tmp_path / "r")["trained"] is None, "a row is missing"
+    keep(tmp_path / "r", 7, "t2", TOKENS | {"row_lengths": [4, 4]}, row_tokens=[20, 10])
+    assert an_episode(tmp_path / "r", step="7")["tokens"] is None
 
 
 def test_tokens_and_records_that_do_not_fit_are_left_out(tmp_path: Path) -> None:

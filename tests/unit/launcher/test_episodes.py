@@ -18,6 +18,7 @@ from launcher import episodes as view
 from launcher.cli import app
 from launcher.folder.episodes import EpisodeIndex, read_line
 from launcher.folder.query import Query, page
+from launcher.page.episode import episode_view
 from launcher.quickstart.inputs import quickstart_config
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode_rows import CONVERSATION, TOKENS, keep
@@ -163,6 +164,8 @@ def test_tokens_have_log_probs_versions_and_texts(run: Path) -> None:
     styles = [str(line.style) for line in view.token_lines(episode, None)]
     assert styles == ["dim", "dim", "dim", "green", "yellow", "dim", "dark_orange", "red"]
     assert "were not kept" in output_of(run, "--show", "t4", "--tokens")
+    of_rows = [line.plain for line in view.token_lines(episode | {"row_lengths": [4, 3]}, None)]
+    assert [(i, line) for i, line in enumerate(of_rows) if "row" in line] == [(1, "row 1 of 2"), (6, "row 2 of 2")]
 
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(run / "model")
@@ -286,6 +289,41 @@ def test_visible_text_has_nothing_a_terminal_acts_on(text: str) -> None:
     assert not UNSAFE.search(visible(text))
     assert not UNSAFE.search(one_line(text))
     assert "\n" not in one_line(text)
+
+
+def test_what_an_agent_sends_is_no_users(run: Path) -> None:
+    asked = [{"role": "user", "content": "1+1?", "request": 0}, {"role": "assistant", "content": "2", "request": 0}]
+    keep(run, 40, "t40", {"messages": asked})
+    flags = {cells[1]: cells[-1] for cells in (line.split("\t") for line in output_of(run).splitlines())}
+    assert (flags["t40"], flags["t3"]) == ("", "tool error, user")
+
+
+REQUESTS = [
+    {"request": 0, "prompt": 9, "kept": 0, "sampled": 4, "ended": "stop", "row": 0},
+    {"request": 1, "prompt": 15, "kept": 13, "continues": 0, "sampled": 2, "ended": "stop", "row": 0},
+    {"request": 2, "prompt": 16, "kept": 13, "continues": 0, "sampled": 3, "ended": "length", "row": 1},
+    {"request": 3, "prompt": 20, "kept": 19, "continues": 2, "sampled": 1, "ended": "stop", "row": 1},
+    {"request": 4, "prompt": 5, "kept": 0, "sampled": 2, "ended": "stop", "row": None},
+    {"request": 5, "prompt": 18, "kept": 17, "continues": 1},
+]
+TREE = """\
+0: 9 tokens; 4 sampled (stop), row 1
+   2: 16 tokens, 13 of them kept from 0; 3 sampled (length), row 2
+   3: 20 tokens, 19 of them kept from 2; 1 sampled (stop), row 2
+1: 15 tokens, 13 of them kept from 0; 2 sampled (stop), row 1
+5: 18 tokens, 17 of them kept from 1; dropped
+4: 5 tokens; 2 sampled (stop), not trained on"""
+
+
+def test_requests_of_an_agent_are_a_tree(run: Path) -> None:
+    asked = {"role": "user", "content": "1+1?", "request": 0}
+    called = {"role": "assistant", "content": "", "request": 0, "tool_calls": [{"function": {"name": "add"}}]}
+    keep(run, 40, "t40", {"messages": [asked, called], "requests": REQUESTS})
+    shown = output_of(run, "--show", "t40")
+    assert TREE in shown
+    assert 'assistant  request 0\n{"function": {"name": "add"}}' in shown
+    record = read_line(run / "rollouts" / "40.jsonl", 0) or {}
+    assert episode_view(record, None, [])["requests"] == TREE.splitlines()
 
 
 def test_the_table_fits_a_terminal_and_flags_what_is_special(run: Path) -> None:

@@ -50,7 +50,7 @@ def test_config_prints_every_key_with_overrides_applied(spo: Spo) -> None:
 REFUSALS = [
     (["quickstart", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
     (["quickstart", "--redis", "redis://127.0.0.1:1/0", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
-    (["quickstart", "--task", "sums"], "no task 'sums'; there are arithmetic, code, corrector, dialogue"),
+    (["quickstart", "--task", "sums"], "no task 'sums'; there are arithmetic, agent, code, corrector, dialogue"),
     (["prepare", "--task", "sums"], "no task 'sums'"),
     (["status"], "name the run"),
     (["status", "a", "-c", "b"], "name the run"),

@@ -25,6 +25,9 @@ from tests.support.task import config_of, play_all
 ROOT = Path(__file__).parents[3]
 
 each_task = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+# A task with an agent has the demonstrations of another.
+demonstrated = {name: task for name, task in TASKS.items() if not task.model_of}
+each_demonstrated = pytest.mark.parametrize("task", demonstrated.values(), ids=list(demonstrated))
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +45,7 @@ def final_answer(text: str) -> str:
     return text.partition("<answer>")[2].removesuffix("</answer>") if "<answer>" in text else text
 
 
-@each_task
+@each_demonstrated
 @pytest.mark.integration
 def test_a_demonstration_with_a_right_end_is_worth_1(task: QuickstartTask) -> None:
     rng = random.Random(1)
@@ -51,8 +54,9 @@ def test_a_demonstration_with_a_right_end_is_worth_1(task: QuickstartTask) -> No
     rewards = set()
     for (problem, turns), (episode, reward) in zip(conversations, play_all(task, conversations), strict=True):
         row = demonstrations.row(problem, turns)
-        assert episode.tokens().tolist() == row.token_ids
-        sampled = [i for start, end in episode.spans for i in range(start, end)]
+        (played,) = episode.rows
+        assert played.tokens().tolist() == row.token_ids
+        sampled = [i for start, end in played.spans for i in range(start, end)]
         assert [i for i, weight in enumerate(row.weights) if weight] == sampled
         assert reward == float(final_answer(turns[-1].content) == problem.answer)
         rewards.add(reward)

@@ -115,8 +115,15 @@ def test_the_checkpoint_is_made_once_and_loads_like_any_model(tmp_path: Path, mo
 
 
 def test_another_recipe_or_task_is_another_checkpoint() -> None:
-    tasks = [task(seed=1), task(seed=2), *TASKS.values()]
+    tasks = [task(seed=1), task(seed=2), *(one for one in TASKS.values() if not one.model_of)]
     assert len({key(one) for one in tasks}) == len(tasks)
+
+
+def test_tasks_with_the_same_demonstrations_share_a_model() -> None:
+    for one in TASKS.values():
+        other = TASKS[one.model]
+        assert key(one) == key(other)
+        assert (one.demonstrate, one.recipe, one.extra_tokens) == (other.demonstrate, other.recipe, other.extra_tokens)
 
 
 def test_a_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

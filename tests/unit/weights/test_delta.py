@@ -32,7 +32,7 @@ def versions(changed: float) -> tuple[bytes, bytes]:
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200), st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=300)
+@settings(max_examples=6 * settings.default.max_examples)
 def test_any_change_comes_back(one: bytes, other: bytes, width: int) -> None:
     size = min(len(one), len(other))
     base, chunk = one[:size] * 20, other[:size] * 20
@@ -77,7 +77,7 @@ def test_bytes_that_are_no_delta_of_the_chunk_are_refused(delta: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=6 * settings.default.max_examples)
 def test_a_damaged_delta_is_refused_or_keeps_the_size(data: st.DataObject) -> None:
     base, chunk = versions(0.01)
     delta = bytearray(encode(chunk, base, 2) or b"")

@@ -41,6 +41,7 @@ def test_answers_are_compared_as_mathematics(text: str, answer: object) -> None:
     assert score(text, answer) == ((text, answer) in EQUAL)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "text",
     [
@@ -68,9 +69,12 @@ def test_a_reference_that_cannot_be_read_is_an_error(answer: str) -> None:
         score(r"\boxed{1}", answer, seconds=0.3)
 
 
+@pytest.mark.integration
 def test_a_limit_of_processor_time_leaves_no_timer() -> None:
     caught = 0
-    with cpu_limit(0.05):
+
+    def work() -> None:
+        nonlocal caught
         while True:
             try:
                 while True:
@@ -79,7 +83,24 @@ def test_a_limit_of_processor_time_leaves_no_timer() -> None:
                 caught += 1
                 if caught == 2:
                     raise
+
+    assert cpu_limit(0.05, work) is None
     assert caught == 2
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGPROF) is signal.SIG_DFL
+
+
+def test_a_signal_while_the_timer_is_stopped_does_not_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, late = signal.setitimer, [signal.SIGPROF]
+
+    def setitimer(which: int, seconds: float, interval: float = 0.0) -> None:
+        if seconds == 0 and late:
+            signal.raise_signal(late.pop())
+        stop(which, seconds, interval)
+
+    monkeypatch.setattr(signal, "setitimer", setitimer)
+    assert cpu_limit(100.0, lambda: 7) == 7
+    assert late == []
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGPROF) is signal.SIG_DFL
 

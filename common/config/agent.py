@@ -1,0 +1,89 @@
+"""Settings of an agent: a program of the user's own that plays the episodes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from common.config.section import Section
+from common.network import is_tcp
+
+
+class AgentConfig(Section):
+    """A program of your own that plays the episodes and asks the policy over HTTP (docs/agents.md).
+
+    `agent: module:function` is short for a section with this `function`.
+    """
+
+    function: str | None = Field(
+        None,
+        description="`module:function`, or the name of an installed one: called with each task, in the generator's "
+        "process; a coroutine function, or any other, which runs in a thread.",
+    )
+    command: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Or a program and its arguments, started for each task in a folder of its own. An argument that is "
+        "a file's name is given as its absolute path.",
+    )
+    environment: str | None = Field(
+        None,
+        description="Or the address `tcp://host:port` of an environment server of `verifiers`, on the generator's "
+        "machine: the episodes are played there, and scored (docs/environments.md).",
+    )
+    sandbox: bool = Field(
+        False,
+        description="Run the command in the sandbox of the generator's machine, from which it reaches the model and "
+        "nothing else; for programs that you do not trust. Needs a control group (docs/agents.md).",
+    )
+    history: Literal["as_sampled", "as_sent"] = Field(
+        "as_sampled",
+        description="A reply that the agent sends back changed, for example without its thinking: `as_sampled` "
+        "continues the tokens that the model sampled, `as_sent` begins another row with what was sent.",
+    )
+    train: Literal["connected", "all"] = Field(
+        "connected",
+        description="Rows to train on: `connected` leaves out requests that share nothing with the task, for example "
+        "for a title.",
+    )
+    failure: Literal["retry"] | float = Field(
+        "retry",
+        description="What an exception or an exit code other than 0 is: the machinery's failure, after which the task "
+        "is tried again and then skipped, or the model's, with this reward.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    @field_validator("failure", mode="before")
+    @classmethod
+    def _is_retry_or_reward(cls, value: Any) -> Any:
+        if value == "retry" or (type(value) in (int, float) and math.isfinite(value)):
+            return value
+        raise ValueError(f"{value!r} is neither retry nor a reward, a finite number")
+
+    @field_validator("environment")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is None or is_tcp(value):
+            return value
+        raise ValueError(f"{value!r} is not of the form tcp://host:port (port 1 to 65535)")
+
+    @model_validator(mode="after")
+    def _runs_one(self) -> Self:
+        if sum(one is not None for one in (self.function, self.command, self.environment)) != 1:
+            raise ValueError(
+                "give either a `function` (module:function), a `command` (a list), or an `environment` (an address)"
+            )
+        if self.sandbox and self.command is None:
+            raise ValueError("sandbox: true needs a `command`: a function or an environment runs outside")
+        return self
+
+    @property
+    def shown(self) -> str:
+        """The function's name, the address, or the command as one line; for messages."""
+        return self.function or self.environment or " ".join(self.command or ())

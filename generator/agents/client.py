@@ -1,0 +1,94 @@
+"""vLLM's engine client for the endpoint: what the app asks for goes through `Engine`, and is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from generator.agents.exchange import Exchange
+from generator.agents.session import Session
+from generator.engine.engine import Completion, Engine, EngineDied, EngineFailed
+
+# The request that the running task answers, and its session.
+CURRENT: ContextVar[tuple[Session, Exchange]] = ContextVar("CURRENT")
+
+
+class SessionClient:
+    """Stands for vLLM's `AsyncLLM` in its server.
+
+    Args:
+        stop_token_ids: end a turn besides the model's own end of text.
+        keep_prefix: whether later turns read the keys and values of earlier ones after an update of the weights.
+    """
+
+    def __init__(self, engine: Engine, stop_token_ids: tuple[int, ...] = (), keep_prefix: bool = False) -> None:
+        self._engine, self._stop_token_ids, self._keep_prefix = engine, stop_token_ids, keep_prefix
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.llm, name)
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
+        """Sample for the current request and record it in the session.
+
+        Of the app's parameters only those count that say where a turn ends and how its text is shown: the
+        distribution is the session's.
+        """
+        session, exchange = CURRENT.get()
+        node = exchange.node
+        epoch = node.parent.turn.prefix_epoch if self._keep_prefix and node.parent else None
+        outputs = self._engine.stream(
+            node.prompt_ids(), self._parameters(session, node, sampling_params), cut=exchange.cut, prefix_epoch=epoch
+        )
+        parts: list[Completion] = []
+        try:
+            async with aclosing(outputs):
+                async for output, part in outputs:
+                    parts.append(part)
+                    if part.finish_reason:
+                        session.sampled(node, _joined(parts))
+                        if part.finish_reason == "time":
+                            output.outputs[0].finish_reason = "length"  # what clients know
+                    yield output
+        except (EngineDied, EngineFailed) as error:
+            session.fail(error)
+            raise
+
+    def _parameters(self, session: Session, node: Any, asked: Any) -> Any:
+        from vllm.sampling_params import SamplingParams
+
+        limits = session.limits
+        return SamplingParams(
+            max_tokens=min(asked.max_tokens, session.room(node)),
+            temperature=limits.temperature,
+            top_p=limits.top_p,
+            top_k=limits.top_k,
+            seed=None if limits.seed is None else limits.seed + node.number,
+            stop=asked.stop,
+            stop_token_ids=[*(asked.stop_token_ids or ()), *self._stop_token_ids],
+            include_stop_str_in_output=asked.include_stop_str_in_output,
+            skip_special_tokens=asked.skip_special_tokens,
+            spaces_between_special_tokens=asked.spaces_between_special_tokens,
+            output_kind=asked.output_kind,
+            logprobs=0,
+            flat_logprobs=True,
+            skip_clone=True,
+        )
+
+
+def _joined(parts: list[Completion]) -> Completion:
+    """All that was sampled for a request, from what came piece by piece."""
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
+    return Completion(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        last.versions,
+        last.finish_reason,
+        last.prefix_epoch,
+        last.cached_tokens,
+    )

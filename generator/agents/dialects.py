@@ -1,0 +1,313 @@
+"""The dialects of the endpoint: vLLM's models of their bodies, and replies as the chat messages they come back as."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+
+from generator.agents.exchange import App, Receive, Send
+from generator.agents.session import AgentRequest, RequestRefused
+from generator.chat_template import Message
+
+DECIDED = ("temperature", "top_p", "top_k", "seed")  # by the session, whatever is asked
+# Parameters that say where a turn ends and how its text is shown. All others would make what is sampled, or what is
+# recorded of it, other than the session says.
+HARMLESS = {
+    *DECIDED, "stop", "stop_token_ids", "max_tokens", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "output_kind", "stream_interval", "logprobs", "skip_clone", "extra_args",
+}  # fmt: skip
+# Fields that change the prompt, name other data than the request's, or are for vLLM's own processes; and the values
+# with which they do nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (None, False),
+    "echo": (None, False),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "add_special_tokens": (None, False),
+    "chat_template": (None,),
+    "truncate_prompt_tokens": (None,),
+    "documents": (None,),
+    "top_logprobs": (None, 0),
+    "background": (None, False),
+    "previous_response_id": (None,),
+    "previous_input_messages": (None,),
+    "prompt": (None,),
+    "conversation": (None,),
+    "kv_transfer_params": (None,),
+    "ec_transfer_params": (None,),
+    "vllm_xargs": (None,),
+    "mm_processor_kwargs": (None,),
+    "media_io_kwargs": (None,),
+}
+OPTIONAL_TOOLS = (None, "auto", "none")
+
+
+class Parsed(NamedTuple):
+    """A body, checked: as vLLM's handler takes it, as its parameters of sampling are read, messages, and tools."""
+
+    body: Any
+    sampling: Any
+    messages: list[Any]
+    tools: list[Any] | None
+
+
+class Dialect:
+    """One of vLLM's protocols: reads bodies as chat requests and replies as chat messages."""
+
+    path: str
+    errors = "openai"  # whose shape of errors
+
+    def __init__(self, app: Any) -> None:
+        self._app, self._state = app, app.state
+
+    def read(self, body: dict[str, Any]) -> AgentRequest:
+        """The request in a body.
+
+        Raises:
+            RequestRefused: it asks for what the session decides, or for what vLLM does not take.
+        """
+        for name, harmless in REFUSED.items():
+            if body.get(name) not in harmless:
+                raise RequestRefused(f"{name} is not supported here")
+        try:
+            asked = {name: body.get(name) for name in DECIDED}
+            parsed = self._parse(body)
+            self._check_sampling(parsed.sampling)
+            return AgentRequest(
+                messages=self._conversation(parsed.messages),
+                variables=self._variables(parsed.sampling, parsed.tools),
+                streamed=bool(parsed.body.stream),
+                sampling=asked,
+                body=parsed.body,
+            )
+        except RequestRefused:
+            raise
+        except Exception as error:  # vLLM checks a body in many places, some of which only trip over it
+            raise RequestRefused(_one_line(error)) from error
+
+    def app(self, request: AgentRequest, prompt_ids: list[int]) -> App:
+        """What answers a request that was read, with a prompt of these ids: vLLM's own handler.
+
+        The ways to it, through routes and checks of the body, would cost more than the rest of a short request.
+        """
+        body, handle = request.body, inspect.unwrap(self._handler())  # without what ends it if its client leaves
+        body.kv_transfer_params = {"prompt_token_ids": prompt_ids}
+
+        async def answer(scope: Any, receive: Receive, send: Send) -> None:
+            response = await handle(body, Request(scope, receive))
+            await response(scope, receive, send)
+
+        return ExceptionMiddleware(answer, self._app.exception_handlers)
+
+    def reply(self, body: bytes, streamed: bool) -> Message | None:
+        """The message that an agent which got this reply sends back with its next request; None if there is none."""
+        try:
+            parsed = self._joined(list(_events(body))) if streamed else json.loads(body)
+            messages = self._conversation(self._sent_back(parsed))
+        except Exception:  # it was cut before it had anything that can be sent back
+            return None
+        return messages[0] if messages else None
+
+    def _handler(self) -> Any:
+        """vLLM's handler of this path."""
+        raise NotImplementedError
+
+    def _parse(self, body: dict[str, Any]) -> Parsed:
+        raise NotImplementedError
+
+    def _joined(self, events: list[Any]) -> Any:
+        """The body of a reply that came as these events."""
+        raise NotImplementedError
+
+    def _sent_back(self, reply: Any) -> list[Any]:
+        """A reply's body as vLLM's chat messages of the next request."""
+        raise NotImplementedError
+
+    def _conversation(self, messages: list[Any]) -> list[Message]:
+        from vllm.renderers.chat_utils import parse_chat_messages
+
+        conversation, media, _ = parse_chat_messages(messages, self._state.vllm_config.model_config, "string")
+        if media:
+            raise RequestRefused("only text is supported here")
+        return [dict(message, content=message.get("content") or "") for message in conversation]
+
+    def _check_sampling(self, request: Any) -> None:
+        if request.tool_choice not in OPTIONAL_TOOLS:
+            raise RequestRefused("tool_choice must be auto or none here: a forced call is not what the model samples")
+        asked = request.to_sampling_params(1, {})
+        for name, plain in _plain_sampling().items():
+            if getattr(asked, name) != plain:
+                raise RequestRefused(f"{name} is not supported here: what is sampled would not be what is recorded")
+
+    def _variables(self, request: Any, tools: list[Any] | None) -> dict[str, Any]:
+        from vllm.renderers.hf import resolve_chat_template, resolve_chat_template_kwargs
+
+        tokenizer = self._state.engine_client.renderer.tokenizer
+        model_config = self._state.vllm_config.model_config
+        template = resolve_chat_template(tokenizer, None, tools, model_config=model_config)
+        given = request.build_chat_params(None, "string").chat_template_kwargs
+        given = {name: value for name, value in given.items() if value is not None}
+        known = resolve_chat_template_kwargs(tokenizer, template or "", given)
+        extra = {name: value for name, value in known.items() if name in given.keys() - FIXED_VARIABLES}
+        return extra | ({"tools": tools} if tools else {})
+
+
+# Variables of the template that are not the request's to set.
+FIXED_VARIABLES = {
+    "add_generation_prompt", "continue_final_message", "messages", "conversation", "tools", "documents", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "markup", "prompt", "system", "before",
+}  # fmt: skip
+
+
+class Chat(Dialect):
+    path = "/v1/chat/completions"
+
+    def _handler(self) -> Any:
+        from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as handler
+
+        return handler
+
+    def _parse(self, body: dict[str, Any]) -> Parsed:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest.model_validate(body)
+        return Parsed(request, request, list(request.messages), _tools(request))
+
+    def _joined(self, events: list[Any]) -> Any:
+        message: dict[str, Any] = {}
+        for event in events:
+            for choice in event.get("choices", ()):
+                _add(message, choice["delta"])
+        return {"choices": [{"message": message}]}
+
+    def _sent_back(self, reply: Any) -> list[Any]:
+        message = {key: value for key, value in reply["choices"][0]["message"].items() if value is not None}
+        return [message | {"role": "assistant"}]
+
+
+class Responses(Dialect):
+    path = "/v1/responses"
+
+    def _handler(self) -> Any:
+        from vllm.entrypoints.openai.responses.api_router import create_responses as handler
+
+        return handler
+
+    def _parse(self, body: dict[str, Any]) -> Parsed:
+        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+        from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
+
+        request = ResponsesRequest.model_validate(body)
+        messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
+        return Parsed(request, request, messages, construct_tool_dicts(request.tools, request.tool_choice))
+
+    def _joined(self, events: list[Any]) -> Any:
+        whole = [event["response"] for event in events if event.get("type") in RESPONSE_ENDS]
+        items = [event["item"] for event in events if event.get("type") == "response.output_item.done"]
+        return whole[-1] if whole else {"output": items}
+
+    def _sent_back(self, reply: Any) -> list[Any]:
+        return self._parse({"input": reply["output"]}).messages
+
+
+RESPONSE_ENDS = ("response.completed", "response.incomplete")
+
+
+class Messages(Dialect):
+    path = "/v1/messages"
+    errors = "anthropic"
+
+    def _handler(self) -> Any:
+        from vllm.entrypoints.anthropic.api_router import create_messages as handler
+
+        return handler
+
+    def _parse(self, body: dict[str, Any]) -> Parsed:
+        from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+
+        request = AnthropicMessagesRequest.model_validate(body)
+        serving = self._state.anthropic_serving_messages
+        chat = serving.to_chat_completion_request(request, merge_inline_system=serving._merge_inline_system)
+        return Parsed(request, chat, list(chat.messages), _tools(chat))
+
+    def _joined(self, events: list[Any]) -> Any:
+        blocks: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if event.get("type") == "content_block_start":
+                blocks[event["index"]] = dict(event["content_block"])
+            elif event.get("type") == "content_block_delta":
+                delta = {key: value for key, value in event["delta"].items() if key != "type"}
+                _add(blocks[event["index"]], delta)
+        for block in blocks.values():
+            if "partial_json" in block:
+                # A call that was cut off is what the SDK makes of it: its whole arguments so far.
+                block["input"] = from_json(block.pop("partial_json") or "{}", allow_partial=True)
+        return {"content": list(blocks.values())}
+
+    def _sent_back(self, reply: Any) -> list[Any]:
+        message = {"role": "assistant", "content": reply["content"]}
+        return self._parse({"model": "-", "max_tokens": 1, "messages": [message]}).messages
+
+
+def dialects(app: Any) -> dict[str, Dialect]:
+    """The dialects that vLLM's app serves, by their paths."""
+    return {dialect.path: dialect(app) for dialect in (Chat, Responses, Messages)}
+
+
+@cache
+def _plain_sampling() -> dict[str, Any]:
+    """The parameters that no request may change, with what they are where nothing is asked for."""
+    from vllm.sampling_params import SamplingParams
+
+    names = [name for name in SamplingParams.__struct_fields__ if name not in HARMLESS and not name.startswith("_")]
+    plain = SamplingParams()
+    return {name: getattr(plain, name) for name in names}
+
+
+def _tools(request: Any) -> list[Any] | None:
+    return [tool.model_dump(exclude_none=True) for tool in request.tools] if request.tools else None
+
+
+def _events(body: bytes) -> Iterator[Any]:
+    """The events of a stream, which may end anywhere."""
+    for line in body.split(b"\n"):
+        if line.startswith(b"data: {"):
+            try:
+                yield json.loads(line.removeprefix(b"data: "))
+            except ValueError:
+                return
+
+
+def _add(whole: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a piece of a streamed message: texts grow, items of lists are found by their `index`."""
+    for key, value in delta.items():
+        if isinstance(value, str) and key not in ("role", "id", "type", "name"):
+            whole[key] = (whole.get(key) or "") + value
+        elif isinstance(value, dict):
+            _add(whole.setdefault(key, {}), value)
+        elif isinstance(value, list):
+            items = whole.setdefault(key, [])
+            for item in value:
+                while len(items) <= item.get("index", 0):
+                    items.append({})
+                _add(items[item.get("index", 0)], item)
+        elif value is not None:
+            whole[key] = value
+
+
+def _one_line(error: Exception) -> str:
+    """What is wrong with a body, without repeating it."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        problems = error.errors(include_input=False, include_url=False)[:3]
+        return "; ".join(f"{'.'.join(map(str, each['loc'][:4])) or 'body'}: {each['msg']}" for each in problems)[:500]
+    return " ".join(str(error).split())[:500] or type(error).__name__

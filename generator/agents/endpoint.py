@@ -1,0 +1,150 @@
+"""The endpoint of a generator, to which agents talk as to OpenAI or Anthropic: vLLM's own server, and sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from common.config import Config
+from common.errors import UserError
+from common.files import own_folder
+from common.network import bound, listen
+from generator.agents.client import SessionClient
+from generator.agents.dialects import dialects
+from generator.agents.layer import SessionLayer
+from generator.agents.session import Session, SessionLimits
+from generator.chat_template import ChatTemplate
+from generator.engine.engine import Engine
+from sandbox_client.connections import ServerWithoutSignals, UnadmittedConnections
+
+MODEL = "policy"  # the only model's name
+HOST = "127.0.0.1"
+BACKLOG = 2048  # connections the kernel holds
+# An agent may pause for long between its turns; a connection that is closed just as it goes on loses its request.
+KEEP_ALIVE_SECONDS = 600
+# A token has few letters, and JSON escapes may make six bytes of each: nothing that fits the model is longer.
+BYTES_A_TOKEN, LEAST_BYTES = 64, 1 << 20
+
+
+class Endpoint:
+    """Serves sessions on a port of the loopback interface. Made by `Endpoint.start`.
+
+    Attributes:
+        url: of the server, without a path.
+        socket: path of a Unix socket where it also listens, for programs in the sandbox; None: nowhere else.
+        model: the only model's name.
+    """
+
+    model = MODEL
+
+    def __init__(
+        self, layer: SessionLayer, template: ChatTemplate, max_model_len: int, log: Any, path: Path | None = None
+    ) -> None:
+        self.url, self.socket = "", path
+        self._layer, self._template, self._max_model_len, self._log = layer, template, max_model_len, log
+        self._server: ServerWithoutSignals | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: Config, engine: Engine, log: Any) -> Endpoint:
+        """Make vLLM's app around the engine and serve it.
+
+        Raises:
+            UserError: vLLM has no such parser, or none for this model, or the chat template does not fit.
+        """
+        template = ChatTemplate(engine.tokenizer)
+        stop = () if template.end_id == template.eos_id else (template.end_id,)
+        client = SessionClient(engine, stop, config.generator.keep_prefix == "episodes")
+        app = await vllm_app(config, client)
+        # VLLM_API_KEY, metrics of requests, answers to browsers: what our layer sends needs none of them.
+        app.user_middleware.clear()
+        app.middleware_stack = None  # which was made with them; it is made anew
+        longest = max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_model_len)
+        layer = SessionLayer(app, dialects(app), MODEL, longest, log)
+        agents = [episode.agent for episode in config.episodes_in_use().values()]
+        path = own_folder() / "endpoint" / "socket" if any(agent and agent.sandbox for agent in agents) else None
+        endpoint = cls(layer, template, engine.max_model_len, log, path)
+        await endpoint._serve()
+        return endpoint
+
+    def open(self, limits: SessionLimits) -> Session:
+        """A session of its own for one attempt at a task; its keys are over once it is closed."""
+        session = Session(limits, self._template, self._max_model_len, self.url, self._log, on_close=self._layer.remove)
+        self._layer.add(session)
+        return session
+
+    async def close(self) -> None:
+        """Close all sessions and stop the server."""
+        for session in self._layer.sessions:
+            await session.close("closed")
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        if self.socket is not None:
+            self.socket.unlink(missing_ok=True)
+
+    async def _serve(self) -> None:
+        listener = bound(HOST, 0)
+        listen(listener, HOST, listener.getsockname()[1], BACKLOG)
+        self.url = f"http://{HOST}:{listener.getsockname()[1]}"
+        listeners = [listener]
+        if self.socket is not None:
+            self.socket.parent.mkdir(exist_ok=True)
+            self.socket.parent.chmod(0o711)
+            listeners.append(socket.socket(socket.AF_UNIX))
+            listeners[1].bind(str(self.socket))
+            self.socket.chmod(0o666)  # programs in the sandbox are other users; a key opens a session, as on the port
+            listeners[1].listen(BACKLOG)
+        self._server = ServerWithoutSignals(
+            uvicorn.Config(
+                self._layer,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                http=UnadmittedConnections(most=BACKLOG).protocol(),
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(listeners))
+
+
+async def vllm_app(config: Config, client: Any) -> Any:
+    """vLLM's server as an ASGI app around our engine client."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # To vLLM a call that cannot be read is an error, with a traceback; here it is what a model has yet to learn.
+    for name in ("vllm.tool_parsers", "vllm.parser"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    tools, reasoning = config.generator.tool_parser, config.generator.reasoning_parser
+    _check_parser("tool_parser", tools, ToolParserManager.list_registered())
+    _check_parser("reasoning_parser", reasoning, ReasoningParserManager.list_registered())
+    words = ["--served-model-name", MODEL, "--enable-auto-tool-choice", "--tool-call-parser", tools]
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([*words, "--disable-fastapi-docs"])
+    arguments.model = config.model.path
+    arguments.structured_outputs_config.reasoning_parser = reasoning or ""
+    tasks = await client.get_supported_tasks()
+    try:
+        app = build_app(arguments, tasks)
+        await init_app_state(client, app.state, arguments, tasks)
+    except (ValueError, TypeError, RuntimeError) as error:  # a parser whose tokens this tokenizer lacks, for one
+        shown = f"generator.tool_parser = {tools!r} and generator.reasoning_parser = {reasoning!r}"
+        raise UserError(f"vLLM's server cannot serve {config.model.path} with {shown}: {error}") from error
+    return app
+
+
+def _check_parser(setting: str, name: str | None, known: Sequence[str]) -> None:
+    if name is not None and name not in known:
+        raise UserError(f"generator.{setting} = {name!r} is no parser of vLLM's; it has {', '.join(known)}")

@@ -1,0 +1,229 @@
+"""Runs an agent on one task: a function in this process, or a program in a process and a folder of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import common
+from common.config import AgentConfig
+from common.errors import UserError
+from common.plugins import FOLDERS, load_object
+from generator.tools.toolbox import in_short
+
+GROUP = "spo.agents"  # entry points of installed packages
+TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
+MAX_ANSWER = 1 << 20  # bytes
+SHOWN_OUTPUT = 400  # bytes at the end of what a program prints, for messages
+FREE_OUTPUT = 1 << 20  # bytes that are read as fast as they come
+PAUSE = 0.01  # seconds, and before each further read: a program that floods waits, and the event loop does not
+
+# The keeper ends with the program and leaves nothing of what that has started.
+_KEEPER = """
+import os, signal, sys
+sys.path.append(sys.argv[1])
+from common.keeper import keep
+keep(int(sys.argv[2]), (), signal.SIGUSR1)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and programs would inherit that
+try:
+    os.execvp(sys.argv[3], sys.argv[3:])
+except OSError as error:
+    sys.exit(f"cannot start: {error}")
+"""
+
+
+class AgentFailed(Exception):
+    """The agent raised, or ended with another exit code than 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """What an agent gets.
+
+    Attributes:
+        prompt: text, or chat messages.
+        row: the data row's other columns; neither they nor anything else here has the reference answer, except that an
+            environment, which also scores the episode, gets the whole row.
+        model: the only model that the endpoint has.
+        base_url: of OpenAI's API; it belongs to this task alone.
+        anthropic_base_url: of Anthropic's API.
+        api_key: also of this task alone.
+        reward_url: a secret; the agent may send its own reward there, once: POST `{"reward": NUMBER}`. None unless
+            `episode.reward` asks for it.
+        folder: an empty folder, removed once the episode is scored.
+    """
+
+    prompt: str | list[dict[str, Any]]
+    row: dict[str, Any]
+    model: str
+    base_url: str
+    anthropic_base_url: str
+    api_key: str
+    reward_url: str | None
+    folder: Path
+
+
+class Program(Protocol):
+    """An agent that is ready to play tasks."""
+
+    async def run(self, task: AgentTask) -> object:
+        """Play a task until the agent ends, and return what it returns; if cancelled, nothing of it is left.
+
+        Raises:
+            AgentFailed: by the agent's own doing.
+            OSError: the machine cannot start it.
+        """
+        ...
+
+
+def make_program(config: AgentConfig) -> Program:
+    """Make the program that a configuration names; raises `UserError` if there is none of this name."""
+    if config.command is not None:
+        return _Command(config.command)
+    assert config.function is not None
+    return _Function(config.function)
+
+
+class _Function:
+    """A function of this process. A coroutine function runs on the event loop, any other in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._function: Callable[[AgentTask], Any] = load_object(name, {}, "episode.agent", GROUP)
+        if not callable(self._function) or isinstance(self._function, type):
+            raise UserError(f"episode.agent = {name!r} is not a function of (task)")
+        with contextlib.suppress(ValueError):  # written in C, without a signature
+            try:
+                inspect.signature(self._function).bind("task")
+            except TypeError as error:
+                raise UserError(f"episode.agent = {name!r} cannot be called with (task): {error}") from None
+
+    async def run(self, task: AgentTask) -> object:
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                return await self._function(task)
+            returned = await asyncio.to_thread(self._function, task)
+            # Also where only the call shows that it is a coroutine function, as of a `functools.partial`.
+            return await returned if inspect.isawaitable(returned) else returned
+        except (Exception, SystemExit) as error:
+            raise AgentFailed(f"{self._name} raised {in_short(error)} ({_place(error)})") from None
+
+
+def _place(error: BaseException) -> str:
+    """Where a function failed: in its own file, or what that has called."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else "before its first line"
+
+
+class _Command:
+    """A program, started for each task."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        path = shutil.which(command[0], path=_search_path()) or named_file(command[0])
+        if path is None or not os.access(path, os.X_OK):
+            what = "there is no such program" if path is None else f"{path} is not executable"
+            raise UserError(
+                f"episode.agent.command = {list(command)}: {what}; give one that is in the PATH, or its path"
+            )
+        self._name = command[0]
+        self._command = [os.path.abspath(path), *(named_file(word) or word for word in command[1:])]
+
+    async def run(self, task: AgentTask) -> object:
+        known = asdict(task) | {"folder": str(task.folder)}
+        with _memory_file(json.dumps(known).encode()) as stdin:
+            del known["reward_url"]  # it is in no file: a program that the model wrote might read it
+            (task.folder / TASK_FILE).write_text(json.dumps(known), encoding="utf-8")
+            root = str(Path(common.__file__).parents[1])
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", _KEEPER, root, str(os.getpid()), *self._command),
+                stdin=stdin,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=task.folder,
+                env=_environment(task),
+                start_new_session=True,
+            )
+        try:
+            assert process.stdout is not None
+            output = await _end_of(process.stdout)
+            code = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGUSR1)  # has the keeper kill all that is left
+            await process.wait()
+        if code != 0:
+            ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise AgentFailed(f"{self._name} {ending}: {output or 'it printed nothing'}")
+        return _answer(task.folder / ANSWER_FILE)
+
+
+def _memory_file(content: bytes) -> IO[bytes]:
+    file = os.fdopen(os.memfd_create("task"), "w+b")
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _search_path() -> str:
+    """Folders with programs: this Python's first, so that `python` is the one that SPO is installed for."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+
+
+def named_file(word: str) -> str | None:
+    """The absolute path of a file that is named as from here, or from the configuration's folder; None if none is."""
+    paths = (os.path.join(folder, word) for folder in (Path.cwd(), *FOLDERS))
+    return next(filter(os.path.isfile, paths), None)
+
+
+def _environment(task: AgentTask) -> dict[str, str]:
+    """The generator's environment without what is meant for SPO, secrets among it, and with what is for the agent."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SPO_")}
+    for name in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine
+        environment[name] = ",".join(filter(None, (environment.get(name), "127.0.0.1")))
+    return environment | {"PATH": _search_path()} | variables(task, str(task.folder))
+
+
+def variables(task: AgentTask, folder: str) -> dict[str, str]:
+    """What the environment of an agent's program says of its task; `folder` is the program's own, as it sees it."""
+    return {
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "ANTHROPIC_BASE_URL": task.anthropic_base_url,
+        "ANTHROPIC_API_KEY": task.api_key,
+        "SPO_MODEL": task.model,
+        "SPO_TASK_FILE": f"{folder}/{TASK_FILE}",
+        "SPO_ANSWER_FILE": f"{folder}/{ANSWER_FILE}",
+    }
+
+
+async def _end_of(stream: asyncio.StreamReader) -> str:
+    """Read a program's output to its end, and return the last of it in one line."""
+    tail, size = b"", 0
+    while chunk := await stream.read(1 << 16):
+        tail, size = (tail + chunk)[-SHOWN_OUTPUT:], size + len(chunk)
+        if size > FREE_OUTPUT:
+            await asyncio.sleep(PAUSE)
+    return " ".join(tail.decode(errors="replace").split())
+
+
+def _answer(path: Path) -> str | None:
+    """What the agent has written as its answer, if anything."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        text = file.read(MAX_ANSWER + 1)
+    if len(text) > MAX_ANSWER:
+        raise AgentFailed(f"{path.name} has more than {MAX_ANSWER:,} bytes")
+    return text.decode(errors="replace")

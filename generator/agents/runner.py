@@ -1,0 +1,208 @@
+"""An episode that an agent plays: a session at the endpoint, the agent's program, and what became of both.
+
+How it ended, `Episode.reason`:
+
+- `stop`: the agent ended by itself;
+- `length`: `episode.max_response_tokens` is reached, or the agent ended after a request longer than the model takes;
+- `max_assistant_turns`: the agent asked for another turn, and no more are allowed;
+- `max_seconds`: `episode.max_seconds` have passed;
+- `agent_failed`: the agent failed, which counts as the model's doing (`episode.agent.failure` is a reward).
+
+At a limit requests under way are cut, and the program is ended. An agent that fails otherwise, that never gets a token,
+or whose engine fails, raises an exception instead: the episode says nothing about the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from common.files import own_folder
+from common.messages import MAX_TURNS, Task
+from common.process import in_thread
+from generator.agents.endpoint import Endpoint
+from generator.agents.environment import EnvironmentServer
+from generator.agents.programs import AgentFailed, AgentTask, Program, make_program
+from generator.agents.sandboxed import URL, SandboxedCommand
+from generator.agents.session import Session, SessionLimits
+from generator.concurrency import LONG_TOKENS, offload, with_timeout
+from generator.engine.engine import Engine
+from generator.episode import Episode, EpisodeStep
+from generator.episode_runner import prepared
+from generator.parts import EpisodeParts
+from generator.rewards.registry import OWN
+from generator.tools.toolbox import encodable
+
+
+class AgentRunner:
+    """Runs the episodes of one configuration that names an agent.
+
+    Args:
+        endpoint: None where episodes are only prepared.
+
+    Raises:
+        UserError: the agent cannot be run, or the tokenizer has no usable chat template.
+    """
+
+    def __init__(self, config: Config, engine: Engine, parts: EpisodeParts, endpoint: Endpoint | None) -> None:
+        assert config.episode.agent is not None
+        self.config, self.agent, self.parts = config.episode, config.episode.agent, parts
+        self.template = parts.chat_template(engine.tokenizer)
+        self._data, self._endpoint = config.data, endpoint
+        self._url = endpoint.url if endpoint is not None else ""
+        if self.agent.environment is not None:
+            self._program: Program = EnvironmentServer(self.agent.environment)
+        elif self.agent.sandbox:
+            self._program, self._url = SandboxedCommand(config, endpoint.socket if endpoint else None), URL
+        else:
+            self._program = make_program(self.agent)
+        self._gives_reward = OWN in config.episode.reward_weights
+        self._reward_range = config.sampler.tracker.reward_range
+
+    async def prepare(self, task: Task) -> Episode:
+        """Make an episode that has only its prompt yet; raises `PromptTooLong`."""
+        return await prepared(task, self.template, self._data)
+
+    async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
+        """Run a prepared episode to its end, with its folder, which the caller removes.
+
+        Args:
+            episode: from `prepare`; by default it is prepared here.
+            sampling: temperature, top_p, top_k and seed.
+
+        Raises:
+            PromptTooLong: see `prepare`.
+            Exception: the agent or the engine failed; the episode says nothing about the model.
+        """
+        assert self._endpoint is not None
+        episode = episode or await self.prepare(task)
+        seconds = self.config.max_seconds
+        episode.step = EpisodeStep("agent", math.inf if seconds is None else time.monotonic() + seconds)
+        episode.folder = Path(await in_thread(tempfile.mkdtemp, prefix="agent-", dir=own_folder()))
+        session = self._endpoint.open(self._limits(**sampling))
+        try:
+            program = await self._play(self._task(task, session, episode.folder), session)
+        finally:
+            episode.rows = session.rows() or episode.rows
+            episode.transcript.entries = session.transcript()
+            episode.tool_calls = session.tool_calls()
+            episode.requests, episode.retries = session.requests_made(), session.retries
+        if session.failure is not None:
+            raise session.failure
+        self._conclude(episode, session, program)
+        read = partial(self._response, episode)
+        episode.response = await offload(episode.length > LONG_TOKENS, read)
+        episode.step = None
+        return episode
+
+    async def close(self) -> None:
+        """Close the connection to an environment server, or the sandbox."""
+        if isinstance(self._program, (EnvironmentServer, SandboxedCommand)):
+            await self._program.close()
+
+    async def _play(self, task: AgentTask, session: Session) -> asyncio.Task[object] | None:
+        """Run the agent until it ends, and return its end; None if a limit came first."""
+        program = asyncio.ensure_future(with_timeout(None, self._program.run(task)))
+        over = asyncio.ensure_future(session.over.wait())
+        reason = "stopped"
+        try:
+            await asyncio.wait((program, over), timeout=self.config.max_seconds, return_when=asyncio.FIRST_COMPLETED)
+            ended = program.done() and not session.over.is_set()
+            reason = "stop" if ended else "max_seconds"
+            return program if ended else None
+        finally:
+            over.cancel()
+            try:
+                # Before the program ends: what it would no longer read would not count.
+                await session.close(reason)
+            finally:
+                program.cancel()
+                await asyncio.wait((program,))
+                if not program.cancelled():
+                    program.exception()  # or asyncio would report one that nobody looks at
+
+    def _conclude(self, episode: Episode, session: Session, program: asyncio.Task[object] | None) -> None:
+        """Note how the episode ended, with the agent's answer and reward; raises what `run` raises."""
+        episode.reason, returned = session.reason, None
+        try:
+            returned = None if program is None else program.result()
+        except AgentFailed:
+            # What was too long for the model ends an episode like any other limit.
+            if session.reason != "length":
+                if self.agent.failure == "retry" or not episode.turns:
+                    raise
+                episode.reason, episode.reward = "agent_failed", self.agent.failure
+        if not episode.turns:
+            raise AgentFailed(
+                f"none of the agent's {session.requests} requests got a token"
+                if session.requests
+                else "the agent never called the model"
+            )
+        own = self._gives_reward and isinstance(returned, int | float)
+        episode.answer = session.answer_text() if returned is None or own else _text(returned)
+        if self._gives_reward and episode.reason != "agent_failed":
+            episode.reward = self._own_reward(session, returned if own else None)
+
+    def _own_reward(self, session: Session, returned: Any) -> float | None:
+        """The number that the agent sent or returned; at a limit the lowest reward, if it gave none."""
+        if session.reward is not None and returned is not None:
+            raise AgentFailed(f"the agent sent the reward {session.reward:g} and returned {returned:g}; one is allowed")
+        if session.reward is not None or returned is not None:
+            return float(returned if session.reward is None else session.reward)
+        return None if session.reason == "stop" else self._reward_range[0]
+
+    def _limits(self, temperature: float, top_p: float, top_k: int, seed: int | None = None) -> SessionLimits:
+        return SessionLimits(
+            max_response_tokens=self.config.max_response_tokens,
+            max_turns=self.config.assistant_turns or MAX_TURNS,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            history=self.agent.history,
+            train=self.agent.train,
+            reward_range=self._reward_range if self._gives_reward else None,
+            markup=self._data.prompt_markup,
+        )
+
+    def _task(self, task: Task, session: Session, folder: Path) -> AgentTask:
+        assert self._endpoint is not None
+        outside = f"{self._endpoint.url}/"
+        base_url = session.base_url.replace(outside, f"{self._url}/", 1)
+        return AgentTask(
+            prompt=task.prompt,
+            row=task.row if self.agent.environment is None else self._whole_row(task),
+            model=self._endpoint.model,
+            base_url=base_url,
+            anthropic_base_url=base_url.removesuffix("/v1"),
+            api_key=session.key,
+            reward_url=f"{self._url}/s/{session.reward_key}/v1/reward" if self._gives_reward else None,
+            folder=folder,
+        )
+
+    def _whole_row(self, task: Task) -> dict[str, Any]:
+        """The row with its prompt and answer; a column `a.b` is still in it, within `a`."""
+        columns = {self._data.prompt_column: task.prompt, self._data.answer_column: task.answer}
+        return {name: value for name, value in columns.items() if name.partition(".")[0] not in task.row} | task.row
+
+    def _response(self, episode: Episode) -> str:
+        return "\n".join(self.template.text(row.response_ids(), plain=True) for row in episode.rows)
+
+
+def _text(returned: object) -> str:
+    """What an agent returned, as its answer."""
+    if isinstance(returned, str):
+        return encodable(returned)
+    try:
+        return json.dumps(returned, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise AgentFailed(
+            f"the agent returned an object of {type(returned).__name__}; return text, a number, other JSON data or None"
+        ) from None

@@ -1,0 +1,150 @@
+"""Runs an agent's program in the sandbox of this machine, from which it reaches the endpoint and nothing else."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from common.config import Config
+from common.errors import UserError
+from generator.agents.programs import (
+    ANSWER_FILE,
+    MAX_ANSWER,
+    SHOWN_OUTPUT,
+    TASK_FILE,
+    AgentFailed,
+    AgentTask,
+    make_program,
+    named_file,
+    variables,
+)
+from sandbox_client import RunCodeRequest, Status
+from sandbox_client.isolation import check_isolation_once
+from sandbox_client.local import LocalSandbox
+from sandbox_client.settings import Settings
+from sandbox_client.worker.command import PORT, WORK
+
+URL = f"http://127.0.0.1:{PORT}"  # of the endpoint, as programs in the sandbox know it
+SEARCH_PATH = os.pathsep.join((os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"))
+LONGEST = 86400.0  # seconds of a program, where `episode.max_seconds` sets no limit
+MARGIN = 60.0
+
+# The sandbox gives all its programs one environment, and starts an interpreter.
+_START = """
+import json, os, signal
+os.environ.update(json.loads({environment!r}))
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+command = json.loads({command!r})
+os.execvp(command[0], command)
+"""
+
+
+class SandboxedCommand:
+    """A program, started for each task in a sandbox of its own.
+
+    Args:
+        config: of the run, or of a source.
+        socket: where the endpoint listens; None: nothing is run.
+
+    Raises:
+        UserError: there is no such program, or it cannot be isolated here.
+    """
+
+    def __init__(self, config: Config, socket: Path | None) -> None:
+        agent, limits = config.episode.agent, config.sandbox
+        assert agent is not None
+        assert agent.command is not None
+        if limits.url is not None:
+            raise UserError(
+                f"episode.agent.sandbox beside sandbox.url = {limits.url!r}: agents run in the sandbox of the "
+                "generator's machine, since the model is there; leave sandbox.url out"
+            )
+        name, *words = agent.command
+        if shutil.which(name, path=SEARCH_PATH) is None:
+            raise UserError(
+                f"episode.agent.command = {agent.command}: there is no program {name!r} in the sandbox, where the "
+                f"PATH is {SEARCH_PATH}; before a file of your own, give its interpreter"
+            )
+        found = {word: Path(path) for word in words if (path := named_file(word)) is not None}
+        self._files = {path.name: path for path in found.values()}
+        if len(self._files) < len(set(found.values())):
+            raise UserError(f"episode.agent.command = {agent.command}: two files of one name, for one folder")
+        self._name = name
+        self._command = [name, *(f"{WORK}/{found[word].name}" if word in found else word for word in words)]
+        # The session's limit comes first, which is the end of an episode; the sandbox's is a failure.
+        self._seconds = (config.episode.max_seconds or LONGEST) + MARGIN
+        self._memory = limits.memory_mb
+        self._sandbox: LocalSandbox | None = None
+        if socket is not None:
+            settings = Settings(
+                workers=min(limits.concurrency, config.generator.max_concurrency),
+                memory_mb=limits.memory_mb,
+                seconds=self._seconds,
+                python=sys.executable,
+                endpoint=str(socket),
+            )
+            check_isolation_once(settings)
+            self._sandbox = LocalSandbox(settings)
+
+    async def run(self, task: AgentTask) -> object:
+        """Play a task until the program ends; see `Program.run`.
+
+        Raises:
+            SandboxUnavailable: it could not be run.
+        """
+        assert self._sandbox is not None
+        known = asdict(task) | {"folder": WORK}
+        stdin = json.dumps(known)
+        del known["reward_url"]
+        files = {name: path.read_bytes() for name, path in self._files.items()}
+        files[TASK_FILE] = json.dumps(known).encode()
+        environment = json.dumps(variables(task, WORK))
+        code = _START.format(environment=environment, command=json.dumps(self._command))
+        answer = await self._sandbox.run_code(
+            RunCodeRequest(
+                code=code,
+                stdin=stdin,
+                files={name: base64.b64encode(content).decode() for name, content in files.items()},
+                fetch_files=[ANSWER_FILE],
+                run_timeout=self._seconds,
+                memory_limit_MB=self._memory,
+            )
+        )
+        if answer.status is not Status.SUCCESS:
+            result = answer.run_result
+            ended = f"ended with exit code {None if result is None else result.return_code}"
+            output = "" if result is None else f"{result.stdout or ''} {result.stderr or ''}"
+            raise AgentFailed(
+                f"{self._name} {answer.message or ended}: "
+                f"{' '.join(output.split())[-SHOWN_OUTPUT:] or 'it printed nothing'}"
+            )
+        if ANSWER_FILE not in answer.files:
+            return None
+        text = base64.b64decode(answer.files[ANSWER_FILE])
+        if len(text) > MAX_ANSWER:
+            raise AgentFailed(f"{ANSWER_FILE} has more than {MAX_ANSWER:,} bytes")
+        return text.decode(errors="replace")
+
+    async def close(self) -> None:
+        """End what still runs."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
+
+def check_agents(config: Config) -> None:
+    """Raise `UserError` for an agent that cannot be run, of the run or of a source."""
+    for key, episode in config.episodes_in_use().items():
+        try:
+            if episode.agent is None or episode.agent.environment is not None:
+                continue
+            if episode.agent.sandbox:
+                SandboxedCommand(config.model_copy(update={"episode": episode}), None)
+            else:
+                make_program(episode.agent)
+        except UserError as error:
+            raise UserError(str(error) if key == "episode" else f"{key.removesuffix('.episode')}: {error}") from None

@@ -1,0 +1,364 @@
+"""One attempt at one task: a secret key, limits, the requests that an agent made with it, and what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from generator.agents.exchange import Exchange
+from generator.agents.tree import History, Node, Place, Train, Tree
+from generator.chat_template import ChatTemplate, Message, TemplateFailed
+from generator.concurrency import LONG_TEXT, offload
+from generator.engine.engine import Completion
+from generator.episode import Row, TranscriptEntry
+
+REMEMBERED = 16  # replies that a session keeps for retries; an SDK retries within seconds
+CLOSE_SECONDS = 5.0  # until requests that do not end once they are cut are given up, with their tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What a session allows, and how it samples, whatever the agent asks for.
+
+    Attributes:
+        max_response_tokens: of the sample: all ids behind the first prompts of its conversations, each once. Requests
+            in flight at the same time may each use what is left.
+        max_turns: requests that are answered.
+        temperature, top_p, top_k: see `Engine.generate`.
+        seed: of the first request; each later one has the next.
+        history, train: see `Tree`.
+        reward_range: which rewards the agent may send; None: none.
+        markup: whether special tokens in what the agent sends count as such.
+    """
+
+    max_response_tokens: int
+    max_turns: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    history: History = "as_sampled"
+    train: Train = "connected"
+    reward_range: tuple[float, float] | None = None
+    markup: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """A request for tokens, in whichever dialect it came.
+
+    Attributes:
+        messages: the conversation as chat messages, contents as text.
+        variables: of the chat template, `tools` among them; plain data.
+        streamed: whether the reply is to come piece by piece.
+        sampling: what the agent asks for that the session decides, by vLLM's names.
+        body: the checked body, as its dialect has it.
+    """
+
+    messages: list[Message]
+    variables: dict[str, Any]
+    streamed: bool = False
+    sampling: dict[str, Any] | None = None
+    body: Any = None
+
+
+class SessionOver(Exception):
+    """The session takes no more requests."""
+
+
+class RequestRefused(Exception):
+    """A request that the endpoint does not take; says why in one line."""
+
+
+class ContextTooLong(Exception):
+    """A conversation has more tokens than the model takes."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(f"This model's maximum context length is {limit} tokens. Your messages have {tokens} tokens.")
+        self.tokens, self.limit = tokens, limit
+
+
+class RewardRefused(Exception):
+    """The agent's reward is no number in the declared range, or not its first."""
+
+
+class Session:
+    """What one agent may do and has done; made by `Endpoint.open`.
+
+    Attributes:
+        key: opens the endpoint for requests of this session; a secret.
+        reward_key: lets its holder send the reward, once, and nothing else; a secret.
+        base_url: for clients that cannot set a key; ends with `/v1`.
+        over: set once no more requests are taken.
+        reason: why that is: `length`, `max_assistant_turns`, or what `close` was told.
+        failure: an error of the engine; the session then says nothing about the model.
+        reward: what the agent sent as its reward.
+        requests, retries: requests for tokens that were taken, and those answered by the reply to an earlier one.
+        in_flight: requests of any kind whose clients wait.
+    """
+
+    def __init__(
+        self,
+        limits: SessionLimits,
+        template: ChatTemplate,
+        max_model_len: int,
+        url: str,
+        log: Any,
+        *,
+        on_close: Callable[[Session], None] = lambda session: None,
+    ) -> None:
+        self.key, self.reward_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self.base_url = f"{url}/s/{self.key}/v1"
+        self.limits = limits
+        self.over = asyncio.Event()
+        self.reason = ""
+        self.failure: Exception | None = None
+        self.reward: float | None = None
+        self.requests = self.retries = self.in_flight = 0
+        self.tree = Tree(limits.history)
+        self.exchanges: list[Exchange] = []
+        self._template, self._max_model_len, self._log = template, max_model_len, log
+        self._on_close = on_close
+        self._used = 0  # of `max_response_tokens`
+        self._turns = 0
+        self._context_full = False
+        self._overridden: set[str] = set()
+
+    async def begin(self, request: AgentRequest) -> Node:
+        """Take a request: find what it continues and the ids of its prompt.
+
+        Raises:
+            SessionOver: no more requests are taken, or this one is beyond a limit, which ends the session.
+            ContextTooLong: see the class; the agent may go on with less.
+            TemplateFailed: the chat template does not take these messages.
+        """
+        self._check_open()
+        await self._settled()
+        place = self.tree.find(request.variables, request.messages)
+        try:
+            tail = await self._tail(request, place.parent, place.known)
+        except TemplateFailed:  # it cannot show what follows that reply, but perhaps the whole
+            if place.parent is None:
+                raise
+            place = Place(None, 0, place.digest)
+            tail = await self._tail(request, None, 0)
+        if place.parent is not None and place.parent.dropped:  # meanwhile
+            return await self.begin(request)
+        self._check_open()
+        if self._turns >= self.limits.max_turns:
+            self.end("max_assistant_turns")
+        elif place.parent is not None and self._used + len(tail) >= self.limits.max_response_tokens:
+            self.end("length")
+        self._check_open()
+        length = len(tail) + (place.parent.length if place.parent else 0)
+        self._context_full = length >= self._max_model_len
+        if self._context_full:
+            raise ContextTooLong(length, self._max_model_len)
+        self._note_overridden(request.sampling or {})
+        node = self.tree.add(place, request.messages, tail)
+        self.requests += 1
+        self._turns += 1
+        self._used += len(tail) if node.parent else 0
+        return node
+
+    def room(self, node: Node) -> int:
+        """How many tokens may be sampled for a request that was just taken."""
+        return max(1, min(self.limits.max_response_tokens - self._used, self._max_model_len - node.length))
+
+    def sampled(self, node: Node, turn: Completion) -> None:
+        """Record what was sampled for a request, all of it or what there was when it was cut."""
+        if len(turn.token_ids) == 0 or node.dropped:
+            return
+        node.turn = turn
+        self._used += len(turn.token_ids)
+        if self._used >= self.limits.max_response_tokens:
+            self.end("length")
+
+    def answer(self, node: Node, reply: Message | None) -> None:
+        """Record how the agent was given what was sampled for a request, if it can be sent back."""
+        if node.turn is not None and reply is not None:
+            self.tree.answer(node, reply)
+
+    def drop(self, node: Node) -> None:
+        """Take back a request that was not answered, or whose reply nobody has read; what was sampled is forgotten."""
+        if node.dropped or node.children:
+            return
+        if node.turn is not None:
+            self._used -= len(node.turn.token_ids)
+        self._used -= len(node.tail) if node.parent else 0
+        self._turns -= 1
+        self.tree.drop(node)
+
+    def retried(self, fingerprint: bytes, says_so: bool) -> Exchange | None:
+        """The earlier request with this body, if this one is sent again because nobody heard the reply to that one.
+
+        Args:
+            says_so: whether the client says that it is a retry; else one whose readers have all left is looked for.
+        """
+        same = [
+            one
+            for one in reversed(self.exchanges)
+            if one.fingerprint == fingerprint and one.can_be_heard and one.node and not one.node.dropped
+        ]
+        unheard = [one for one in same if not one.heard and not one.readers]
+        for exchange in unheard or (same if says_so else []):
+            if exchange.seen and not exchange.heard:
+                # A stream that broke off was cut with it, so the rest of this reply does not exist: sample anew.
+                self.drop(exchange.node)
+            elif not exchange.node.children:
+                self.retries += 1
+                return exchange
+        return None
+
+    def keep(self, exchange: Exchange) -> None:
+        """Remember a request; of older ones those that may still be cut or dropped, without their replies."""
+        self.exchanges.append(exchange)
+        older, newest = self.exchanges[:-REMEMBERED], self.exchanges[-REMEMBERED:]
+        for old in older:
+            if old.ended:
+                old.forget()
+        # What has ended and was read is settled.
+        self.exchanges = [old for old in older if not (old.ended and old.seen)] + newest
+
+    def send_reward(self, reward: Any) -> None:
+        """Take the agent's own reward, until the session is closed; raises `RewardRefused`."""
+        if self.limits.reward_range is None:
+            raise RewardRefused("this agent's reward is computed; none can be sent")
+        low, high = self.limits.reward_range
+        if self.reward is not None:
+            raise RewardRefused("the reward has been sent already")
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not low <= reward <= high:
+            raise RewardRefused(f"reward must be a number from {low:g} to {high:g}, not {str(reward)[:40]}")
+        self.reward = float(reward)
+
+    def fail(self, error: Exception) -> None:
+        """End the session because the engine failed."""
+        self.failure = self.failure or error
+        self.end("failed")
+
+    def end(self, reason: str) -> None:
+        """Take no more requests; those in flight are cut."""
+        if self.over.is_set():
+            return
+        self.reason = reason
+        self.over.set()
+        for exchange in self.exchanges:
+            exchange.cut.set()
+
+    async def close(self, reason: str = "stop") -> None:
+        """End the session, unless a limit has, and wait until what was sampled is recorded.
+
+        What was sampled counts if the agent may have acted on it: of a reply that comes at once, all was sent; of a
+        stream, the first piece. It also counts if a limit has cut it while the agent waited. Otherwise it is dropped.
+
+        Args:
+            reason: `stop` if the agent has ended; anything else is a limit, or a failure.
+        """
+        self.end("length" if self._context_full and reason == "stop" else reason)
+        limited = self.reason != "stop"
+        unread = [one for one in self.exchanges if not one.seen and not (one.readers and limited)]
+        tasks = {exchange.task for exchange in self.exchanges if exchange.task and not exchange.ended}
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+            for task in late:
+                task.cancel()
+        for exchange in unread:
+            if exchange.node is not None:
+                self.drop(exchange.node)
+        self._on_close(self)
+
+    def rows(self) -> list[Row]:
+        """The rows to train on; call it once the session is closed."""
+        return self.tree.rows(self.limits.train)
+
+    def answer_text(self) -> str:
+        """Text of the last reply that is trained on, if the model ended it itself and called nothing; else empty."""
+        trained = self.tree.trained(self.limits.train)
+        last = max(
+            (node for root in trained for node in root.conversation()), key=lambda node: node.number, default=None
+        )
+        if last is None or last.turn is None or last.turn.finish_reason != "stop" or last.reply is None:
+            return ""
+        return "" if last.reply.get("tool_calls") else str(last.reply.get("content") or "").strip()
+
+    def tool_calls(self) -> int:
+        """Calls in the replies that the agent was given."""
+        return sum(len((node.reply or {}).get("tool_calls") or ()) for node in self.tree.nodes if node.turn is not None)
+
+    def requests_made(self) -> list[dict[str, Any]]:
+        """What became of each request, in order, as plain data for the record of the episode.
+
+        A request has the number of ids in its prompt, and how many of them were kept from the one that it `continues`.
+        Unless it was dropped, it also has how many were `sampled`, how that `ended`, and its `row`, None if it is not
+        trained on.
+        """
+        _, placed = self.tree.placed(self.limits.train)
+        made = []
+        for node in self.tree.nodes:
+            one: dict[str, Any] = {"request": node.number, "prompt": node.kept + len(node.tail), "kept": node.kept}
+            if node.parent is not None:
+                one["continues"] = node.parent.number
+            if node.turn is not None:
+                turn = node.turn
+                one |= {"sampled": len(turn.token_ids), "ended": turn.finish_reason, "row": placed.get(node)}
+            made.append(one)
+        return made
+
+    def transcript(self) -> list[TranscriptEntry]:
+        """What was said, by requests; each entry has the number of its request and of the one that this continues."""
+        entries = []
+        for node in self.tree.nodes:
+            if node.turn is None:
+                continue
+            details: dict[str, Any] = {"request": node.number}
+            if node.parent is not None:
+                details["continues"] = node.parent.number
+            for message in node.messages:
+                entries.append(TranscriptEntry(message["role"], str(message.get("content") or ""), dict(details)))
+            reply = node.reply or {}
+            said = {key: reply[key] for key in ("reasoning", "tool_calls") if reply.get(key)}
+            entries.append(TranscriptEntry("assistant", str(reply.get("content") or ""), details | said))
+        return entries
+
+    async def _tail(self, request: AgentRequest, parent: Node | None, known: int) -> np.ndarray:
+        """Ids of the prompt behind what it continues."""
+        messages = request.messages
+        options = {**request.variables, "markup": self.limits.markup}
+        if parent is None:
+            render = partial(self._template.prompt, messages, **options)
+        else:
+            render = partial(self._template.between, messages[known:], messages[:known], **options)
+        # A short one at once: turns at `offload` would reach the engine one by one, and each step have fewer of them.
+        long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
+        ids: np.ndarray = await offload(True, render) if long else render()
+        if parent is None:
+            return ids
+        assert parent.turn is not None
+        if parent.turn.finish_reason == "stop" and self._template.ends(parent.turn.token_ids):
+            return ids
+        # It was cut, or ended by a text of the agent's: the template ends the turn in the model's place.
+        return np.concatenate([[self._template.end_id], ids]).astype(np.int32)
+
+    async def _settled(self) -> None:
+        """Wait for replies whose tokens are all sampled: a client may answer before the server has ended its reply."""
+        tasks = [one.task for one in self.exchanges if one.task and not one.ended and one.node and one.node.turn]
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+
+    def _note_overridden(self, asked: dict[str, Any]) -> None:
+        decided = {name: getattr(self.limits, name) for name in ("temperature", "top_p", "top_k", "seed")}
+        names = {name for name, value in asked.items() if value is not None and value != decided.get(name)}
+        if new := names - self._overridden:
+            self._overridden |= new
+            shown = {name: f"{asked[name]} -> {decided.get(name)}" for name in sorted(new)}
+            self._log.info("an agent's sampling parameters were overridden", **shown)
+
+    def _check_open(self) -> None:
+        if self.over.is_set():
+            raise SessionOver(f"this session is over: {self.reason}")

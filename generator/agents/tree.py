@@ -1,0 +1,273 @@
+"""Which request of an agent continues which, and the rows that they make; plain data.
+
+A request continues an earlier one if its messages begin with that one's messages and the reply to it. What continues
+nothing begins a conversation of its own: the requests of an episode are a forest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from generator.chat_template import Message
+from generator.engine.engine import Completion
+from generator.episode import Row
+
+History = Literal["as_sampled", "as_sent"]
+Train = Literal["connected", "all"]
+
+SHARED_TEXT = 20  # characters from which on a text within another is no coincidence
+END_OF_THINKING = "</think>"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One request, and what the model sampled for it.
+
+    Attributes:
+        number: how many requests came before it.
+        parent: the request that it continues.
+        tail: int32 [T]; the ids of its prompt that follow those of the parent's prompt and reply.
+        kept: how many ids the parent's prompt and reply have.
+        messages: what it adds to the parent's conversation.
+        digest: of its whole conversation.
+        turn: what was sampled; None until it has ended, and once it was dropped.
+        reply: what the agent was given, as a chat message.
+        children: requests that continue it, in order.
+        dropped: nothing was sampled, or nobody has read it.
+    """
+
+    number: int
+    parent: Node | None
+    tail: np.ndarray
+    kept: int
+    messages: Sequence[Message]
+    digest: Any
+    turn: Completion | None = None
+    reply: Message | None = None
+    children: list[Node] = field(default_factory=list)
+    dropped: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of ids of the prompt, and of the reply once there is one."""
+        return self.kept + len(self.tail) + (0 if self.turn is None else len(self.turn.token_ids))
+
+    def prompt_ids(self) -> np.ndarray:
+        """Ids of the whole prompt, int32 [T]."""
+        parts, node = [self.tail], self
+        while node.parent is not None:
+            node = node.parent
+            assert node.turn is not None
+            parts += [node.turn.token_ids, node.tail]
+        return np.concatenate(parts[::-1])
+
+    def conversation(self) -> Iterator[Node]:
+        """This request and those that continue it, as far as something was sampled."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            if node.turn is not None:
+                yield node
+            waiting += node.children
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a conversation belongs in the tree: it continues `parent`, whose reply is the last of `known` messages."""
+
+    parent: Node | None
+    known: int
+    digest: Any
+
+
+class Tree:
+    """The requests of one session, in order.
+
+    Args:
+        history: `as_sampled`: a reply that comes back without its thinking, or with other space around its text, is
+            the same reply; `as_sent`: it is another.
+    """
+
+    def __init__(self, history: History = "as_sampled") -> None:
+        self.nodes: list[Node] = []
+        self._history = history
+        self._by_digest: dict[bytes, list[Node]] = {}
+
+    def find(self, setting: Any, messages: Sequence[Message]) -> Place:
+        """Find what a conversation continues: the request with the longest beginning of it.
+
+        Args:
+            setting: what else its prompt is rendered from (tools, variables of the template), as JSON has it.
+        """
+        parent, known = None, 0
+        digest = hashlib.blake2b(_packed(setting), digest_size=16)
+        for count, message in enumerate(messages, 1):
+            digest.update(self._canonical(message))
+            nodes = self._by_digest.get(digest.digest()) if message["role"] == "assistant" else None
+            if nodes:
+                # Of equal replies, one that nothing continues yet: each went to another part of the agent.
+                parent, known = next((node for node in nodes if not node.children), nodes[0]), count
+        return Place(parent, known, digest)
+
+    def add(self, place: Place, messages: Sequence[Message], tail: np.ndarray) -> Node:
+        """Add a request at its place.
+
+        Args:
+            messages: the whole conversation.
+            tail: ids of the prompt behind those of the parent's prompt and reply, int32 [T].
+        """
+        parent = place.parent
+        kept = 0 if parent is None else parent.length
+        node = Node(len(self.nodes), parent, tail, kept, messages[place.known :], place.digest)
+        self.nodes.append(node)
+        if parent is not None:
+            parent.children.append(node)
+        return node
+
+    def answer(self, node: Node, reply: Message) -> None:
+        """Note the reply that the agent was given, so that later requests can continue it."""
+        node.reply = reply
+        self._by_digest.setdefault(self._after(node, reply), []).append(node)
+
+    def drop(self, node: Node) -> None:
+        """Forget what was sampled for a request that nothing continues, since nobody has read its reply."""
+        assert not node.children
+        node.turn, node.dropped = None, True
+        if node.parent is not None:
+            node.parent.children.remove(node)
+        if node.reply is not None:
+            self._by_digest[self._after(node, node.reply)].remove(node)
+
+    def rows(self, train: Train = "connected") -> list[Row]:
+        """The rows to train on; see `placed`."""
+        return self.placed(train)[0]
+
+    def placed(self, train: Train = "connected") -> tuple[list[Row], dict[Node, int]]:
+        """The rows to train on, by their first requests, and the index of the row in which each request ends.
+
+        Each sampled token is the model's in exactly one row.
+
+        The first request that continues another continues its row. Each later one starts a row of its own, in which
+        what was sampled before counts as prompt.
+        """
+        rows: list[Row] = []
+        row_of: dict[Node, int] = {}
+        continued: set[Node] = set()
+        trained = self.trained(train)
+        for node in self.nodes:
+            if node.turn is None or (node.parent is None and node not in trained):
+                continue
+            if node.parent is not None and node.parent not in row_of:
+                continue
+            if node.parent is None or node.parent in continued:
+                row_of[node] = len(rows)
+                rows.append(Row(node.prompt_ids()))
+            else:
+                row_of[node] = row_of[node.parent]
+                rows[row_of[node]].append(node.tail)
+                continued.add(node.parent)
+            rows[row_of[node]].extend(node.turn)
+        return rows, row_of
+
+    def trained(self, train: Train) -> list[Node]:
+        """The first requests of the conversations that are trained on.
+
+        With `connected` these are the conversation with the most requests, and those that share a message with it or
+        with another of them, or in which a reply of one of them was sent, or whose own replies were sent there.
+        """
+        conversations = {root: list(root.conversation()) for root in self.nodes if root.parent is None and root.turn}
+        if train == "all" or len(conversations) < 2:
+            return list(conversations)
+        links = _links({root: _Texts.of(nodes) for root, nodes in conversations.items()})
+        main = max(conversations, key=lambda root: len(conversations[root]))
+        connected: set[Node | str] = {main}
+        waiting: list[Node | str] = [main]
+        while waiting:
+            near = links[waiting.pop()] - connected
+            connected |= near
+            waiting += near
+        return [root for root in conversations if root in connected]
+
+    def _after(self, node: Node, reply: Message) -> bytes:
+        digest = node.digest.copy()
+        digest.update(self._canonical(reply))
+        return bytes(digest.digest())
+
+    def _canonical(self, message: Message) -> bytes:
+        """A message as bytes that are equal where messages mean the same; ids of calls are made up by servers."""
+        shown = {key: value for key, value in message.items() if value is not None and key != "tool_call_id"}
+        shown["content"] = message.get("content") or ""
+        if calls := shown.pop("tool_calls", None):
+            shown["tool_calls"] = [call["function"] for call in calls]
+        if self._history == "as_sampled" and message["role"] == "assistant":
+            shown = {key: value for key, value in shown.items() if not key.startswith("reasoning")}
+            shown["content"] = str(shown["content"]).rpartition(END_OF_THINKING)[2].strip()
+        return _packed(shown)
+
+
+@dataclass(slots=True)
+class _Texts:
+    """What the agent sent in a conversation, and what the model said there."""
+
+    sent: set[str] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, nodes: Iterable[Node]) -> _Texts:
+        texts = cls()
+        for node in nodes:
+            texts.sent.update(text for message in node.messages for text in _leaves(message.get("content")))
+            reply = node.reply or {}
+            calls = [call["function"]["arguments"] for call in reply.get("tool_calls") or ()]
+            texts.said.update(_leaves([reply.get("content"), *calls]))
+        return texts
+
+
+def _links(texts: Mapping[Node, _Texts]) -> Mapping[Node | str, set[Node | str]]:
+    """Link conversations with the texts that connect them, in time proportional to all texts.
+
+    A text that was sent is linked with those who sent it, and with those whose model said it or a long part of it.
+    """
+    links: defaultdict[Node | str, set[Node | str]] = defaultdict(set)
+    said: defaultdict[str, set[Node]] = defaultdict(set)
+    for root, own in texts.items():
+        for text in own.sent:
+            links[text].add(root)
+        for text in own.said:
+            said[text].add(root)
+    by_start: defaultdict[str, list[str]] = defaultdict(list)
+    for text in said:
+        if len(text) >= SHARED_TEXT:
+            by_start[text[:SHARED_TEXT]].append(text)
+    for text in [link for link in links if isinstance(link, str)]:
+        parts = {text} & said.keys()
+        for at in range(len(text) - SHARED_TEXT + 1):
+            parts.update(part for part in by_start.get(text[at : at + SHARED_TEXT], ()) if text.startswith(part, at))
+        for part in parts:
+            links[text] |= said[part]
+        for one in links[text]:
+            links[one].add(text)
+    return links
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The texts in plain data, without the space around them."""
+    if isinstance(value, str):
+        if value.strip():
+            yield value.strip()
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item)
+
+
+def _packed(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,266 @@
+"""Random agents by the unmodified SDKs, and a tap in the engine: what is trained on is what was sampled, once.
+
+A failure names the seed of its agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from common.config import Config, parse_config
+from generator.agents.endpoint import Endpoint
+from generator.engine.engine import Engine
+from generator.episode import Episode, Row, Transcript
+from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from learner.batch import micro_batch
+from learner.trainer import Trainer
+from learner.world import start
+from tests.support.broken_connections import BreakingTransport
+from tests.support.engine import load
+from tests.support.engine_tap import EngineTap, Marker, TappedRequest
+from tests.support.random_agents import AgentRun, random_agent
+
+pytestmark = pytest.mark.e2e
+
+AT_ONCE = 32  # sessions
+REQUESTS = 6  # of a session, about
+REQUESTS_A_VERSION = 60
+MOST_VERSIONS = 24
+TOLERANCE = 1e-4  # the greatest |difference| of log-probs in float32
+TOKENS_AT_ONCE = 1 << 14
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
+# One token each, so that a model without any training calls tools and thinks.
+PIECES = [*(CALL % f"{n}+1" for n in range(8)), "<think>", "</think>", *(f"<think>so {n}</think>" for n in range(8))]
+
+
+def model_of(version: int, first: Any) -> Any:
+    """Other weights for each version, which differ as much as can be seen."""
+    if version == 0:
+        return first
+    model, noise = copy.deepcopy(first), torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+    return model
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    tokenizer = build_tokenizer(PIECES)
+    model = build_model(tokenizer, seed=0)
+    with torch.no_grad():
+        # Every state has the same direction in it, and so turns end, call and think more often than by chance.
+        embedding = model.get_input_embeddings().weight
+        embedding[:, 0] = 0.3
+        embedding[tokenizer.eos_token_id, 0] = 1.4
+        for piece in PIECES:
+            embedding[tokenizer.convert_tokens_to_ids(piece), 0] = 0.8
+    save(model, tokenizer, tmp_path / "model")
+    return parse_config(
+        {
+            "run": {"output_dir": str(tmp_path)},
+            "model": {"path": str(tmp_path / "model"), "dtype": "float32", "max_model_len": 768},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+            "generator": {"max_concurrency": 64},
+            "learner": {"dtype": "float32"},
+        }
+    )
+
+
+class Scene:
+    """An endpoint whose engine is tapped, and gets new weights as requests come."""
+
+    def __init__(self, engine: Engine, endpoint: Endpoint, first: Any, sessions: int) -> None:
+        self.engine, self.endpoint, self.first = engine, endpoint, first
+        self._requests_a_version = max(REQUESTS_A_VERSION, sessions * REQUESTS // MOST_VERSIONS)
+        self.tap = EngineTap(engine, self._on_request)
+        self.http = httpx2.AsyncClient(transport=BreakingTransport(limits=httpx2.Limits()), timeout=600)
+        self._expected: dict[Marker, list[asyncio.Event]] = defaultdict(list)
+        self._requests, self._wanted = 0, asyncio.Event()
+
+    async def play(self, seed: int) -> tuple[AgentRun, list[Row]]:
+        agent = random_agent(seed)
+        session = self.endpoint.open(agent.limits)
+        run = AgentRun(agent, session, self.endpoint.url, self.http, lambda m, event: self._expected[m].append(event))
+        await run.run()
+        return run, session.rows()
+
+    async def update(self) -> None:
+        """Load the next version whenever enough requests have come."""
+        for version in range(1, MOST_VERSIONS):
+            await self._wanted.wait()
+            self._wanted.clear()
+            await load(self.engine, version, model_of(version, self.first))
+
+    def _on_request(self, tapped: TappedRequest) -> None:
+        for event in self._expected.pop(tapped.markers[-1], ()):
+            event.set()
+        self._requests += 1
+        if self._requests % self._requests_a_version == 0:
+            self._wanted.set()
+
+
+@pytest.mark.parametrize("sessions", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_every_sampled_token_is_trained_on_as_it_was_sampled(config: Config, sessions: int) -> None:
+    trainer = Trainer(config, start())
+    first = build_model(build_tokenizer(PIECES), seed=0)
+    with torch.no_grad():
+        for ours, theirs in zip(first.parameters(), trainer.policy.model.parameters(), strict=True):
+            ours.copy_(theirs)
+    played, tapped = asyncio.run(play(config, first, sessions))
+    seen: Counter[str] = Counter()
+    wrong = []
+    for run, rows in played:
+        try:
+            seen += check_books(run, rows, tapped)
+        except AssertionError as error:
+            wrong.append(f"the agent of seed {run.agent.seed}: {str(error).splitlines()[0]}")
+    print(dict(seen))
+    assert not wrong
+    assert all(seen[what] for what in ("rows", "continued", "calls", "tool_calls", "thoughts", "untrained", "dropped"))
+    checked, total, greatest = compare(trainer, first, [row for _, rows in played for row in rows])
+    print(f"{checked} of {total} log-probs compared; they differ by {greatest:.1e} at most")
+    assert checked > total / 2
+    assert greatest < TOLERANCE
+
+
+async def play(
+    config: Config, first: Any, sessions: int
+) -> tuple[list[tuple[AgentRun, list[Row]]], dict[Marker, list[TappedRequest]]]:
+    torch.set_num_threads(1)
+    log = structlog.get_logger()
+    engine = await Engine.start(config, log)
+    endpoint = await Endpoint.start(config, engine, log)
+    scene = Scene(engine, endpoint, first, sessions)
+    updating = asyncio.create_task(scene.update())
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def one(seed: int) -> tuple[AgentRun, list[Row]]:
+        async with slots:
+            return await scene.play(seed)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            played = [group.create_task(one(seed)) for seed in range(sessions)]
+        assert engine.version > 0
+        return [each.result() for each in played], scene.tap.requests()
+    finally:
+        updating.cancel()
+        await asyncio.wait({updating})
+        await scene.http.aclose()
+        await endpoint.close()
+        await engine.close()
+
+
+def check_books(run: AgentRun, rows: list[Row], tapped: dict[Marker, list[TappedRequest]]) -> Counter[str]:
+    """Compare what the agent knows, the rows of its session, and what the engine got and gave."""
+    agent = run.agent
+    requests = {call.markers[-1]: tapped.get(call.markers[-1], []) for call in run.calls}
+    trained = match(rows, [one for same in requests.values() for one in same])
+    used = {
+        on_task: any(trained[c.markers[-1]] for c in run.calls if c.on_task == on_task) for on_task in (True, False)
+    }
+    assert any(used.values()) or not any(call.replies() for call in run.calls), "nothing is trained on"
+    assert agent.limits.train == "all" or not all(used.values()), "what has nothing to do with the task is trained on"
+    seen = Counter(rows=len(rows), calls=sum(len(call.heard) for call in run.calls))
+    for call in run.calls:
+        marker = call.markers[-1]
+        count, own = trained[marker], requests[marker]
+        if agent.limits.train == "all" or used[call.on_task]:
+            assert len(call.replies()) <= count <= len(call.heard) + call.perhaps, (
+                f"{marker} is trained on {count} times: {call}"
+            )
+            seen["dropped"] += len(own) - count
+        else:
+            assert count == 0
+            seen["untrained"] += len(own)
+        seen["tool_calls"] += sum(len(reply.calls) for reply in call.heard)
+        seen["thoughts"] += sum("</think>" in reply.text for reply in call.heard)
+        for one in own:
+            assert one.markers == call.markers, f"the prompt of {marker} has other messages than were sent"
+            if call.continues is not None:
+                before = [r.prompt + r.sampled for r in requests[call.continues]]
+                kept = any(one.prompt[: len(ids)] == ids for ids in before)
+                heard = [reply for other in run.calls if other.markers[-1] == call.continues for reply in other.heard]
+                assert kept, f"{marker} does not continue the ids of {call.continues}, to which came {heard}"
+                seen["continued"] += 1
+    return seen
+
+
+def match(rows: list[Row], requests: list[TappedRequest]) -> Counter[Marker]:
+    """How often requests of each marker are trained on; each turn of a row is one request, used once."""
+    left = list(requests)
+    trained: Counter[Marker] = Counter()
+    for row in rows:
+        ids = row.tokens().tolist()
+        for (begin, end), logprobs in zip(row.spans, row.logprobs, strict=True):
+            same = [one for one in left if one.prompt == ids[:begin] and one.sampled == ids[begin:end]]
+            assert same, f"the engine did not sample tokens {begin} to {end} of a row, or they are trained on twice"
+            assert np.float32(same[0].logprobs).tolist() == logprobs.tolist(), "other log-probs were recorded"
+            left.remove(same[0])
+            trained[same[0].markers[-1]] += 1
+    return trained
+
+
+def compare(trainer: Trainer, first: Any, rows: list[Row]) -> tuple[int, int, float]:
+    """Compare the learner's log-probs with the recorded ones, where all of a token's context is of one version.
+
+    Returns:
+        Tokens that were compared, all, and the greatest difference.
+    """
+    payloads = [row for own in rows for row in Episode([own], Transcript([])).payload().rows()]
+    checked, greatest = 0, 0.0
+    for version in sorted({int(v) for payload in payloads for v in payload.versions()}):
+        set_weights(trainer, model_of(version, first))
+        of_version = [payload for payload in payloads if (own_tokens(payload) & (payload.versions() == version)).any()]
+        for some in packs(of_version):
+            packed = micro_batch([(payload, 0.0) for payload in some])
+            with torch.no_grad():
+                logprobs, _ = trainer.policy(
+                    packed.input_ids, packed.position_ids, packed.sequences, packed.predict, packed.targets
+                )
+            mask = np.concatenate([own_tokens(payload) & (payload.versions() == version) for payload in some])
+            difference = (logprobs - packed.rollout_logprobs).abs().numpy()[mask]
+            greatest = max(greatest, float(difference.max()))
+            checked += int(mask.sum())
+    return checked, sum(len(payload.logprobs) for payload in payloads), greatest
+
+
+def own_tokens(payload: Any) -> np.ndarray:
+    """Which sampled tokens were computed by the version that read their prompt: those before an update, bool [N]."""
+    versions, own, at = payload.versions(), [], 0
+    for begin, end in payload.model_spans.tolist():
+        turn = versions[at : at + end - begin]
+        own.append(turn == turn[0])
+        at += end - begin
+    return np.concatenate(own)
+
+
+def packs(payloads: list[Any]) -> Iterator[list[Any]]:
+    some: list[Any] = []
+    for payload in payloads:
+        if some and sum(len(one.token_ids) for one in some) + len(payload.token_ids) > TOKENS_AT_ONCE:
+            yield some
+            some = []
+        some.append(payload)
+    if some:
+        yield some
+
+
+def set_weights(trainer: Trainer, model: Any) -> None:
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in trainer.policy.named_weights():
+            parameter.copy_(weights[name])

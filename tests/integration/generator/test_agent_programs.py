@@ -1,0 +1,144 @@
+"""Agents that are programs: what they get, what becomes of their end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import AgentConfig
+from generator.agents import programs
+from generator.agents.programs import AgentFailed, make_program
+from tests.support.agents import agent_task, python
+from tests.support.event_loop import in_event_loop
+from tests.support.processes import ended
+from tests.support.waiting import eventually, until
+
+# Starts a daemon in a session of its own, which holds the program's output open; then writes the daemon's id.
+DAEMON = """
+import os, subprocess, sys
+daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+with open("pid.new", "w") as file:
+    file.write(str(daemon.pid))
+os.rename("pid.new", "pid")
+"""
+
+
+async def play(code: str, folder: Path) -> object:
+    return await python(code).run(agent_task(folder))
+
+
+@in_event_loop
+async def test_a_program_gets_the_task_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPO_SANDBOX_TOKEN", "secret")
+    monkeypatch.setenv("NO_PROXY", "elsewhere")
+    told = """
+        import json, os, sys
+        task = json.load(open(os.environ["SPO_TASK_FILE"]))
+        report = {"stdin": json.load(sys.stdin), "file": task, "env": dict(os.environ), "at": os.getcwd()}
+        json.dump(report, open(os.environ["SPO_ANSWER_FILE"], "w"))
+    """
+    told = json.loads(str(await play(told, tmp_path)))
+    assert told["stdin"] == told["file"] | {"reward_url": "http://127.0.0.1:1/s/second/v1/reward"}
+    assert (told["file"]["prompt"], told["file"]["row"]) == ("What is 1+1?", {"level": "easy"})
+    assert "reward_url" not in told["file"]
+    assert Path(told["at"]) == tmp_path
+    environment = told["env"]
+    assert environment["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/key/v1"
+    assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/s/key"
+    assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] == "key"
+    assert environment["NO_PROXY"] == "elsewhere,127.0.0.1"
+    assert environment["SPO_MODEL"] == "policy"
+    assert "secret" not in environment.values()
+
+
+@in_event_loop
+async def test_files_beside_the_configuration_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "FOLDERS", [tmp_path])
+    (tmp_path / "agent.py").write_text("import sys; open('answer.txt', 'w').write(sys.argv[1])")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    program = make_program(AgentConfig(command=["python", "agent.py", "no-file.py"]))
+    assert await program.run(agent_task(folder)) == "no-file.py"
+
+
+@in_event_loop
+async def test_a_program_that_writes_no_answer_returns_none(tmp_path: Path) -> None:
+    assert await play("print('working')", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import sys; print('a', flush=True); sys.exit('out of\\nideas')", r"ended with exit code 1: a out of ideas$"),
+        ("import os; os.kill(os.getpid(), 9)", r"was killed by SIGKILL: it printed nothing$"),
+        ("print('x' * 100_000 + 'the end'); 1 / 0", r"code 1: x.*ZeroDivisionError: division by zero$"),
+        ("open('answer.txt', 'w').write('x' * (1 << 21))", r"answer.txt has more than 1,048,576 bytes"),
+    ],
+)
+@in_event_loop
+async def test_a_failed_program_says_how_it_ended(tmp_path: Path, code: str, error: str) -> None:
+    with pytest.raises(AgentFailed, match=error) as failure:
+        await play(code, tmp_path)
+    assert len(str(failure.value)) < 600
+
+
+@in_event_loop
+async def test_a_flood_of_output_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "PAUSE", 0.0)
+    with pytest.raises(AgentFailed, match=r"^\S+ ended with exit code 5: (x ?)+$") as failure:
+        await play("import os, sys\nfor _ in range(256): os.write(1, b'x' * (1 << 16))\nsys.exit(5)", tmp_path)
+    assert len(str(failure.value)) < 600
+
+
+@in_event_loop
+async def test_a_daemon_ends_with_its_program(tmp_path: Path) -> None:
+    assert await play(DAEMON, tmp_path) is None
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+@in_event_loop
+async def test_a_cancelled_program_leaves_nothing(tmp_path: Path) -> None:
+    code = DAEMON + "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
+    playing = asyncio.create_task(python(code).run(agent_task(tmp_path)))
+    await until((tmp_path / "pid").exists)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+def test_a_killed_generator_leaves_no_program(tmp_path: Path) -> None:
+    code = DAEMON + "import time\ntime.sleep(600)"
+    scene = f"""
+import asyncio
+from pathlib import Path
+from tests.support.agents import agent_task, python
+asyncio.run(python({code!r}).run(agent_task(Path({str(tmp_path)!r}))))
+"""
+    generator = subprocess.Popen([sys.executable, "-c", scene])
+    eventually((tmp_path / "pid").exists)
+    generator.kill()
+    generator.wait()
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+@in_event_loop
+async def test_a_pipe_is_no_answer(tmp_path: Path) -> None:
+    assert await play("import os; os.mkfifo('answer.txt')", tmp_path) is None
+
+
+def test_no_descriptor_is_left(tmp_path: Path) -> None:
+    async def scene() -> None:
+        await play("pass", tmp_path)
+        before = set(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            await play("pass", tmp_path)
+        assert set(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(scene())

@@ -1,0 +1,145 @@
+"""Agents of tests, what they are given, and an endpoint without a server that they ask."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from common.config import AgentConfig, Config
+from common.messages import Task
+from generator.agents.programs import AgentTask, Program, make_program
+from generator.agents.runner import AgentRunner
+from generator.agents.session import AgentRequest, Session, SessionLimits
+from generator.episode import Episode
+from generator.parts import EpisodeParts
+from tests.support.episode import END, TEMPLATE, TOKENIZER, ScriptedEngine, completion, configured
+
+HERE = "tests.support.agents"
+
+
+def agent_task(folder: Path, **changes: Any) -> AgentTask:
+    values: dict[str, Any] = {
+        "prompt": "What is 1+1?",
+        "row": {"level": "easy"},
+        "model": "policy",
+        "base_url": "http://127.0.0.1:1/s/key/v1",
+        "anthropic_base_url": "http://127.0.0.1:1/s/key",
+        "api_key": "key",
+        "reward_url": "http://127.0.0.1:1/s/second/v1/reward",
+        "folder": folder,
+    }
+    return AgentTask(**values | changes)
+
+
+def python(code: str) -> Program:
+    """An agent that is a Python program of its own."""
+    return make_program(AgentConfig(command=[sys.executable, "-c", textwrap.dedent(code)]))
+
+
+SESSIONS: dict[str, Session] = {}  # by key, of all pretended endpoints
+
+
+class PretendEndpoint:
+    """Opens sessions that agents of this process ask without HTTP; the model says what they have it say."""
+
+    url, model = "http://127.0.0.1:1", "policy"
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+
+    def open(self, limits: SessionLimits) -> Session:
+        session = Session(limits, TEMPLATE, 200, self.url, structlog.get_logger())
+        self.sessions.append(session)
+        SESSIONS[session.key] = session
+        return session
+
+
+async def scripted(task: AgentTask) -> object:
+    """Do what the task's row says: what is said to each request, and then how this ends."""
+    row, session = task.row, SESSIONS[task.api_key]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": str(task.prompt)}]
+    for says in row.get("asks", ()):
+        node = await session.begin(AgentRequest(list(messages), {}))
+        session.sampled(node, completion(TOKENIZER.encode(says + END, add_special_tokens=False)))
+        reply = {"role": "assistant", "content": says}
+        session.answer(node, reply)
+        messages += [reply, {"role": "user", "content": "go on"}]
+    if row.get("begins"):
+        await session.begin(AgentRequest(messages, {}))
+    if "sends" in row:
+        session.send_reward(row["sends"])
+    if "files" in row:
+        (task.folder / "made").write_text(row["files"])
+    if row.get("fails"):
+        session.fail(RuntimeError("the engine failed"))
+    if row.get("waits"):
+        await asyncio.Event().wait()
+    if row.get("raises"):
+        raise ValueError(row["raises"])
+    return object() if row.get("returns") == "an object" else row.get("returns")
+
+
+def agent_config(*sections: dict[str, Any], **episode: Any) -> Config:
+    return configured(*sections, **{"agent": f"{HERE}:scripted", "max_assistant_turns": None} | episode)
+
+
+async def run_agent(config: Config, **row: Any) -> Episode:
+    """An episode of the agent that a configuration names."""
+    parts = EpisodeParts(config)
+    engine: Any = ScriptedEngine()
+    endpoint: Any = PretendEndpoint()
+    runner = AgentRunner(config, engine, parts, endpoint)
+    task = Task(task_id="t", prompt_id="p", prompt="What is 1+1?", answer="2", row=row)
+    episode = await runner.prepare(task)
+    try:
+        return await runner.run(task, episode, temperature=1.0, top_p=1.0, top_k=0)
+    finally:
+        remove_folder(episode)
+        await runner.close()
+        await parts.close()
+
+
+def play_agent(config: Config, **row: Any) -> Episode:
+    return asyncio.run(run_agent(config, **row))
+
+
+def remove_folder(episode: Episode) -> None:
+    """Do what the `TaskRunner` does once an episode is scored."""
+    if episode.folder is not None:
+        shutil.rmtree(episode.folder)
+
+
+async def echo(task: AgentTask) -> str:
+    return f"{task.prompt} {task.row['level']}"
+
+
+def blocking(task: AgentTask) -> int:
+    return len(task.api_key)
+
+
+class Echo:
+    async def __call__(self, task: AgentTask) -> str:
+        return await echo(task)
+
+
+echoing = Echo()
+
+
+async def broken(task: AgentTask) -> None:
+    raise ValueError("no idea\nat all")
+
+
+async def leaving(task: AgentTask) -> None:
+    raise SystemExit(3)
+
+
+async def without_arguments() -> None: ...
+
+
+THING = 7

@@ -1,0 +1,150 @@
+"""How an agent's episode ends: its reason, its answer, its reward, and when it says nothing about the model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+import structlog
+
+from common.messages import MAX_TURNS, Task
+from generator.agents.programs import AgentFailed
+from generator.agents.runner import AgentRunner
+from generator.parts import EpisodeParts, RunParts
+from generator.task_runner import TaskRunner
+from tests.support.agents import PretendEndpoint, agent_config, play_agent, remove_folder
+from tests.support.episode import ScriptedEngine
+from tests.support.event_loop import in_event_loop
+from tests.support.waiting import until
+
+OWN = {"reward": "agent"}
+ONCE = {"asks": ["2"]}
+
+
+@pytest.mark.parametrize(
+    ("episode", "row", "expected"),
+    [
+        # What it returns is the answer; without that, what the model said last.
+        ({}, {"asks": ["a", "b"]}, ("stop", "b", None, 2)),
+        ({}, {**ONCE, "returns": " two "}, ("stop", " two ", None, 1)),
+        ({}, {**ONCE, "returns": "half a pair \ud800"}, ("stop", "half a pair ?", None, 1)),
+        ({}, {**ONCE, "returns": 89}, ("stop", "89", None, 1)),
+        ({}, {**ONCE, "returns": {"x": [1.5, "é"]}}, ("stop", '{"x": [1.5, "é"]}', None, 1)),
+        # A number is the reward where the agent gives it.
+        (OWN, {**ONCE, "returns": 0.25}, ("stop", "2", 0.25, 1)),
+        (OWN, {**ONCE, "returns": True}, ("stop", "2", 1.0, 1)),
+        (OWN, {**ONCE, "sends": 0.5, "returns": "two"}, ("stop", "two", 0.5, 1)),
+        (OWN, {**ONCE, "returns": "two"}, ("stop", "two", None, 1)),
+        # A limit ends it; without a reward it then has the lowest.
+        ({"max_assistant_turns": 2}, {"asks": ["a", "b"]}, ("stop", "b", None, 2)),
+        ({"max_assistant_turns": 2}, {"asks": ["a", "b", "c"]}, ("max_assistant_turns", "b", None, 2)),
+        ({"max_response_tokens": 3}, {"asks": ["abc", "d"]}, ("length", "abc", None, 1)),
+        ({"max_seconds": 0.01}, {**ONCE, "waits": True}, ("max_seconds", "2", None, 1)),
+        ({"max_seconds": 0.01, **OWN}, {**ONCE, "waits": True}, ("max_seconds", "2", 0.0, 1)),
+        ({"max_seconds": 0.01, **OWN}, {**ONCE, "sends": 1, "waits": True}, ("max_seconds", "2", 1.0, 1)),
+        # A prompt that the model cannot take is a limit too, whatever the agent makes of it.
+        ({}, {"asks": ["a", "b" * 180, "c"]}, ("length", "b" * 180, None, 2)),
+    ],
+)
+def test_an_episode_has_a_reason_an_answer_and_a_reward(
+    episode: dict[str, Any], row: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    played = play_agent(agent_config(**{"max_response_tokens": 900, **episode}), **row)
+    assert (played.reason, played.answer, played.reward, played.turns) == expected
+    assert played.step is None
+
+
+FAILS = {**ONCE, "raises": "out of ideas"}
+COUNTS = {"agent": {"function": "tests.support.agents:scripted", "failure": 0.125}}
+
+
+def test_a_failure_may_count_as_the_models() -> None:
+    played = play_agent(agent_config(**COUNTS), **FAILS)
+    assert (played.reason, played.reward, played.turns) == ("agent_failed", 0.125, 1)
+
+
+@pytest.mark.parametrize(
+    ("episode", "row", "error"),
+    [
+        ({}, FAILS, r"scripted raised ValueError: out of ideas \(agents\.py, line"),
+        (COUNTS, {"raises": "at once"}, "ValueError: at once"),  # there is nothing to train on
+        ({}, {}, "the agent never called the model"),
+        ({}, {"begins": True}, "none of the agent's 1 requests got a token"),
+        ({}, {**ONCE, "returns": "an object"}, "the agent returned an object of object; return text"),
+        (OWN, {**ONCE, "sends": 1, "returns": 0.5}, "sent the reward 1 and returned 0.5; one is allowed"),
+        ({}, {**ONCE, "sends": 1}, "RewardRefused: this agent's reward is computed"),
+    ],
+)
+def test_a_failed_agent_says_nothing_about_the_model(episode: dict[str, Any], row: dict[str, Any], error: str) -> None:
+    with pytest.raises(AgentFailed, match=error):
+        play_agent(agent_config(**episode), **row)
+
+
+@in_event_loop
+async def test_a_cancelled_episode_ends_its_agent() -> None:
+    config, engine, endpoint = agent_config(), ScriptedEngine(), PretendEndpoint()
+    parts = EpisodeParts(config)
+    runner = AgentRunner(config, engine, parts, endpoint)  # type: ignore[arg-type]
+    task = Task(task_id="t", prompt_id="p", prompt="What is 1+1?", row={**ONCE, "waits": True})
+    episode = await runner.prepare(task)
+    playing = asyncio.create_task(runner.run(task, episode, temperature=1.0, top_p=1.0, top_k=0))
+    await until(lambda: endpoint.sessions and endpoint.sessions[0].requests)
+    assert episode.step is not None
+    assert (episode.step.name, episode.step.ends) == ("agent", math.inf)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert endpoint.sessions[0].reason == "stopped"
+    assert [(entry.role, entry.text) for entry in episode.transcript.entries] == [
+        ("user", "What is 1+1?"),
+        ("assistant", "2"),
+    ]
+    remove_folder(episode)
+    await parts.close()
+
+
+def test_a_failed_engine_is_never_the_models_doing() -> None:
+    with pytest.raises(RuntimeError, match="the engine failed"):
+        play_agent(agent_config(**COUNTS), **FAILS, fails=True)
+
+
+@in_event_loop
+async def test_markup_counts_in_what_agents_send_if_the_source_says_so() -> None:
+    sources = [{"path": "t", "name": "plain"}, {"path": "t", "name": "marked", "prompt_markup": True}]
+    engine: Any = ScriptedEngine()
+    endpoint: Any = PretendEndpoint()
+    config = agent_config({"data": {"train": sources}})
+    parts = RunParts(config)
+    tasks = TaskRunner(config, engine, parts, "g", structlog.get_logger(), endpoint)
+    try:
+        for source in ("plain", "marked"):
+            task = Task(task_id="t", prompt_id="p", prompt="What is 1+1?", row=ONCE, source=source)
+            episode = await tasks.episodes(task).prepare(task)
+            await tasks.run(task, episode, None)
+    finally:
+        await parts.close()
+    assert [session.limits.markup for session in endpoint.sessions] == [False, True]
+
+
+@pytest.mark.integration
+@in_event_loop
+async def test_a_reward_reads_the_agents_files_which_are_then_removed() -> None:
+    config = agent_config(reward="tests.support.some_rewards:SizeOfFolder", reward_workers=1)
+    engine: Any = ScriptedEngine()
+    endpoint: Any = PretendEndpoint()
+    parts = RunParts(config)
+    tasks = TaskRunner(config, engine, parts, "g", structlog.get_logger(), endpoint)
+    task = Task(task_id="t", prompt_id="p", prompt="What is 1+1?", row={**ONCE, "files": "x" * 7}, seed=5)
+    try:
+        episode = await tasks.episodes(task).prepare(task)
+        header, payload = await tasks.run(task, episode, None)
+    finally:
+        await parts.close()
+    assert (header.reward, header.reason, header.turns, header.model_tokens) == (0.07, "stop", 1, 2)
+    assert payload is not None
+    assert episode.folder is not None
+    assert not episode.folder.exists()
+    limits = endpoint.sessions[0].limits
+    assert (limits.seed, limits.temperature, limits.max_turns, limits.reward_range) == (5, 1.0, MAX_TURNS, None)

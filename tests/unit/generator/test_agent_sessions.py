@@ -1,0 +1,477 @@
+"""The layer before the server of agents: keys, limits, retries, and what of a session is trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from generator.agents import layer, session
+from generator.chat_template import TemplateFailed
+from generator.engine.engine import EngineFailed
+from tests.support.agent_sessions import CHAT, MAX_BODY, MODEL, Client, Rig
+from tests.support.episode import TEMPLATE, TOKENIZER
+from tests.support.event_loop import in_event_loop
+
+RETRY = {"headers": {"x-stainless-retry-count": "1"}}
+
+
+def texts(of: Any) -> list[str]:
+    """The rows of a session, decoded."""
+    return [TOKENIZER.decode(row.tokens()) for row in of.rows()]
+
+
+def sampled(of: Any) -> list[list[str]]:
+    """What the model said in each row of a session."""
+    return [[TOKENIZER.decode(row.tokens()[start:end]) for start, end in row.spans] for row in of.rows()]
+
+
+@in_event_loop
+async def test_a_second_turn_gets_the_ids_of_the_first() -> None:
+    rig = Rig("yes<|im_end|>", "sure<|im_end|>")
+    one = rig.session()
+    assert await rig.ask(one, "2+2?").reply() == (200, {"content": "yes"})
+    assert await rig.ask(one, "2+2?", "yes", "sure?").reply() == (200, {"content": "sure"})
+    first, second = (body["kv_transfer_params"]["prompt_token_ids"] for body in rig.app.forwarded)
+    said = TOKENIZER.encode("yes<|im_end|>")
+    assert second[: len(first) + len(said)] == first + said
+    whole = TEMPLATE.prompt([{"role": role, "content": text} for role, text in
+                             (("user", "2+2?"), ("assistant", "yes"), ("user", "sure?"))])  # fmt: skip
+    assert second == whole.tolist()
+    await one.close()
+    assert sampled(one) == [["yes<|im_end|>", "sure<|im_end|>"]]
+    prompts = [(request["prompt"], request["kept"]) for request in one.requests_made()]
+    assert prompts == [(len(first), 0), (len(second), len(first) + len(said))]
+    assert (one.answer_text(), one.reason) == ("sure", "stop")
+
+
+@in_event_loop
+async def test_a_turn_that_was_cut_is_ended_in_its_place() -> None:
+    rig = Rig("no end", "x<|im_end|>")
+    one = rig.session()
+    await rig.ask(one, "a").reply()
+    await rig.ask(one, "a", "no end", "b").reply()
+    await one.close()
+    (row,) = texts(one)
+    assert "no end<|im_end|>\n<|im_start|>user\nb" in row
+    assert sampled(one) == [["no end", "x<|im_end|>"]]
+
+
+@in_event_loop
+async def test_what_a_template_cannot_continue_is_rendered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig("1<|im_end|>", "2<|im_end|>")
+    one = rig.session()
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise TemplateFailed("leaves out what the assistant says")
+
+    monkeypatch.setattr(TEMPLATE, "between", fails)
+    await rig.ask(one, "a").reply()
+    assert (await rig.ask(one, "a", "1", "b").reply())[0] == 200
+    await one.close()
+    assert sampled(one) == [["1<|im_end|>"], ["2<|im_end|>"]]
+
+
+@pytest.mark.parametrize(("markup", "ends"), [(False, 4), (True, 6)])  # two of users, two of the model
+@in_event_loop
+async def test_markup_in_messages_counts_if_the_session_says_so(markup: bool, ends: int) -> None:
+    rig = Rig()
+    one = rig.session(markup=markup)
+    await rig.ask(one, "a<|im_end|>").reply()
+    await rig.ask(one, "a<|im_end|>", "yes", "b<|im_end|>").reply()
+    await one.close()
+    (row,) = one.rows()
+    assert [int(token) for token in row.tokens()].count(TEMPLATE.end_id) == ends
+
+
+@pytest.mark.parametrize("place", ["header", "x-api-key", "path", "path before header"])
+@in_event_loop
+async def test_a_session_is_known_by_its_key(place: str) -> None:
+    rig = Rig()
+    one = rig.session()
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    path = f"/s/{one.key}{CHAT}" if place.startswith("path") else CHAT
+    key = {"header": one.key, "path before header": "EMPTY"}.get(place)
+    headers = {"x-api-key": one.key} if place == "x-api-key" else {}
+    assert (await Client(rig.layer, path, key, body, headers=headers).reply())[0] == 200
+
+
+@in_event_loop
+async def test_no_other_key_opens_a_session() -> None:
+    rig = Rig()
+    one, other = rig.session(), rig.session()
+    gone = rig.session()
+    await gone.close()
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    for key in (None, "", "x", one.key[:-1], one.key + "A", one.reward_key, "*", "EMPTY"):
+        assert (await Client(rig.layer, CHAT, key, body).reply())[0] == 401
+    assert (await Client(rig.layer, CHAT, gone.key, body).reply())[0] == 409
+    assert (await Client(rig.layer, layer.REWARD, one.key, {"reward": 1}).reply())[0] == 401
+    assert rig.app.scopes == []
+    await rig.ask(other, "a").reply()
+    assert (one.requests, other.requests) == (0, 1)
+
+
+PATHS = [
+    "/", "/v1", "/v1/", "/metrics", "/tokenize", "/v1/load_lora_adapter", "/v1/completions", "/health", "/sleep",
+    "/v1/chat/completions/", "/v1/chat/completions/batch", "//v1/chat/completions", "/v1//chat/completions",
+    "/v1/../tokenize", "/v1/chat/completions/../../../tokenize", "/v1/chat/completions/..", "/./v1/chat/completions",
+    "/v1/chat/completions;x", "/v1/chat/completions\n", "/V1/chat/completions", "/v1/chat/completions\0",
+    "/inference/v1/generate", "/v1/messages/count_tokens/x", "/v1/models/policy", "http://x/v1/models",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_path", [False, True])
+@in_event_loop
+async def test_only_the_dialects_paths_are_served(in_path: bool) -> None:
+    rig = Rig()
+    one = rig.session()
+    for path in PATHS:
+        for method in ("GET", "POST", "DELETE"):
+            shown = f"/s/{one.key}{path}" if in_path else path
+            client = Client(rig.layer, shown, one.key, {}, method=method)
+            assert (await client.reply())[0] in (401, 404, 405), path
+    for path in (f"/s/{one.key}", f"/s/{one.key}/s/{one.key}{CHAT}", f"/s//{one.key}{CHAT}", f"/s/../{one.key}{CHAT}"):
+        assert (await Client(rig.layer, path, None, {}).reply())[0] == 401
+    assert rig.app.scopes == []
+
+
+@in_event_loop
+async def test_nothing_of_a_clients_headers_reaches_the_app() -> None:
+    rig = Rig()
+    one = rig.session()
+    headers = {"x-data-parallel-rank": "1", "cookie": "a=b", "x-request-id": "z", "host": "evil"}
+    await rig.ask(one, "a", path=f"/s/{one.key}{CHAT}", headers=headers).reply()
+    (scope,) = rig.app.scopes
+    assert {name for name, _ in scope["headers"]} == {b"content-type", b"content-length"}
+    assert (scope["path"], scope["query_string"], scope["root_path"]) == (CHAT, b"", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"", 400, "not valid JSON"),
+        (b"[" * 100_000, 413, "longer than"),
+        (b"[" * 50_000, 400, "not valid JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b"\xff\xfe", 400, "not valid JSON"),
+        ({"messages": 7}, 400, "messages: Field required"),
+        ({"messages": [], "model": "gpt-4o"}, 404, "`gpt-4o` does not exist"),
+        (b"x" * (MAX_BODY + 1), 413, f"longer than {MAX_BODY} bytes"),
+    ],
+)
+@in_event_loop
+async def test_a_bad_body_is_refused_in_one_line(body: Any, status: int, words: str) -> None:
+    rig = Rig()
+    one = rig.session()
+    code, answer = await Client(rig.layer, CHAT, one.key, body).reply()
+    assert (code, words in answer["error"]["message"]) == (status, True)
+    assert "\n" not in answer["error"]["message"]
+    assert (one.requests, one.in_flight, rig.app.scopes) == (0, 0, [])
+
+
+@in_event_loop
+async def test_errors_have_the_shape_of_their_dialect() -> None:
+    rig = Rig()
+    one = rig.session(max_model_len=40)
+    _, openai = await rig.ask(one, "x" * 100, body={"model": MODEL}).reply()
+    assert openai["error"]["code"] == "context_length_exceeded"
+    assert openai["error"]["type"] == "invalid_request_error"
+    _, anthropic = await rig.ask(one, "x" * 100, path="/v1/messages").reply()
+    assert anthropic["type"] == "error"
+    assert anthropic["error"]["message"].startswith("prompt is too long: ")
+    refused = await Client(rig.layer, "/v1/messages", "x", {}).reply()
+    assert refused == (401, {"type": "error", "error": {"type": "authentication_error",
+                             "message": "the API key is of no session here"}})  # fmt: skip
+
+
+@in_event_loop
+async def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    one = rig.session()
+    monkeypatch.setattr(layer, "BODY_SECONDS", 0.01)
+    client = rig.ask(one, "a", endless=True)
+    status, answer = await client.reply()
+    assert (status, "not complete" in answer["error"]["message"]) == (408, True)
+    headers = dict(client.sent[0]["headers"])
+    assert (headers[b"connection"], headers[b"x-should-retry"]) == (b"close", b"true")
+    gone = rig.ask(one, "a", endless=True)
+    await gone.leave()
+    assert one.in_flight == 0
+
+
+@in_event_loop
+async def test_a_session_has_a_bounded_number_of_requests_in_flight() -> None:
+    rig = Rig()
+    rig.app.gate.clear()
+    one = rig.session(max_turns=1000)
+    waiting = [rig.ask(one, f"{i}") for i in range(layer.MAX_IN_FLIGHT)]
+    while len(rig.app.forwarded) < len(waiting):
+        await asyncio.sleep(0)
+    assert (await rig.ask(one, "one more").reply())[0] == 429
+    rig.app.gate.set()
+    assert {(await client.reply())[0] for client in waiting} == {200}
+
+
+@in_event_loop
+async def test_turns_are_counted_and_end_the_session() -> None:
+    rig = Rig()
+    one = rig.session(max_turns=2)
+    for text in "ab":
+        await rig.ask(one, text).reply()
+    client = rig.ask(one, "c")
+    status, answer = await client.reply()
+    assert (status, answer["error"]["message"]) == (409, "this session is over: max_assistant_turns")
+    assert dict(client.sent[0]["headers"])[b"x-should-retry"] == b"false"
+    assert one.over.is_set()
+    await one.close("stop")
+    assert one.reason == "max_assistant_turns"
+
+
+@in_event_loop
+async def test_tokens_behind_the_prompt_are_counted_once() -> None:
+    reply, tail = "yes<|im_end|>", len(TEMPLATE.between([{"role": "user", "content": "b"}]))
+    said = len(TOKENIZER.encode(reply))
+    one = Rig(reply)
+    enough = one.session(max_response_tokens=2 * said + tail + 1)
+    await one.ask(enough, "a").reply()
+    node = enough.tree.nodes[0]
+    assert enough.room(node) == said + tail + 1
+    await one.ask(enough, "a", "yes", "b").reply()
+    assert not enough.over.is_set()
+    # The next message alone takes more than what is left.
+    assert (await one.ask(enough, "a", "yes", "b", "yes", "c").reply())[0] == 409
+    assert enough.reason == "length"
+    full = one.session(max_response_tokens=said)
+    assert (await one.ask(full, "a").reply())[0] == 200
+    assert (full.over.is_set(), full.reason) == (True, "length")
+
+
+@in_event_loop
+async def test_a_context_too_long_is_the_agents_to_shorten() -> None:
+    rig = Rig()
+    one, other = rig.session(max_model_len=60), rig.session(max_model_len=60)
+    for session_ in (one, other):
+        assert (await rig.ask(session_, "x" * 100).reply())[0] == 400
+        assert not session_.over.is_set()
+    await rig.ask(other, "short").reply()
+    await one.close()
+    await other.close()
+    assert (one.reason, other.reason) == ("length", "stop")
+
+
+@in_event_loop
+async def test_what_an_agent_asks_of_sampling_is_overridden_and_said() -> None:
+    rig = Rig()
+    one = rig.session()
+    said: list[dict[str, Any]] = []
+    one._log = type("Log", (), {"info": staticmethod(lambda event, **values: said.append(values))})()
+    for temperature in (0.2, 0.3, 1.0, None):
+        await rig.ask(one, f"{temperature}", body={"temperature": temperature}).reply()
+    assert said == [{"temperature": "0.2 -> 1.0"}]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("says_so", [False, True])
+@in_event_loop
+async def test_a_retry_is_given_the_reply_that_nobody_heard(streamed: bool, says_so: bool) -> None:
+    rig = Rig("first<|im_end|>", "second<|im_end|>")
+    one = rig.session()
+    rig.app.gate.clear()
+    first = rig.ask(one, "a", body={"stream": streamed})
+    await (first.heard if streamed else rig.app.entered).wait()
+    await first.leave()
+    again = rig.ask(one, "a", body={"stream": streamed}, **(RETRY if says_so else {}))
+    if streamed:  # the agent has seen its beginning, so it was cut there: this is another sample
+        await again.heard.wait()
+    rig.app.gate.set()
+    assert await again.reply() == (200, "second" if streamed else {"content": "first"})
+    await one.close()
+    assert sampled(one) == [["second<|im_end|>" if streamed else "first<|im_end|>"]]
+    assert one.retries == (0 if streamed else 1)
+
+
+@in_event_loop
+async def test_a_reply_whose_reader_did_not_get_it_is_sent_again() -> None:
+    rig = Rig("first<|im_end|>", "second<|im_end|>")
+    one = rig.session()
+    assert await rig.ask(one, "a").reply() == (200, {"content": "first"})
+    # The connection broke behind our back, and the SDK says so.
+    assert await rig.ask(one, "a", **RETRY).reply() == (200, {"content": "first"})
+    # An agent that asks the same again on purpose gets another sample.
+    assert await rig.ask(one, "a").reply() == (200, {"content": "second"})
+    await one.close()
+    assert (sampled(one), one.retries) == ([["first<|im_end|>"], ["second<|im_end|>"]], 1)
+
+
+@in_event_loop
+async def test_parallel_requests_with_one_body_are_samples_of_their_own() -> None:
+    rig = Rig("1<|im_end|>", "2<|im_end|>", "3<|im_end|>")
+    one = rig.session()
+    replies = await asyncio.gather(*(rig.ask(one, "a").reply() for _ in range(3)))
+    assert sorted(reply["content"] for _, reply in replies) == ["1", "2", "3"]
+    await one.close()
+    assert len(one.rows()) == 3
+
+
+@in_event_loop
+async def test_a_failed_request_is_no_reply_to_repeat() -> None:
+    rig = Rig()
+    one = rig.session()
+    rig.app.status = 500
+    assert (await rig.ask(one, "a").reply())[0] == 500
+    rig.app.status = 200
+    assert (await rig.ask(one, "a", **RETRY).reply())[0] == 200
+    await one.close()
+    assert ["sampled" in request for request in one.requests_made()] == [False, True]
+    assert len(one.rows()) == 1
+
+
+@pytest.mark.parametrize(
+    ("streamed", "reason", "kept"),
+    [(False, "stop", []), (True, "stop", [["f"]]), (False, "max_seconds", []), (True, "max_seconds", [["f"]])],
+)
+@in_event_loop
+async def test_what_an_agent_left_unread_is_not_trained_on(streamed: bool, reason: str, kept: list[Any]) -> None:
+    rig = Rig("first<|im_end|>")
+    one = rig.session()
+    rig.app.gate.clear()
+    client = rig.ask(one, "a", body={"stream": streamed})
+    await rig.app.entered.wait()
+    if streamed:
+        await client.heard.wait()
+    await client.leave()
+    await one.close(reason)
+    assert sampled(one) == kept
+
+
+@pytest.mark.parametrize(("reason", "kept"), [("stop", []), ("max_seconds", [["f"]])])
+@in_event_loop
+async def test_a_request_cut_by_a_limit_keeps_its_tokens(reason: str, kept: list[Any]) -> None:
+    rig = Rig("first<|im_end|>")
+    one = rig.session()
+    rig.app.gate.clear()
+    client = rig.ask(one, "a")
+    await rig.app.entered.wait()
+    await one.close(reason)
+    assert sampled(one) == kept
+    assert (await client.reply())[0] == 200
+    assert (await rig.ask(one, "a", "f", "more").reply())[0] == 409
+
+
+@in_event_loop
+async def test_an_app_that_breaks_is_an_error_of_the_server() -> None:
+    rig = Rig()
+    one = rig.session()
+    rig.app.fail = EngineFailed("broken")
+    status, answer = await rig.ask(one, "a").reply()
+    assert (status, answer["error"]["type"]) == (500, "api_error")
+    await one.close()
+    assert one.rows() == []
+
+
+@in_event_loop
+async def test_an_app_that_hangs_is_given_up_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "CLOSE_SECONDS", 0.01)
+    rig = Rig()
+    one = rig.session()
+    rig.app.gate.clear()
+    rig.app.deaf = True
+    client = rig.ask(one, "a")
+    await rig.app.entered.wait()
+    await one.close("max_seconds")
+    assert (await client.reply())[0] == 409
+    assert one.rows() == []
+
+
+@pytest.mark.parametrize("reward", [2.0, -0.5, "1", None, True, [1], float("nan"), float("inf"), 10**400])
+@in_event_loop
+async def test_a_reward_out_of_range_is_refused(reward: Any) -> None:
+    rig = Rig()
+    one = rig.session(reward_range=(0.0, 1.0))
+    status, answer = await Client(rig.layer, layer.REWARD, one.reward_key, {"reward": reward}).reply()
+    assert (status, one.reward) == (400, None)
+    assert "number from 0 to 1" in answer["error"]["message"]
+
+
+@in_event_loop
+async def test_a_reward_is_sent_once_until_the_session_closes() -> None:
+    rig = Rig()
+    one, closed, computed = rig.session(reward_range=(0, 1)), rig.session(reward_range=(0, 1)), rig.session()
+    one.end("length")
+    assert await Client(rig.layer, layer.REWARD, one.reward_key, {"reward": 1}).reply() == (200, {"reward": 1.0})
+    assert (await Client(rig.layer, layer.REWARD, one.reward_key, {"reward": 0}).reply())[0] == 400
+    assert one.reward == 1.0
+    await closed.close()
+    assert (await Client(rig.layer, layer.REWARD, closed.reward_key, {"reward": 1}).reply())[0] == 409
+    assert (await Client(rig.layer, layer.REWARD, computed.reward_key, {"reward": 1}).reply())[0] == 400
+
+
+@in_event_loop
+async def test_replies_that_no_retry_can_ask_for_are_forgotten() -> None:
+    rig = Rig()
+    one = rig.session(max_turns=1000, max_response_tokens=10_000)
+    for i in range(3 * session.REMEMBERED):
+        await rig.ask(one, f"{i}").reply()
+    assert sum(exchange.can_be_heard for exchange in one.exchanges) == session.REMEMBERED
+    # Of what was read and has ended nothing is looked through again.
+    assert len(one.exchanges) == session.REMEMBERED
+
+
+@in_event_loop
+async def test_a_flood_ends_its_own_session_and_no_other() -> None:
+    """Most of it comes after the session's end, at its limit of turns."""
+    rig, turns = Rig(), 2_500
+    flooded, other = (rig.session(max_turns=turns, max_response_tokens=20_000, train="all") for _ in range(2))
+    statuses: Counter[int] = Counter()
+    for start in range(0, 4 * turns, 100):
+        flood = [rig.ask(flooded, f"{start + i}") for i in range(100)]
+        statuses.update([(await one.reply())[0] for one in flood])
+    assert statuses == {200: turns, 409: 3 * turns}
+    assert (await rig.ask(other, "a").reply())[0] == 200
+    assert len(rig.app.forwarded) == turns + 1
+    assert len(flooded.exchanges) <= session.REMEMBERED + 100
+    await flooded.close()
+    assert len(flooded.rows()) == turns
+    assert (await rig.ask(flooded, "late").reply())[0] == 409
+    assert len(rig.app.forwarded) == turns + 1
+
+
+@in_event_loop
+async def test_what_became_of_each_request_is_told() -> None:
+    rig = Rig("1<|im_end|>", "2<|im_end|>", "3<|im_end|>", "4<|im_end|>")
+    one = rig.session()
+    await rig.ask(one, "a").reply()
+    await rig.ask(one, "a", "1", "b").reply()
+    await rig.ask(one, "a", "1", "c").reply()
+    rig.app.status = 500
+    await rig.ask(one, "d").reply()
+    await one.close()
+    first, second, fork, failed = one.requests_made()
+    assert [request["request"] for request in one.requests_made()] == [0, 1, 2, 3]
+    assert (first["row"], first["kept"], first["sampled"], first["ended"]) == (0, 0, 2, "stop")
+    assert (second["row"], second["continues"], second["kept"]) == (0, 0, first["prompt"] + first["sampled"])
+    assert (fork["row"], fork["continues"], fork["kept"]) == (1, 0, second["kept"])
+    assert failed.keys() == {"request", "prompt", "kept"}
+
+
+@in_event_loop
+async def test_a_transcript_says_what_continues_what() -> None:
+    rig = Rig("1<|im_end|>", "2<|im_end|>", "3<|im_end|>")
+    one = rig.session()
+    await rig.ask(one, "a").reply()
+    await rig.ask(one, "a", "1", "b").reply()
+    await rig.ask(one, "c").reply()
+    await one.close()
+    shown = [(entry.role, entry.text, entry.details) for entry in one.transcript()]
+    assert shown == [
+        ("user", "a", {"request": 0}),
+        ("assistant", "1", {"request": 0}),
+        ("user", "b", {"request": 1, "continues": 0}),
+        ("assistant", "2", {"request": 1, "continues": 0}),
+        ("user", "c", {"request": 2}),
+        ("assistant", "3", {"request": 2}),
+    ]

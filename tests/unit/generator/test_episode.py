@@ -1,0 +1,48 @@
+"""An episode of several rows, as it is sent and as people read it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from common.messages import Task
+from common.payload import decode_payload, encode_payload, open_record
+from generator.episode import Episode, Row, Transcript, make_record
+from generator.task_runner import _counts
+from tests.support.episode import TEMPLATE, TOKENIZER, completion
+
+
+def row(prompt: str, *turns: tuple[str, int]) -> Row:
+    """Turns (text, weight version) that follow one another; before each but the first, a tool said `x`."""
+    made = Row(np.asarray(TOKENIZER.encode(prompt), np.int32))
+    for number, (text, version) in enumerate(turns):
+        if number:
+            made.append(np.asarray(TOKENIZER.encode("x"), np.int32))
+        made.extend(completion(TOKENIZER.encode(text), version=version))
+    return made
+
+
+def test_rows_of_an_episode_are_sent_one_after_another() -> None:
+    episode = Episode([row("1+1", ("2", 3), ("3", 4)), row("2+2", ("4", 4))], Transcript([]))
+    payload = decode_payload(encode_payload(episode.payload()))
+    assert payload.row_lengths.tolist() == [6, 4] == episode.row_tokens
+    assert payload.model_spans.tolist() == [[3, 4], [5, 6], [9, 10]]
+    assert payload.versions().tolist() == [3, 4, 4]
+    for part, alone in zip(payload.rows(), episode.rows, strict=True):
+        whole = Episode([alone], Transcript([])).payload()
+        for name in ("token_ids", "model_spans", "logprobs", "version_spans", "row_lengths"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(whole, name))
+    counts = _counts(episode)
+    assert (counts["tokens"], counts["row_tokens"], counts["model_tokens"], counts["turns"]) == (10, [6, 4], 3, 3)
+    assert _counts(Episode(episode.rows[:1], Transcript([])))["row_tokens"] == []
+
+
+def test_a_record_has_the_rows_where_there_are_several() -> None:
+    task = Task(task_id="t", prompt_id="p", prompt="1+1", keep=True)
+    rows = [row("1+1", ("2", 3)), row("2+2", ("4", 4))]
+    record = json.loads(open_record(make_record(task, Episode(rows, Transcript([])), TEMPLATE)))
+    assert (record["row_lengths"], record["output"]) == ([4, 4], "2\n4")
+    assert record["model_spans"] == [[3, 4], [7, 8]]
+    record = json.loads(open_record(make_record(task, Episode(rows[:1], Transcript([])), TEMPLATE)))
+    assert "row_lengths" not in record
