@@ -1,4 +1,4 @@
-"""`spo-learner`: trains the policy, on one rank or, under the `deepspeed` launcher or `torchrun`, on several."""
+"""`spo-learner`: trains the policy, on one rank or on several: its own, or those of `deepspeed` or `torchrun`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from common.streams.batches import BatchInbox, RedisBehind
 from common.streams.broker import Broker, connect
 from common.streams.presence import LEARNER, Presence
 from common.versions import record_versions
+from learner.launch import die_with_launcher, launch
 from learner.rank import Rendezvous, exits_at_once, read_rendezvous
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -43,6 +44,9 @@ def learn(
         ),
     ] = 0,
     resume: ResumeOption = False,
+    ranks: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Ranks on this machine, each on a GPU of its own.")
+    ] = 1,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Set by the deepspeed launcher.")
     ] = None,
@@ -53,14 +57,22 @@ def learn(
     Started again after a crash or SIGTERM, it continues from the newest checkpoint without losing a batch.
 
         spo-learner -c my.yaml -o learner.lr=1e-6
-        deepspeed --num_gpus 8 --module learner.cli -c my.yaml
+        spo-learner -c my.yaml --ranks 8
 
-    On several machines, run one such command on each, by deepspeed --no_ssh or torchrun, each with its own --node_rank.
+    On several machines, run one command on each, by deepspeed --no_ssh or torchrun, each with its own --node_rank.
     """
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     keep_files_private()
-    _train(load_config(config, override or ()), unfinished_code, resume)
+    die_with_launcher()
+    settings = load_config(config, override or ())
+    if ranks > 1:
+        if "RANK" in os.environ:
+            raise UserError(f"--ranks = {ranks}, and this is a rank already (RANK is set): leave one of the two out")
+        words = ["--config", str(config), *(f"--override={one}" for one in override or ())]
+        words += [f"--unfinished-code={unfinished_code}", *(["--resume"] if resume else [])]
+        raise SystemExit(launch(ranks, words, unfinished_code))
+    _train(settings, unfinished_code, resume)
 
 
 def _train(config: Config, unfinished_code: int, resume: bool) -> None:

@@ -1,0 +1,47 @@
+"""Starts the ranks of one machine by torchrun's launcher, and ends as they did."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from common.keeper import die_with_parent
+
+LAUNCHER = "SPO_LAUNCHER_PID"  # a rank's variable: it ends with this process
+USER_ERROR = 2
+
+
+def launch(ranks: int, arguments: Sequence[str], unfinished_code: int) -> int:
+    """Run `spo-learner` with these arguments on so many ranks, and return the exit code of the whole.
+
+    It is 0 if all have trained to the end, `unfinished_code` if a signal has ended them, and otherwise that of the
+    rank that failed first: 2 says, as for a single rank, that its input is wrong and nothing is gained by another try.
+    torchrun itself would end with 1 in each of these cases.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ |= {LAUNCHER: str(os.getpid()), "PYTHONSAFEPATH": "1"}
+    options = {
+        "--nproc-per-node": ranks,
+        "--local-addr": "127.0.0.1",  # the machine's own name may lead nowhere
+        "--max-restarts": 0,  # whoever started this starts it again, with all ranks
+        "--shutdown-timeout": 3600,  # for the last checkpoint; whoever is in a hurry kills this process
+    }
+    words = [str(word) for option in options.items() for word in option]
+    try:
+        run(parse_args(["--standalone", *words, "--module", "learner.cli", *arguments]))
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        code: int = error.get_first_failure()[1].exitcode
+        return USER_ERROR if USER_ERROR in codes else code if code > 0 else 128 - code
+    except SignalException:
+        return unfinished_code
+    return 0
+
+
+def die_with_launcher() -> None:
+    """Have this process, if it is a rank that `launch` has started, end when that process ends."""
+    if launcher := os.environ.get(LAUNCHER):
+        die_with_parent(lambda: os.getppid() == int(launcher))
