@@ -1,6 +1,6 @@
 """What a rank of the learner needs for 8B and 70B, beside a card's memory. `python -m benchmarks.memory_table`.
 
-Neither a GPU nor weights are needed (`benchmarks/memory_model.py`); the models' shapes are those of their published
+Neither a GPU nor weights are needed (`learner/memory_model.py`); the models' shapes are those of their published
 configurations. Exit code 1 where one of the layouts meant to fit does not.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from benchmarks import options
-from benchmarks.memory_model import Micro, RankMemory, Zero, rank_memory
 from common.errors import reports_user_errors
+from learner.memory_model import Micro, RankMemory, Zero, rank_memory
 
 CARD_GB = 80.0
 # CUDA's context, NCCL's buffers, and what the allocator cannot use.

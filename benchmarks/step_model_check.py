@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.step_model import Rates, Shape, Workload, forward_flops, generation, read_shape, step
+from launcher.layout.step_model import Rates, Shape, Workload, forward_flops, generation, read_shape, step
 
 TOKENS = 4096  # of a batch
 CALIBRATED, CHECKED = 512, (64, 4096)  # tokens a sample

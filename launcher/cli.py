@@ -25,7 +25,8 @@ from launcher.config_reference import reference
 from launcher.dashboard.command import dashboard
 from launcher.episodes import episodes
 from launcher.evaluate.command import eval_
-from launcher.options import Generators, Plain, RedisOption
+from launcher.layout.layout import Choice
+from launcher.options import GeneratorGpus, Generators, LearnerGpus, Plain, RedisOption
 from launcher.quickstart.command import prepare, quickstart
 from launcher.report import report
 from launcher.run.local_run import RunOptions
@@ -72,6 +73,8 @@ def spo(version: VersionOption = False) -> None:
 def run(
     config: ConfigArgument,
     generators: Generators = None,
+    learner_gpus: LearnerGpus = None,
+    generator_gpus: GeneratorGpus = None,
     redis: RedisOption = EMBEDDED,
     plain: Plain = False,
     dry: Annotated[
@@ -86,18 +89,21 @@ def run(
     A stopped run continues when it is started again with the same configuration; with --resume, even after its Redis
     data was lost.
 
+    Each rank and each generator gets GPUs of its own; --dry-run shows which, and why.
+
     - `spo run my.yaml`
     - `spo run my.yaml --dry-run`
+    - `spo run my.yaml --learner-gpus 0-3 --generator-gpus 4-7`
     - `spo run my.yaml --generators 3 --redis redis://10.0.0.5:6379/0 -o run.steps=500`
     """
-    settings = load_config(config, override or ())
+    settings, choice = load_config(config, override or ()), Choice(generators, learner_gpus, generator_gpus)
     if dry:
         from launcher.checks.dry_run import dry_run  # imports what the processes import
 
-        raise SystemExit(report_findings(dry_run(settings, logs.setup("launcher"))))
+        raise SystemExit(report_findings(dry_run(settings, choice, logs.setup("launcher"))))
     from launcher.checks.rewards import check_with_rewards  # imports what rewards import
 
-    options = RunOptions(generators, redis, resume, check=check_with_rewards)
+    options = RunOptions(choice, redis, resume, check=check_with_rewards)
     show_run(settings, options, Screen.open(plain, settings.run.folder))
 
 

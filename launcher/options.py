@@ -11,7 +11,17 @@ import typer
 from common.config import Config, load_config
 from common.errors import UserError
 
-Generators = Annotated[int | None, typer.Option(min=1, help="Generator processes; by default one per four cores.")]
+Generators = Annotated[
+    int | None,
+    typer.Option(min=0, help="Generator processes; by default as GPUs and cores allow; 0: all join from elsewhere."),
+]
+LearnerGpus = Annotated[
+    str | None,
+    typer.Option(metavar="0-3", help="GPUs of the learner, a rank on each; by default chosen by a model of the step."),
+]
+GeneratorGpus = Annotated[
+    str | None, typer.Option(metavar="4-7", help="GPUs of the generators; by default the others.")
+]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view (as without a terminal).")]
 RunArgument = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="Run folder; or give a YAML file with -c.", show_default=False)

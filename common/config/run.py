@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,7 @@ from common.config.data import DataConfig, Source
 from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfig
 from common.config.learner import LearnerConfig
 from common.config.sampler import EvalConfig, SamplerConfig
-from common.config.section import LOCAL, Section
+from common.config.section import LOCAL, NUMBERS, Section
 from common.files import Keep
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -37,6 +37,18 @@ class RunConfig(Section):
         None,
         description="Folder of your own modules, for names of the form `module:object`; searched after all that is "
         "installed. null: the folder of the YAML file.",
+        json_schema_extra=LOCAL,
+    )
+    learner_gpus: Annotated[str | None, NUMBERS] = Field(
+        None,
+        description="GPUs of the learner under `spo run`, a rank on each, as torch numbers them: `0-3` or `0,2`. null: "
+        "chosen by the step model (docs/gpu.md).",
+        json_schema_extra=LOCAL,
+    )
+    generator_gpus: Annotated[str | None, NUMBERS] = Field(
+        None,
+        description="GPUs of the generators under `spo run`, as many for each as `generator.engine` says; null: the "
+        "others.",
         json_schema_extra=LOCAL,
     )
     steps: int = Field(

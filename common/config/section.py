@@ -23,6 +23,8 @@ def _as_word(value: Any) -> Any:
 
 
 ON_OFF = BeforeValidator(_as_word)  # for text that may be `on` or `off`, which YAML reads as true and false
+# For lists of numbers, of which YAML reads a single one as a number.
+NUMBERS = BeforeValidator(lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value)
 
 
 class Section(BaseModel):

@@ -26,6 +26,7 @@ from generator.task_runner import TaskRunner
 from generator.users import conversation
 from launcher.checks.rewards import reward_names, score_empty
 from launcher.checks.rows import load_tokenizer
+from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import Prompt, PromptSet, RunData, load_data, too_few
 from sampler.scores import apply_initial_values
@@ -35,16 +36,23 @@ PROMPTS = 64  # for the first so many of each source an episode is started
 ROLES = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 
 
-def dry_run(config: Config, log: Any) -> dict[Role, list[Finding]]:
+def dry_run(config: Config, choice: Choice, log: Any) -> dict[Role, list[Finding]]:
     """The findings of each process about the configuration; a problem is one that would end the process."""
-    checks, machine = [*CHECKS, *dry_run_checks(log)], read_machine()
+    checks, machine = [*CHECKS, *dry_run_checks(log, choice)], read_machine()
     available = Need.CONFIG | Need.LIBRARIES
     return {role: examine(checks, When.DRY_RUN, Context(role, machine, config, available)) for role in ROLES}
 
 
-def dry_run_checks(log: Any) -> list[Check]:
-    """The checks that load what the processes load; the sampler's come first, since the others use its data."""
+def dry_run_checks(log: Any, choice: Choice = NOTHING_ASKED) -> list[Check]:
+    """The checks that load what the processes load; the sampler's come first, since the others use its data.
+
+    Args:
+        choice: of GPUs, on the command line.
+    """
     loaded: list[RunData] = []
+
+    def layout(context: Context) -> Iterator[Finding]:
+        yield from map(ok, lay_out(context.config, choice, context.machine.environ).reasons)
 
     def prompts(context: Context) -> Iterator[Finding]:
         loaded.append(load_data(context.config.data, log))
@@ -60,6 +68,7 @@ def dry_run_checks(log: Any) -> list[Check]:
         return ok(asyncio.run(_episodes(context.config, loaded[0], log))) if loaded else None
 
     checks: list[tuple[str, Callable[[Context], Findings], Role]] = [
+        ("layout", layout, Role.LEARNER),
         ("prompts", prompts, Role.SAMPLER),
         ("values", values, Role.SAMPLER),
         ("engine arguments", _engine, Role.GENERATOR),

@@ -20,13 +20,13 @@ from common.process import Role, keep_files_private
 from common.streams.agreement import agree
 from common.streams.broker import Broker
 from common.unpack import unpack
+from launcher.layout.layout import Choice, Layout, lay_out
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
     EMBEDDED,
     EndedEarly,
     command,
     connected,
-    default_generators,
     generator_commands,
     start_all,
     stopping,
@@ -61,8 +61,8 @@ def answer(
     config: Config, request: Request, *, title: str, generators: int | None, redis: str, plain: bool, console: Console
 ) -> AnswerCount:
     """Answer a request with the model of `config`; raises `SystemExit` if it is stopped before its end."""
-    if generators is None:
-        generators = default_generators(config) if redis == EMBEDDED else 0
+    if generators is None and redis != EMBEDDED:
+        generators = 0
     keep_files_private()
     plain = plain or not console.is_terminal
     request.folder.mkdir(parents=True, exist_ok=True)
@@ -82,12 +82,13 @@ def answer(
 
 
 def answer_here(
-    config: Config, request: Request, *, generators: int, redis: str, view: Callable[[int], AnswerView], log: Any
+    config: Config, request: Request, *, generators: int | None, redis: str, view: Callable[[int], AnswerView], log: Any
 ) -> AnswerCount:
     """Get the answers that the file lacks; starts no process if it lacks none.
 
     Args:
-        generators: how many to start here; others may join if `redis` is a running server.
+        generators: how many to start here, None: as this machine is laid out; others may join if `redis` is a running
+            server.
         redis: `embedded`, or the address of a running server.
         view: opens the display, given how many answers are wanted.
 
@@ -111,15 +112,16 @@ def answer_here(
         if present == len(wanted):
             return AnswerCount(len(wanted), present)
         check_start(Role.GENERATOR, config)
+        layout = Layout((), ()) if generators == 0 else lay_out(config, Choice(generators))
         log.info("asking", prompts=len(prompts), responses=len(wanted), answered=present)
-        reasons = _run(config, request, generators, redis, lambda: view(len(wanted)), log, lock)
+        reasons = _run(config, request, layout, redis, lambda: view(len(wanted)), log, lock)
         return AnswerCount(len(wanted), answered(), reasons)
 
 
 def _run(
     config: Config,
     request: Request,
-    generators: int,
+    layout: Layout,
     redis: str,
     view: Callable[[], AnswerView],
     log: Any,
@@ -129,17 +131,17 @@ def _run(
     folder, path = request.folder, request.folder / "config.yaml"
     supervisor = Supervisor(folder / "logs", log, lock=lock)
     with stopping(supervisor):
-        config, broker = connected(config, redis, folder, supervisor)
+        config, broker = connected(config, redis, folder, layout, supervisor)
         agree(broker, config, log)
         options = ["--kind", request.kind, "--responses", str(request.responses), "--answers", str(request.output)]
         options += [] if request.data is None else ["--data", request.data]
-        commands = {"sampler": command("sampler.cli", path, *options)} | generator_commands(path, generators)
-        start_all(config, path, commands, supervisor)
+        commands = {"sampler": command("sampler.cli", path, *options)} | generator_commands(path, layout)
+        start_all(config, path, commands, layout, supervisor)
         progress = _Progress(broker)
         with closing(view()) as opened:
             while supervisor.alive("sampler"):
                 supervisor.poll()
-                if generators and not supervisor.alive("generator"):
+                if layout.generators and not supervisor.alive("generator"):
                     raise RunFailed("no generator is left, and some prompts are not answered")
                 progress.refresh()
                 opened.update(progress.answered, sum(progress.reasons.values()), progress.generators)

@@ -12,6 +12,7 @@ from rich.progress import Progress as Bar
 
 from common import log as logs
 from common.scripts import OverrideOption
+from launcher.layout.layout import Choice
 from launcher.options import Generators, Plain, RedisOption
 from launcher.quickstart.cache import cached_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, run_name, write_inputs
@@ -61,7 +62,7 @@ def quickstart(
         model = _initial_model(chosen, screen.plain, screen.console, screen.log)
     write_inputs(folder / "inputs", model, seed, task=chosen)
     config = quickstart_config(folder, seed, steps, override or (), chosen)
-    show_run(config, RunOptions(generators, redis), screen)
+    show_run(config, RunOptions(Choice(generators), redis), screen)
 
 
 def prepare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from common.files import checkpoint_versions
 from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
+from launcher.layout.layout import NOTHING_ASKED, Choice, Layout, lay_out
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
@@ -26,8 +27,8 @@ from launcher.run.processes import (
     EndedEarly,
     command,
     connected,
-    default_generators,
     generator_commands,
+    learner_command,
     start_all,
     stopping,
     with_url,
@@ -53,7 +54,7 @@ class RunOptions:
     """How a run is started on this machine.
 
     Attributes:
-        generators: number of generator processes; None: one per four cores.
+        choice: number of generators, and GPUs, if they are asked for.
         redis: `embedded`, or the address of a running server.
         resume: continue from the run folder if Redis does not know the run.
         max_restarts: of each process; after one more failure the run is given up.
@@ -61,7 +62,7 @@ class RunOptions:
         check: called before anything is started or changed, after processes that a killed command left have ended.
     """
 
-    generators: int | None = None
+    choice: Choice = NOTHING_ASKED
     redis: str = EMBEDDED
     resume: bool = False
     max_restarts: int = MAX_RESTARTS
@@ -78,20 +79,25 @@ def run_here(config: Config, options: RunOptions, view: Callable[[], View], log:
     Raises:
         RunStopped: on Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
         KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
-        UserError: a process refused its configuration, another command works in the run folder, or there are more
-            generators than the run can have.
+        UserError: a process refused its configuration, another command works in the run folder, or the run cannot be
+            laid out as is asked for.
     """
-    generators = options.generators or default_generators(config)
-    check_one_generator(config, generators)
+    check_one_generator(config, options.choice.generators or 1)
     keep_files_private()
     with locked(config.run.folder, "run.experiment or run.output_dir") as lock:
+        layout = lay_out(config, options.choice)
         options.check(config)
         supervisor = Supervisor(config.run.folder / "logs", log, options.max_restarts, lock=lock)
-        return _run(config, replace(options, generators=generators), view, phases, supervisor)
+        return _run(config, options, layout, view, phases, supervisor)
 
 
 def _run(
-    config: Config, options: RunOptions, view: Callable[[], View], phases: PhaseTimer, supervisor: Supervisor
+    config: Config,
+    options: RunOptions,
+    layout: Layout,
+    view: Callable[[], View],
+    phases: PhaseTimer,
+    supervisor: Supervisor,
 ) -> Summary:
     folder, path = config.run.folder, config.run.folder / "config.yaml"
     progress: Progress | None = None
@@ -99,7 +105,7 @@ def _run(
     try:
         with stopping(supervisor):
             try:
-                config, broker = connected(config, options.redis, folder, supervisor)
+                config, broker = connected(config, options.redis, folder, layout, supervisor)
                 _check_folder(config, folder, broker)
                 agree(broker, config, supervisor.log)
                 if broker.finished():
@@ -109,12 +115,13 @@ def _run(
                     )
                 config = with_url(config, options.front(config.broker.url))
                 progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range, folder)
-                commands = worker_commands(path, options.generators or 1)
+                commands = worker_commands(path, layout)
                 if options.resume:
                     commands["learner"].append("--resume")
-                start_all(config, path, commands, supervisor)
+                start_all(config, path, commands, layout, supervisor)
+                roles = ("sampler", "learner", *(["generator"] if layout.generators else []))
                 with closing(view()) as opened:
-                    _watch(supervisor, progress, phases, opened)
+                    _watch(supervisor, progress, phases, opened, roles)
             finally:
                 phases.enter("shutdown")
     except (EndedEarly, UserError) as early:
@@ -144,16 +151,20 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
     check_changes(changes, f"run folder {folder}", max(checkpoint_versions(folder), default=0))
 
 
-def worker_commands(config: Path, generators: int) -> dict[str, list[str]]:
+def worker_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
     return (
-        {"learner": command("learner.cli", config)}
-        | generator_commands(config, generators)
+        {"learner": learner_command(config, layout)}
+        | generator_commands(config, layout)
         | {"sampler": command("sampler.cli", config)}
     )
 
 
-def _watch(supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view: View) -> None:
-    """Watch until the run is over and its processes have exited."""
+def _watch(supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view: View, roles: Sequence[str]) -> None:
+    """Watch until the run is over and its processes have exited.
+
+    Args:
+        roles: of the processes that were started.
+    """
     leave_by: float | None = None
     while True:
         supervisor.poll()
@@ -169,7 +180,7 @@ def _watch(supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view:
             if not _workers(supervisor) or time.monotonic() > leave_by:
                 return
         else:
-            _check_complete(supervisor)
+            _check_complete(supervisor, roles)
         time.sleep(POLL)
 
 
@@ -177,8 +188,8 @@ def _workers(supervisor: Supervisor) -> list[str]:
     return [child.name for child in supervisor.alive() if child.name != "redis"]
 
 
-def _check_complete(supervisor: Supervisor) -> None:
+def _check_complete(supervisor: Supervisor, roles: Sequence[str]) -> None:
     """Raise `RunFailed` if all processes of a role have exited: the run needs one, and they are not restarted."""
-    for role in ("sampler", "learner", "generator"):
+    for role in roles:
         if not supervisor.alive(role):
             raise RunFailed(f"no {role} is left, and the run is not finished")

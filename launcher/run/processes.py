@@ -15,8 +15,10 @@ from common.config import Config, dump_config
 from common.config.load import ENV_PREFIX
 from common.config.redis_url import check_queue
 from common.config.shared import SECRETS, secrets
+from common.errors import UserError
 from common.files import rewrite
 from common.streams.broker import Broker, connect
+from launcher.layout.layout import Layout
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import RunFailed, Supervisor
 
@@ -64,20 +66,29 @@ def stopping(supervisor: Supervisor) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def connected(config: Config, redis: str, folder: Path, supervisor: Supervisor) -> tuple[Config, Broker]:
+def connected(
+    config: Config, redis: str, folder: Path, layout: Layout, supervisor: Supervisor
+) -> tuple[Config, Broker]:
     """The configuration with the address of the Redis to use, and a connection to it."""
+    if redis == EMBEDDED and not layout.generators:
+        raise UserError("--generators = 0 needs --redis URL, by which generators can join from elsewhere")
     config = with_redis(config, redis, folder, supervisor)
     # The launcher must not wait for a dead Redis, since it has to restart it.
     broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=supervisor.log)
     return config, broker
 
 
-def start_all(config: Config, path: Path, commands: Mapping[str, list[str]], supervisor: Supervisor) -> None:
+def start_all(
+    config: Config, path: Path, commands: Mapping[str, list[str]], layout: Layout, supervisor: Supervisor
+) -> None:
     """Write the configuration that the processes read, and start the processes."""
     rewrite(path, [dump_config(config, absolute=True).encode()])
-    environment, computing = secret_environment(config), sum(name.startswith(COMPUTING) for name in commands)
+    for line in layout.reasons:
+        supervisor.log.info(line)
+    environment = secret_environment(config)
     for name, arguments in commands.items():
-        supervisor.start(name, arguments, environment | thread_limits(name, computing))
+        own = layout.environments.get(name, {}) | thread_limits(name, layout.processes)
+        supervisor.start(name, arguments, environment | own)
 
 
 def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor) -> Config:
@@ -113,16 +124,11 @@ def secret_environment(config: Config) -> dict[str, str]:
     return variables
 
 
-def default_generators(config: Config) -> int:
-    """One generator for every four cores: with fewer, two engines would only compete for them."""
-    return 1 if config.run.deterministic else max(1, len(os.sched_getaffinity(0)) // 4)
-
-
 def thread_limits(name: str, processes: int) -> dict[str, str]:
-    """Variables that give the learner and each generator an equal share of the cores, unless the user has set it.
+    """Variables that give each rank and each generator an equal share of the cores, unless the user has set it.
 
     Args:
-        processes: number of learners and generators.
+        processes: number of ranks and generators.
     """
     if name.startswith(COMPUTING) and "OMP_NUM_THREADS" not in os.environ:
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
@@ -134,6 +140,12 @@ def command(module: str, config: Path, *more: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, "--config", str(config), *more]
 
 
-def generator_commands(config: Path, generators: int) -> dict[str, list[str]]:
-    names = [f"generator-{number}" for number in range(1, generators + 1)]
-    return {name: command("generator.cli", config, "--name", name) for name in names}
+def learner_command(config: Path, layout: Layout) -> list[str]:
+    ranks = len(layout.learner)
+    return command("learner.cli", config, *(["--ranks", str(ranks)] if ranks > 1 else []))
+
+
+def generator_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
+    share = layout.utilization
+    own = [] if share is None else ["-o", f"generator.engine.gpu_memory_utilization={share}"]
+    return {name: command("generator.cli", config, "--name", name, *own) for name in layout.generator_names}

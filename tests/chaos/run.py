@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.streams.broker import Broker
 from launcher.audit.lines import AuditLine, audit, figures
 from launcher.audit.records import RedisRecords
+from launcher.layout.layout import Choice
 from launcher.run.display import View
 from launcher.run.local_run import RunOptions, run_here
 from launcher.run.processes import command, secret_environment, thread_limits, with_url
@@ -74,7 +75,7 @@ class ChaoticRun:
             return self._view
 
         try:
-            options = RunOptions(1, max_restarts=HARDY, front=self._stand_before)
+            options = RunOptions(Choice(1), max_restarts=HARDY, front=self._stand_before)
             result = run_here(self.config, options, chaotic_view, self.log, phases)
             assert self._view is not None
             self.records = self._view.records

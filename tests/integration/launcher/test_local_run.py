@@ -23,6 +23,7 @@ from common.errors import UserError
 from common.files import checkpoint
 from launcher.evaluate import answer_run
 from launcher.evaluate.answer_run import AnswerCount, LineView, answer_here
+from launcher.layout.layout import Choice
 from launcher.quickstart import inputs
 from launcher.run import local_run
 from launcher.run.display import PlainView
@@ -82,7 +83,9 @@ def summary_of(config: Config) -> dict[str, Any]:
 
 def start(config: Config, server: str = "embedded") -> Summary:
     # No check of the machine: the processes are scripts.
-    return run_here(config, RunOptions(1, server, check=lambda _: None), lambda: PlainView(LOG), LOG, PhaseTimer())
+    return run_here(
+        config, RunOptions(Choice(1), server, check=lambda _: None), lambda: PlainView(LOG), LOG, PhaseTimer()
+    )
 
 
 def bell(path: Path) -> Path:
@@ -223,7 +226,7 @@ def test_a_user_error_under_way_is_in_the_summary(config: Config, monkeypatch: p
 
     steps = list[int]()
     with pytest.raises(UserError, match="diverged at step 1"):
-        run_here(config, RunOptions(1, check=lambda _: None), lambda: Watching(LOG), LOG, PhaseTimer())
+        run_here(config, RunOptions(Choice(1), check=lambda _: None), lambda: Watching(LOG), LOG, PhaseTimer())
     summary = summary_of(config)
     assert (summary["error"], summary["steps"]) == ("learner: diverged at step 1", 1)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.memory_model import rank_memory
 from benchmarks.memory_table import CARD_GB, LAYOUTS, RESERVED_GB
+from learner.memory_model import rank_memory
 from tests.support.learner import learner_config, make_batch, make_samples, save_tiny_model
 from tests.support.ranks import on_ranks
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.step_model import DOCS, Rates, Shape, Workload, forward_flops, step, with_layouts
+from benchmarks.step_model import DOCS, with_layouts
+from launcher.layout.step_model import Rates, Shape, Workload, forward_flops, step
 
 QWEN3_8B = Shape()
 

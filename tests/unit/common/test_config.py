@@ -17,9 +17,9 @@ from common.config.redis_url import SentinelUrl
 from common.config.shared import may_change
 from common.errors import UserError, reports_user_errors
 from common.plugins import load_object
+from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
 from launcher.run.display import PlainView
 from launcher.run.local_run import RunOptions, run_here
-from launcher.run.processes import default_generators
 from launcher.run.progress import PhaseTimer
 
 FILE = "model: {path: model}\ndata: {train: train.jsonl}\n"
@@ -90,10 +90,10 @@ def test_a_deterministic_run_is_serial_and_has_one_generator(tmp_path: Path) -> 
     assert (made.sampler.max_staleness, made.generator.max_concurrency) == (0, 1)
     again = read(dump_config(made))
     assert (again.run.deterministic, again.sampler, again.generator) == (True, made.sampler, made.generator)
-    assert default_generators(made) == 1
+    assert lay_out(made, NOTHING_ASKED).generators == ((),)
     log = structlog.get_logger()
     with pytest.raises(UserError, match="3 generators were asked for; start one"):
-        run_here(made, RunOptions(3), lambda: PlainView(log), log, PhaseTimer())
+        run_here(made, RunOptions(Choice(3)), lambda: PlainView(log), log, PhaseTimer())
     assert not (tmp_path / "out").exists(), "nothing has begun"
 
 

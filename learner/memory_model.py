@@ -8,6 +8,7 @@ and every storage is counted. What DeepSpeed holds is arithmetic, from its sourc
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +48,19 @@ class Micro:
 
 @dataclass(frozen=True)
 class Zero:
-    """How DeepSpeed divides: its stage, ranks, bytes of a weight, and the sizes of its buffers, in elements."""
+    """How DeepSpeed divides: its stage, ranks, bytes of a weight, and the sizes of its buffers, in elements.
+
+    Attributes:
+        frozen: an adapter is trained, whose gradients and optimizer are too small to count.
+        host_optimizer, host_weights: the host's memory holds them.
+    """
 
     stage: int
     ranks: int
     weight_bytes: int = 2
+    frozen: bool = False
+    host_optimizer: bool = False
+    host_weights: bool = False
     reduced_bytes: int = 4
     reduce_bucket: int = REDUCE_BUCKET
     prefetch: int = PREFETCH_BUCKET
@@ -88,22 +97,34 @@ class RankMemory:
 
 def rank_memory(config: PreTrainedConfig, zero: Zero, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> RankMemory:
     """Bytes that a rank needs to train the model that `config` describes."""
-    activations = peak_activations(config, micro, dtype)
-    sizes = _parameter_sizes(config)
+    return divided(parameter_sizes(config), zero, peak_activations(config, micro, dtype))
+
+
+def divided(sizes: Sequence[int], zero: Zero, activations: int) -> RankMemory:
+    """Bytes that a rank needs to train a model whose parameters have these sizes.
+
+    Args:
+        activations: see `peak_activations`.
+    """
     count, largest = sum(sizes), max(sizes)
     part = -(-count // zero.ranks)
     weights = zero.weight_bytes * (part if zero.stage == 3 else count)
+    layers = zero.weight_bytes * min(count, max(zero.max_live, largest) + zero.prefetch) if zero.stage == 3 else 0
+    held = 0 if zero.host_weights else weights
+    if zero.frozen:
+        return RankMemory(held, 0, 0, layers, 0, activations, 0)
     # In fp32 the weights are the master copy.
-    optimizer = (12 if zero.weight_bytes < 4 else 8 if zero.stage == 3 else 8 + 4) * part
+    optimizer = (12 if zero.weight_bytes < 4 else 8 if zero.stage == 3 else 8 + 4) * (part if zero.stage else count)
+    optimizer = 0 if zero.host_optimizer else optimizer
+    gradients = 4 * (part if zero.stage > 1 else count)
     bucket = min(max(zero.reduce_bucket, largest), count)
     if zero.stage == 3:
         # A bucket in the type that is reduced, the fp32 copy of what is added, and the gradient of one parameter.
         buckets = zero.reduced_bytes * zero.reduce_bucket + 4 * min(zero.reduce_bucket, count) + 4 * largest
-        layers = min(count, max(zero.max_live, largest) + zero.prefetch)
-        return RankMemory(weights, 4 * part, optimizer, zero.weight_bytes * layers, buckets, activations, 4 * part)
-    # Gradients pass a bucket in fp32, beside a copy in the type that is reduced.
-    buckets = 4 * (zero.reduce_bucket + bucket) + (zero.reduced_bytes * bucket if zero.reduced_bytes < 4 else 0)
-    return RankMemory(weights, 4 * part, optimizer, 0, buckets, activations, 4 * part)
+    else:
+        # Gradients pass a bucket in fp32, beside a copy in the type that is reduced.
+        buckets = 4 * (zero.reduce_bucket + bucket) + (zero.reduced_bytes * bucket if zero.reduced_bytes < 4 else 0)
+    return RankMemory(held, gradients, optimizer, layers, buckets, activations, 4 * part)
 
 
 def peak_activations(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -135,7 +156,8 @@ def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     )
 
 
-def _parameter_sizes(config: PreTrainedConfig) -> list[int]:
+def parameter_sizes(config: PreTrainedConfig) -> list[int]:
+    """Number of elements of each parameter."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return [parameter.numel() for parameter in model.parameters()]

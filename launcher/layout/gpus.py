@@ -1,0 +1,174 @@
+"""The GPUs that this process may use, what is used of them, and lists of them as users write them.
+
+nvidia-smi is asked, which comes with the driver: nothing here initialises CUDA, which a process that starts others must
+not do. GPUs are numbered as torch numbers them here: from 0, in the order of CUDA_VISIBLE_DEVICES if that is set.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from common.checks.computing import visible_gpus
+from common.errors import UserError, one_line
+
+QUERY = "index,uuid,name,memory.total,memory.used,utilization.gpu,mig.mode.current"
+SECONDS = 60
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+HIDDEN = ("-1", "NoDevFiles")  # as the first name: no GPU at all
+# By default CUDA would put the fastest GPU first, and nvidia-smi's numbers, and a scheduler's, would be of others.
+ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+_SLICE = re.compile(r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[^)]+)\)")
+_WHOLE = re.compile(r"^GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, or a slice of one (MIG).
+
+    Attributes:
+        number: as torch counts.
+        name: as CUDA_VISIBLE_DEVICES names it.
+        total, used: bytes of its memory; of a slice nobody says what is used.
+        load: share of the last moments in which it computed; None if unknown.
+    """
+
+    number: int
+    name: str
+    uuid: str
+    product: str
+    total: int
+    used: int = 0
+    load: float | None = None
+    is_slice: bool = False
+
+
+def read_gpus(environ: Mapping[str, str]) -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; none where there is no driver.
+
+    Without nvidia-smi, only their number is known.
+
+    Raises:
+        UserError: the driver fails, or the variable names a GPU that is not there.
+    """
+    wanted = environ.get(VISIBLE)
+    names = None if wanted is None else [name for name in map(str.strip, wanted.split(",")) if name]
+    if names and names[0] in HIDDEN:
+        return []
+    try:
+        whole = _ask(["--query-gpu=" + QUERY, "--format=csv,noheader,nounits"], environ)
+    except FileNotFoundError:
+        count = visible_gpus(dict(environ)).count
+        return [Gpu(number, (names or list(map(str, range(count))))[number], "", "GPU", 0) for number in range(count)]
+    gpus = [gpu for line in whole.splitlines() if line.strip() for gpu in [_parsed(line)]]
+    if any(gpu.is_slice for gpu in gpus):
+        slices = _slices(_ask(["-L"], environ), {gpu.uuid: gpu for gpu in gpus})
+        gpus = [one for gpu in gpus for one in (slices[gpu.uuid] if gpu.is_slice else [gpu])]
+    if names is not None:
+        gpus = [_named(name, gpus) for name in names]
+    return [replace(gpu, number=number) for number, gpu in enumerate(gpus)]
+
+
+def environment(gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Variables of a process that uses these GPUs and no others."""
+    return ORDER | {VISIBLE: ",".join(gpu.name for gpu in gpus)}
+
+
+def select(text: str, gpus: Sequence[Gpu], name: str) -> list[Gpu]:
+    """The GPUs of a list such as `0-3,6`.
+
+    Args:
+        name: of the setting, for messages.
+
+    Raises:
+        UserError: it is no such list, or names a GPU that is not there or that it has named before.
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise UserError(f"{name} = {text!r}: must be numbers of GPUs, such as 0-3 or 0,2")
+        numbers += range(int(first), int(last if dash else first) + 1)
+    there = f"GPUs here are 0 to {len(gpus) - 1}" if gpus else "there is no GPU here"
+    for position, number in enumerate(numbers):
+        if number >= len(gpus):
+            raise UserError(f"{name} = {text!r} names GPU {number}, and {there}")
+        if number in numbers[:position]:
+            raise UserError(f"{name} = {text!r} names GPU {number} twice")
+    return [gpus[number] for number in numbers]
+
+
+def numbers(gpus: Iterable[Gpu]) -> str:
+    """Their numbers, short: `0-3, 6`."""
+    ranges: list[list[int]] = []
+    for number in sorted(gpu.number for gpu in gpus):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def _ask(arguments: list[str], environ: Mapping[str, str]) -> str:
+    try:
+        process = subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=dict(environ),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"nvidia-smi did not answer within {SECONDS} s; a GPU may hang: see dmesg") from None
+    if process.returncode:
+        said = one_line(process.stdout or process.stderr)[:200]
+        raise UserError(f"nvidia-smi ended with code {process.returncode}: {said}")
+    return process.stdout
+
+
+def _parsed(line: str) -> Gpu:
+    index, uuid, product, total, used, load, slices = (value.strip() for value in line.split(","))
+    return Gpu(
+        int(index),
+        index,
+        uuid,
+        product,
+        _mebibytes(total),
+        _mebibytes(used),
+        int(load) / 100 if load.isdecimal() else None,
+        slices == "Enabled",
+    )
+
+
+def _mebibytes(text: str) -> int:
+    return int(text) << 20 if text.isdecimal() else 0
+
+
+def _slices(text: str, whole: Mapping[str, Gpu]) -> dict[str, list[Gpu]]:
+    """The slices of each GPU that is divided, by its UUID; their profiles tell how much memory they have."""
+    found: dict[str, list[Gpu]] = {uuid: [] for uuid in whole}
+    uuid = ""
+    for line in text.splitlines():
+        if match := _WHOLE.match(line):
+            uuid = match["uuid"]
+        elif match := _SLICE.match(line):
+            memory = re.search(r"(\d+)gb", match["profile"])
+            product = f"{whole[uuid].product} MIG {match['profile']}"
+            total = int(memory[1]) << 30 if memory else 0
+            found[uuid].append(Gpu(0, match["uuid"], match["uuid"], product, total, is_slice=True))
+    return found
+
+
+def _named(name: str, gpus: Sequence[Gpu]) -> Gpu:
+    """The GPU that a part of CUDA_VISIBLE_DEVICES names: by number, or by the beginning of its UUID."""
+    matching = [
+        gpu for gpu in gpus if (gpu.name == name if name.isdecimal() else gpu.uuid.startswith(name) and len(name) > 4)
+    ]
+    if len(matching) != 1:
+        there = ", ".join(gpu.name for gpu in gpus) or "none"
+        raise UserError(f"{VISIBLE} names {name!r}, and the GPUs here are {there}")
+    return replace(matching[0], name=name)

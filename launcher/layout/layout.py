@@ -1,0 +1,348 @@
+"""Lays a run out on this machine: which GPUs are the learner's ranks', and which are each generator's.
+
+Where nothing is asked for, the step model chooses: of the ways to divide the GPUs in which everything fits, the one in
+which a step takes the least time. On a single GPU a rank and a generator share it, if both fit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from common.checks.computing import cpu_build
+from common.config import Config
+from common.errors import UserError
+from common.process import Role
+from launcher.layout.gpus import Gpu, environment, numbers, read_gpus, select
+from launcher.layout.needs import GB, RESERVED, Needs, engine_size, needs_of, utilization
+
+BUSY = 2 << 30  # bytes that other processes hold of a GPU, from which on it counts as taken; a desktop takes less
+MOST = 64  # GPUs that are considered when it is said what would fit
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the user asks for; None: chosen here.
+
+    Attributes:
+        generators: processes; 0: they join from elsewhere.
+        learner_gpus, generator_gpus: see `select`.
+    """
+
+    generators: int | None = None
+    learner_gpus: str | None = None
+    generator_gpus: str | None = None
+
+
+NOTHING_ASKED = Choice()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The GPUs of each process.
+
+    Attributes:
+        learner: one of each rank; none: a single rank on the CPU.
+        generators: those of each generator; none: it computes on the CPU.
+        reasons: lines that say why it is so.
+        utilization: of the memory of GPUs that a generator shares with a rank, vLLM's share; None: as configured.
+    """
+
+    learner: tuple[Gpu, ...]
+    generators: tuple[tuple[Gpu, ...], ...]
+    reasons: tuple[str, ...] = ()
+    utilization: float | None = None
+
+    @property
+    def processes(self) -> int:
+        """Learner's ranks and generators together."""
+        return max(1, len(self.learner)) + len(self.generators)
+
+    @property
+    def generator_names(self) -> list[str]:
+        return [f"generator-{number}" for number in range(1, len(self.generators) + 1)]
+
+    @property
+    def environments(self) -> dict[str, dict[str, str]]:
+        """Variables of each process that has GPUs of its own, by its name."""
+        gpus = {"learner": self.learner} | dict(zip(self.generator_names, self.generators, strict=True))
+        return {name: environment(own) for name, own in gpus.items() if own}
+
+
+def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.environ) -> Layout:
+    """Lay a run out on the GPUs that this process may use, or on the CPU where there are none.
+
+    Raises:
+        UserError: what is asked for is not there, or does not fit; the message says what would.
+    """
+    learner_gpus = choice.learner_gpus or config.run.learner_gpus
+    generator_gpus = choice.generator_gpus or config.run.generator_gpus
+    choice = replace(choice, learner_gpus=learner_gpus, generator_gpus=generator_gpus)
+    gpus = [] if _cpu_only(config) else read_gpus(environ)
+    if not gpus:
+        for name, asked in (("learner-gpus", learner_gpus), ("generator-gpus", generator_gpus)):
+            if asked is not None:
+                why = _cpu_only(config) or "there is no GPU here"
+                raise UserError(f"--{name} = {asked!r}, and {why}")
+        generators = _cpu_generators(config) if choice.generators is None else choice.generators
+        return Layout((), ((),) * generators, ("no GPU: all processes compute on the CPU",))
+    return _Plan(config, choice, gpus).layout()
+
+
+def _cpu_only(config: Config) -> str:
+    """Why the run computes on the CPU whatever the machine has; empty where it may use GPUs."""
+    roles = (Role.LEARNER, Role.GENERATOR) if config.run.has_learner else (Role.GENERATOR,)
+    builds = [build for role in roles if (build := cpu_build(role))]
+    return f"{' and '.join(builds)} compute on the CPU only" if builds else ""
+
+
+def _cpu_generators(config: Config) -> int:
+    """One generator for every four cores: with fewer, two engines would only compete for them."""
+    return 1 if config.run.deterministic else max(1, len(os.sched_getaffinity(0)) // 4)
+
+
+class _Plan:
+    """One way to lay a run out, as it comes about."""
+
+    def __init__(self, config: Config, choice: Choice, gpus: Sequence[Gpu]) -> None:
+        self.config, self.choice, self.gpus = config, choice, gpus
+        self.size = engine_size(config)
+        needs = needs_of(config)
+        self.needs = needs if isinstance(needs, Needs) else None
+        self.reasons = [] if isinstance(needs, Needs) else [f"memory is not checked: {needs}"]
+
+    def layout(self) -> Layout:
+        choice = self.choice
+        asked = [
+            None if text is None else select(text, self.gpus, f"--{name}")
+            for name, text in (("learner-gpus", choice.learner_gpus), ("generator-gpus", choice.generator_gpus))
+        ]
+        for gpus in asked:
+            _refuse_busy(gpus or ())
+        learning, generating = asked
+        if not self.config.run.has_learner:
+            learning = []
+        if self.choice.generators == 0:
+            generating = []
+        taken = {gpu.number for gpu in (*(learning or ()), *(generating or ()))}
+        free = self._free([gpu for gpu in self.gpus if gpu.number not in taken])
+        if learning is None and generating is None:
+            learning, generating = self._divide(free)
+        elif generating is None:
+            generating = free
+        elif learning is None:
+            learning = free
+        assert learning is not None
+        assert generating is not None
+        if self.config.run.has_learner and not learning:
+            raise UserError("no GPU is left for the learner: name fewer in --generator-gpus, or some in --learner-gpus")
+        generators = self._generators(learning, generating, named=asked[1] is not None)
+        shared = {gpu.number for gpu in learning} & {gpu.number for group in generators for gpu in group}
+        share = self._share(len(learning), [gpu for gpu in learning if gpu.number in shared]) if shared else None
+        self._check_rank(learning)
+        self._check_generators(generators, share)
+        self._say(learning, generators, share)
+        return Layout(tuple(learning), generators, tuple(self.reasons), share)
+
+    def _free(self, gpus: list[Gpu]) -> list[Gpu]:
+        """Those that no other program uses; whether it does is not known of slices."""
+        free = [gpu for gpu in gpus if gpu.used < BUSY]
+        for gpu in gpus:
+            if gpu.used >= BUSY:
+                self.reasons.append(f"{_busy(gpu)}: it is left out")
+        if gpus and not free:
+            raise UserError(f"{_busy(gpus[0])}, and so of every other GPU here: end them, or wait")
+        return free
+
+    def _divide(self, gpus: list[Gpu]) -> tuple[list[Gpu], list[Gpu]]:
+        """GPUs of the ranks and of the generators, by the step model, or evenly where the model is not known."""
+        wanted = None if self.choice.generators is None else self.choice.generators * self.size
+        if self.config.run.deterministic:
+            wanted = self.size
+        if len(gpus) == 1:
+            self.reasons.append("one GPU: the learner and a generator share it")
+            return gpus, gpus
+        # Slices of a GPU cannot exchange data: one rank, and generators of one slice.
+        most = 1 if any(gpu.is_slice for gpu in gpus) else len(gpus) - self.size
+        if most < 1:
+            raise UserError(
+                f"a generator takes {self.size} GPUs (generator.engine), and of {len(gpus)} one must be left"
+            )
+        ways = [count for count in range(1, most + 1) if wanted is None or len(gpus) - count == wanted]
+        if not ways:
+            wanted_generators = f"{self.choice.generators or 1} generators of {self.size} GPUs"
+            raise UserError(
+                f"{wanted_generators} leave none of {len(gpus)} for the learner: ask for fewer (--generators)"
+            )
+        chosen = self._fastest(ways, gpus) if self.needs else min(ways, key=lambda count: abs(2 * count - len(gpus)))
+        return gpus[:chosen], gpus[chosen:]
+
+    def _fastest(self, ways: Sequence[int], gpus: Sequence[Gpu]) -> int:
+        """The number of ranks with which a step takes the least time, of those with which the learner fits."""
+        assert self.needs is not None
+        times = {}
+        for count in ways:
+            generating = (len(gpus) - count) // self.size * self.size
+            if _free_of_rank(self.needs, count, gpus[0]) >= 0:
+                times[count] = self.needs.time(count, generating, gpus)
+        if not times:
+            raise UserError(_rank_too_large(self.needs, ways[-1], gpus[0]))
+        best = min(times, key=lambda count: times[count].seconds)
+        others = sorted(times, key=lambda count: times[count].seconds)[1:2]
+        other = f"; with {others[0]}: {times[others[0]].seconds:,.0f} s" if others else ""
+        time = times[best]
+        self.reasons.append(
+            f"{best} for the learner: by the step model a step takes it {time.learn:,.0f} s, the generators "
+            f"{time.generate:,.0f} s{other}"
+        )
+        return best
+
+    def _generators(
+        self, learning: Sequence[Gpu], generating: Sequence[Gpu], *, named: bool
+    ) -> tuple[tuple[Gpu, ...], ...]:
+        """The GPUs of each generator."""
+        size = self.size
+        if self.choice.generators == 0:
+            return ()
+        groups = [tuple(generating[i : i + size]) for i in range(0, len(generating) - size + 1, size)]
+        left = generating[len(groups) * size :]
+        if not groups or (left and named):
+            raise UserError(
+                f"a generator takes {size} GPU{'s'[: size != 1]} (generator.engine), and {len(generating)} are left: "
+                "name a multiple of that"
+            )
+        if left:
+            self.reasons.append(f"GPU {numbers(left)} is not used: a generator takes {size}")
+        if size > 1 and any(gpu.is_slice for gpu in generating):
+            raise UserError(
+                f"a generator takes {size} GPUs (generator.engine), and slices of a GPU cannot work together"
+            )
+        if len(learning) > 1 and any(gpu.is_slice for gpu in learning):
+            raise UserError("slices of a GPU cannot work together: name one for the learner")
+        wanted = self.choice.generators
+        if wanted is not None and wanted != len(groups):
+            if wanted > len(groups):
+                raise UserError(
+                    f"--generators = {wanted}, and there are GPUs for {len(groups)}, of {size} each: ask for fewer"
+                )
+            groups = groups[:wanted]
+        if self.config.run.deterministic:
+            groups = groups[:1]
+        return tuple(groups)
+
+    def _share(self, ranks: int, gpus: Sequence[Gpu]) -> float | None:
+        """vLLM's share of GPUs that ranks use too: what is configured, or what a rank leaves."""
+        if self.needs is None or not gpus[0].total:
+            return None
+        left = _free_of_rank(self.needs, ranks, gpus[0])
+        share = math.floor(100 * left / gpus[0].total) / 100
+        if "gpu_memory_utilization" in self.config.generator.engine:
+            share = min(share, utilization(self.config))
+        if left <= 0 or share * gpus[0].total < self.needs.generator(self.size):
+            raise UserError(
+                f"GPU {numbers(gpus)} has {gpus[0].total / GB:.1f} GB, of which a rank of the learner needs "
+                f"{_rank_bytes(self.needs, ranks) / GB:.1f} and a generator "
+                f"{self.needs.generator(self.size) / GB:.1f}: {_advice(self.needs, ranks, gpus[0], shared=True)}"
+            )
+        return share
+
+    def _check_rank(self, gpus: Sequence[Gpu]) -> None:
+        if self.needs and gpus and gpus[0].total and _free_of_rank(self.needs, len(gpus), gpus[0]) < 0:
+            raise UserError(_rank_too_large(self.needs, len(gpus), gpus[0]))
+
+    def _check_generators(self, groups: Sequence[Sequence[Gpu]], share: float | None) -> None:
+        if self.needs is None or not groups or not groups[0][0].total:
+            return
+        gpu, share = groups[0][0], utilization(self.config) if share is None else share
+        needed = self.needs.generator(self.size)
+        if needed > share * gpu.total:
+            enough = next((n for n in (2, 4, 8) if self.needs.generator(self.size * n) <= share * gpu.total), None)
+            fix = f"set generator.engine.tensor_parallel_size={enough}" if enough else "use a smaller model"
+            raise UserError(
+                f"a generator needs {needed / GB:.1f} GB of each of its GPUs, and vLLM takes {share:.0%} of "
+                f"{gpu.total / GB:.1f} GB: {fix}"
+            )
+
+    def _say(self, learning: Sequence[Gpu], groups: Sequence[Sequence[Gpu]], share: float | None) -> None:
+        """Put what each process gets before the reasons."""
+        lines = []
+        if learning:
+            memory = ""
+            if self.needs and learning[0].total:
+                needed = _rank_bytes(self.needs, len(learning)) / GB
+                memory = f", {needed:.1f} of {learning[0].total / GB:.1f} GB each"
+            stage = self.config.learner.zero_stage
+            lines.append(
+                f"learner: GPU {numbers(learning)} ({learning[0].product}), {len(learning)} "
+                f"rank{'s'[: len(learning) != 1]}, ZeRO {stage}{memory}"
+            )
+        for number, group in enumerate(groups, 1):
+            line = f"generator-{number}: GPU {numbers(group)} ({group[0].product})"
+            if self.needs and group[0].total:
+                taken = (utilization(self.config) if share is None else share) * group[0].total * len(group)
+                room = max(0.0, taken - self.needs.weights - 3 * GB * len(group))
+                tokens = room / self.needs.shape.cache_bytes
+                line += f", {self.needs.weights / GB:.1f} GB of weights, keys and values of {tokens:,.0f} tokens"
+            lines.append(line + (f", {share:.0%} of the memory" if share is not None else ""))
+        self.reasons[:0] = lines
+
+
+def _busy(gpu: Gpu) -> str:
+    return f"other processes hold {gpu.used / GB:.1f} of {gpu.total / GB:.1f} GB of GPU {gpu.number}"
+
+
+def _refuse_busy(gpus: Sequence[Gpu]) -> None:
+    for gpu in gpus:
+        if gpu.used >= BUSY:
+            raise UserError(f"{_busy(gpu)}: end them, or name another GPU")
+
+
+def _rank_bytes(needs: Needs, ranks: int, config: Config | None = None) -> float:
+    return needs.rank(ranks, config).peak + RESERVED
+
+
+def _free_of_rank(needs: Needs, ranks: int, gpu: Gpu, config: Config | None = None) -> float:
+    """Bytes of a GPU that a rank leaves; less than 0 if it does not fit."""
+    return (gpu.total or math.inf) - _rank_bytes(needs, ranks, config)
+
+
+def _rank_too_large(needs: Needs, ranks: int, gpu: Gpu) -> str:
+    needed, there = _rank_bytes(needs, ranks) / GB, gpu.total / GB
+    gpus = f"each of {ranks} GPUs" if ranks > 1 else "a GPU"
+    return f"the learner needs {needed:.1f} GB on {gpus} of {there:.1f} GB: {_advice(needs, ranks, gpu)}"
+
+
+def _advice(needs: Needs, ranks: int, gpu: Gpu, shared: bool = False) -> str:
+    """What would make it fit, the least change first."""
+    left = needs.generator(engine_size(needs.config)) if shared else 0.0
+    for changes in _changes(needs.config):
+        learner = needs.config.learner.model_copy(update=changes)
+        config = needs.config.model_copy(update={"learner": learner})
+        if _free_of_rank(needs, ranks, gpu, config) >= left:
+            return "set " + " ".join(f"-o learner.{name}={str(value).lower()}" for name, value in changes.items())
+    divided = needs.config.learner.model_copy(update={"zero_stage": 3, "gradient_checkpointing": True})
+    config = needs.config.model_copy(update={"learner": divided})
+    for more in range(ranks + 1, MOST + 1):
+        if _free_of_rank(needs, more, gpu, config) >= 0:
+            return f"it takes {more} such GPUs for the learner, with learner.zero_stage=3"
+    return "use larger GPUs, a smaller model, or an adapter (learner.lora)"
+
+
+def _changes(config: Config) -> Iterator[dict[str, int | bool]]:
+    """Settings of the learner that save memory, those that cost least time first; none that are set already."""
+    learner = config.learner
+    checkpointing: dict[str, int | bool] = {} if learner.gradient_checkpointing else {"gradient_checkpointing": True}
+    if checkpointing:
+        yield checkpointing
+    for stage in range(max(1, learner.zero_stage), 4):
+        stages: dict[str, int | bool] = {} if stage == learner.zero_stage else {"zero_stage": stage}
+        if stages:
+            yield stages
+            yield stages | checkpointing
+        if stage >= 2 and not learner.offload_optimizer:
+            yield stages | checkpointing | {"offload_optimizer": True}
+    if not learner.offload_params:
+        stages = {} if learner.zero_stage == 3 else {"zero_stage": 3}
+        yield stages | checkpointing | {"offload_optimizer": True, "offload_params": True}

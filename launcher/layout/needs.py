@@ -1,0 +1,150 @@
+"""What a run needs of each GPU, and how long its steps take: memory table and step model of one configuration."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.checks.check import PARALLEL_SIZES
+from common.config import Config
+from common.errors import first_line
+from launcher.layout.gpus import Gpu
+from launcher.layout.step_model import Rates, Shape, StepTime, Workload, read_shape, step
+
+if TYPE_CHECKING:
+    from learner.memory_model import RankMemory
+
+GB = 1e9
+RESERVED = 5e9  # of a rank: CUDA's context, NCCL's buffers, and what the allocator cannot use
+ENGINE = 3e9  # of a generator's GPU: its context, activations, and captured graphs
+GPU_MEMORY_UTILIZATION = 0.9  # vLLM's default
+# What the data sheets say, where they differ from an H100's: FLOP/s in bfloat16, bytes/s of memory and between GPUs.
+RATES = {
+    "B200": Rates(peak=2250e12, memory=8.0e12, nvlink=600e9),
+    "H200": Rates(memory=4.8e12),
+    "A100": Rates(peak=312e12, memory=2.0e12),
+    "L40S": Rates(peak=362e12, memory=0.86e12, nvlink=25e9),
+    "4090": Rates(peak=165e12, memory=1.0e12, nvlink=20e9),
+}
+
+
+class Needs:
+    """What a configuration needs; made by `needs_of`.
+
+    Attributes:
+        config: the run's.
+        shape: of its model.
+    """
+
+    def __init__(self, config: Config, shape: Shape) -> None:
+        self.config, self.shape = config, shape
+
+    def rank(self, ranks: int, config: Config | None = None) -> RankMemory:
+        """Memory of each of so many ranks.
+
+        Args:
+            config: another configuration of the same model.
+        """
+        from learner.memory_model import Zero, divided  # imports torch
+
+        config = config or self.config
+        learner = config.learner
+        zero = Zero(
+            learner.zero_stage,
+            ranks,
+            weight_bytes=2 if learner.dtype == "bfloat16" else 4,
+            frozen=learner.lora is not None,
+            host_optimizer=learner.offload_optimizer,
+            host_weights=learner.offload_params,
+        )
+        sizes, activations = _measured(
+            config.model.path, lengths(config), learner.gradient_checkpointing, learner.dtype
+        )
+        memory = divided(sizes, zero, activations)
+        # A reference policy is divided as the policy is; of an adapter's run it is the frozen weights themselves.
+        reference = config.algorithm.kl_coef > 0 and not zero.frozen
+        return replace(memory, weights=memory.weights * (2 if reference else 1))
+
+    def generator(self, size: int) -> float:
+        """Bytes of each of a generator's `size` GPUs with room for one episode of the longest kind."""
+        parts = size / max(1, int(self.config.generator.engine.get("data_parallel_size", 1)))
+        return (self.weights + self.shape.cache_bytes * self.config.model.max_model_len) / parts + ENGINE
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the weights in a generator."""
+        quantized = "quantization" in self.config.generator.engine
+        width = 1 if quantized else 4 if self.config.model.dtype == "float32" else 2
+        return width * self.shape.parameters
+
+    def time(self, learning: int, generating: int, gpus: Sequence[Gpu]) -> StepTime:
+        """How long a step takes with so many GPUs on each side; half of the longest response is taken for the mean."""
+        config = self.config
+        rates = next((rates for name, rates in RATES.items() if name in gpus[0].product), Rates())
+        run = Workload(
+            training=learning,
+            generating=generating,
+            gpus_a_node=len(gpus),
+            batch=config.sampler.batch_size,
+            prompt=min(256, config.data.max_prompt_tokens),
+            response=max(1.0, config.episode.max_response_tokens / 2),
+            mini_batches=config.learner.mini_batches,
+            token_budget=config.learner.token_budget,
+            zero_stage=config.learner.zero_stage,
+            recompute_activations=config.learner.gradient_checkpointing,
+            recompute_proximal=config.algorithm.proximal in ("recompute", "compare"),
+            reference=config.algorithm.kl_coef > 0,
+            rescore=config.sampler.drift.mode == "rescore",
+        )
+        return step(self.shape, replace(rates, gpu_bytes=float(gpus[0].total or Rates().gpu_bytes)), run)
+
+
+def needs_of(config: Config) -> Needs | str:
+    """What a configuration needs, or why that is not known: the model is not on this disk, or of an unusual kind."""
+    folder = Path(config.model.path)
+    if not (folder / "config.json").is_file():
+        return f"{config.model.path} is not on this machine yet"
+    try:
+        needs = Needs(config, read_shape(folder))
+        if config.run.has_learner:
+            needs.rank(1)
+    except Exception as error:  # transformers raises whatever a model of a new kind makes it raise
+        return f"the memory of {config.model.path} cannot be computed ({type(error).__name__}: {first_line(error)})"
+    return needs
+
+
+def engine_size(config: Config) -> int:
+    """GPUs of one generator."""
+    sizes = [config.generator.engine.get(name, 1) for name in PARALLEL_SIZES]
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+
+
+def utilization(config: Config) -> float:
+    """Share of a GPU's memory that vLLM takes."""
+    share = config.generator.engine.get("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
+    return float(share) if isinstance(share, int | float) else GPU_MEMORY_UTILIZATION
+
+
+def lengths(config: Config) -> tuple[int, ...]:
+    """Sequences of the largest micro-batch."""
+    longest = min(config.model.max_model_len, config.data.max_prompt_tokens + config.episode.max_response_tokens)
+    whole, rest = divmod(max(config.learner.token_budget, longest), longest)
+    return (longest,) * whole + ((rest,) if rest > 1 else ())
+
+
+@functools.cache
+def _measured(path: str, tokens: tuple[int, ...], checkpointing: bool, dtype: str) -> tuple[list[int], int]:
+    """Sizes of a model's parameters, and bytes of its activations."""
+    import torch
+    from transformers import AutoConfig
+
+    from learner.memory_model import Micro, parameter_sizes, peak_activations
+
+    config = AutoConfig.from_pretrained(path)
+    # Not on a GPU: attention by `varlen` takes 16 bits.
+    micro = Micro(tokens, prompt=1, checkpointing=checkpointing, on_gpu=dtype == "bfloat16")
+    return parameter_sizes(config), peak_activations(config, micro, getattr(torch, dtype))

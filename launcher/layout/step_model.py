@@ -1,0 +1,199 @@
+"""How long a step takes on given GPUs, by arithmetic from a model's shape and a machine's rates.
+
+The defaults are an H100's data sheet, with shares of its peak that well-tuned open code is known to reach.
+`python -m benchmarks.step_model` prints it for any shape, rates and layout.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder, as in its `config.json`."""
+
+    layers: int = 36
+    hidden: int = 4096
+    intermediate: int = 12_288
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocabulary: int = 151_936
+    tied: bool = False
+
+    @property
+    def layer_parameters(self) -> float:
+        """Parameters of all layers' matrices."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return float(self.layers * (attention + 3 * self.hidden * self.intermediate))
+
+    @property
+    def head_parameters(self) -> float:
+        """Parameters of the output layer."""
+        return float(self.hidden * self.vocabulary)
+
+    @property
+    def parameters(self) -> float:
+        """All parameters, except those of norms."""
+        return self.layer_parameters + self.head_parameters * (1 if self.tied else 2)
+
+    def attention_flops(self, context: float) -> float:
+        """FLOP of one token over `context` tokens before it, forward: queries by keys, and weights by values."""
+        return 4.0 * self.layers * self.heads * self.head_dim * context
+
+    @property
+    def cache_bytes(self) -> float:
+        """Keys and values of one token, in 16 bits."""
+        return 4.0 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does; bytes and FLOP a second."""
+
+    peak: float = 989e12  # of one GPU, bfloat16, dense
+    train_share: float = 0.40  # of the peak, in forward and backward passes
+    prefill_share: float = 0.50
+    memory: float = 3.35e12
+    memory_share: float = 0.70  # of the bandwidth, in decoding
+    gpu_bytes: float = 80e9
+    cache_share: float = 0.90  # of the GPU's memory that vLLM takes
+    step_overhead: float = 4e-3  # seconds of an engine step that no request causes
+    request_overhead: float = 10e-6  # seconds of an engine step for each request in it
+    copy: float = 40e9  # GPU to pinned memory
+    nvlink: float = 300e9  # between the GPUs of a node, each way
+    network: float = 12.5e9  # of a node: 100 Gbit/s
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, and on what."""
+
+    training: int = 4  # GPUs
+    generating: int = 4
+    gpus_a_node: int = 8
+    batch: int = 768
+    prompt: float = 256
+    response: float = 4000
+    mini_batches: int = 8
+    concurrency: int = 256  # requests of a generating GPU, where its memory allows them
+    token_budget: int = 32_768  # of a micro-batch
+    zero_stage: int = 2
+    recompute_activations: bool = True
+    recompute_proximal: bool = True  # algorithm.proximal: recompute
+    reference: bool = False  # a KL penalty's forward pass
+    rescore: bool = True  # sampler.drift.mode: rescore
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a sample."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by part. The learner's parts follow one another; generators work meanwhile."""
+
+    old: float
+    reference: float
+    train: float
+    communicate: float
+    optimize: float
+    publish: float
+    generate: float
+    requests: float  # at a time, of a generating GPU
+    useful_flops: float  # of training: three forward passes' worth, without what is computed again
+
+    @property
+    def learn(self) -> float:
+        """The learner's part of a step."""
+        return self.old + self.reference + self.train + self.communicate + self.optimize + self.publish
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step of the whole run: those of the slower side."""
+        return max(self.learn, self.generate)
+
+
+def forward_flops(shape: Shape, run: Workload) -> float:
+    """FLOP of one sample: layers for all tokens, the output layer for those of the response alone."""
+    layers = 2 * shape.layer_parameters + shape.attention_flops(run.tokens / 2)
+    return run.tokens * layers + run.response * 2 * shape.head_parameters
+
+
+def step(shape: Shape, rates: Rates, run: Workload) -> StepTime:
+    """The model: seconds of a step by part."""
+    ranks, forward = run.training, run.batch * forward_flops(shape, run)
+    rate = ranks * rates.peak * rates.train_share
+    # Backward is twice the forward pass; activations that were not kept take another, and the log-prob head always.
+    head = run.batch * run.response * 2 * shape.head_parameters
+    again = forward if run.recompute_activations else head
+    forward_only = rates.peak * rates.prefill_share * ranks
+    # With one mini-batch the training pass itself yields the proximal policy, and so it does for the first of several.
+    old = forward * (run.mini_batches - 1) / run.mini_batches if run.recompute_proximal else 0.0
+    learned = StepTime(
+        old=old / forward_only,
+        reference=forward / forward_only if run.reference else 0.0,
+        train=(3 * forward + again) / rate,
+        communicate=communication(shape, rates, run),
+        # Adam reads and writes master weights and two moments, reads gradients, writes weights: 28 bytes a parameter.
+        optimize=run.mini_batches * 28 * shape.parameters / ranks / rates.memory,
+        # Each rank of a node copies its share; what follows overlaps with the next step.
+        publish=2 * shape.parameters / min(ranks, run.gpus_a_node) / rates.copy,
+        generate=0.0,
+        requests=0.0,
+        useful_flops=3 * forward,
+    )
+    seconds, requests = generation(shape, rates, run)
+    return replace(learned, generate=run.batch * seconds / run.generating, requests=requests)
+
+
+def communication(shape: Shape, rates: Rates, run: Workload) -> float:
+    """Seconds of collectives that nothing hides, in a ring: 2 bytes a parameter for each reduction or gathering."""
+    ranks = run.training
+    if ranks == 1:
+        return 0.0
+    per_rank = run.batch * run.tokens / ranks
+    micro_batches = max(run.mini_batches, -(-per_rank // run.token_budget))
+    if run.zero_stage == 3:
+        rounds = 3 * micro_batches  # gathered before and after, reduced after
+    else:
+        # ZeRO 2 reduces after each micro-batch, and gathers after each optimizer step; below, once a step each.
+        rounds = (micro_batches if run.zero_stage == 2 else run.mini_batches) + run.mini_batches
+    moved = 2 * shape.parameters * (ranks - 1) / ranks * rounds
+    # A ring enters and leaves each node once.
+    return moved / (rates.nvlink if ranks <= run.gpus_a_node else min(rates.nvlink, rates.network))
+
+
+def generation(shape: Shape, rates: Rates, run: Workload) -> tuple[float, float]:
+    """GPU seconds of a sample, and how many are sampled at a time."""
+    context = run.prompt + run.response / 2
+    room = rates.gpu_bytes * rates.cache_share - 2 * shape.parameters
+    requests = max(1.0, min(run.concurrency, room / (shape.cache_bytes * context)))
+    flops = 2 * (shape.layer_parameters + shape.head_parameters) + shape.attention_flops(context)
+    bytes_read = 2 * (shape.parameters - shape.head_parameters * (not shape.tied)) + requests * (
+        shape.cache_bytes * context
+    )
+    work = max(bytes_read / (rates.memory * rates.memory_share), requests * flops / (rates.peak * rates.prefill_share))
+    decode = run.response * (work + rates.step_overhead + requests * rates.request_overhead) / requests
+    prefill = run.prompt * (2 * shape.layer_parameters) + (forward_flops(shape, run) if run.rescore else 0.0)
+    return decode + prefill / (rates.peak * rates.prefill_share), requests
+
+
+def read_shape(path: Path) -> Shape:
+    """The shape of a model folder."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"]
+    return Shape(
+        config["num_hidden_layers"],
+        config["hidden_size"],
+        config["intermediate_size"],
+        heads,
+        config.get("num_key_value_heads", heads),
+        config.get("head_dim") or config["hidden_size"] // heads,
+        config["vocab_size"],
+        config.get("tie_word_embeddings", False),
+    )

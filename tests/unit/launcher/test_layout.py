@@ -1,0 +1,296 @@
+"""Which process of `spo run` gets which GPU: on stand-ins for one, two, four and eight of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.memory_table import QWEN3_8B
+from common.config import Config
+from common.errors import UserError
+from common.log import get_logger
+from launcher.layout import layout as layouts
+from launcher.layout.gpus import numbers, read_gpus, select
+from launcher.layout.layout import Choice, Layout, lay_out
+from launcher.run.local_run import worker_commands
+from launcher.run.processes import start_all
+from launcher.run.supervisor import Supervisor
+from tests.support.checks import config_of
+from tests.support.gpus import StandInGpus
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.integration
+
+SAVING = {"zero_stage": 2, "gradient_checkpointing": True, "mini_batches": 8}
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInGpus:
+    return StandInGpus(tmp_path / "bin", monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-8B without weights."""
+    folder = tmp_path_factory.mktemp("Qwen3-8B")
+    QWEN3_8B.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config(model: Path) -> Callable[..., Config]:
+    def build(learner: dict[str, Any] | None = None, **sections: Any) -> Config:
+        settings: dict[str, Any] = {
+            "model": {"path": str(model), "max_model_len": 10_240},
+            "sampler": {"batch_size": 768},
+            "episode": {"max_response_tokens": 8192},
+            "learner": SAVING | (learner or {}),
+        }
+        return config_of(**settings | sections)
+
+    return build
+
+
+def devices(layout: Layout) -> tuple[str, list[str]]:
+    """CUDA_VISIBLE_DEVICES of the learner and of each generator."""
+    visible = {name: one["CUDA_VISIBLE_DEVICES"] for name, one in layout.environments.items()}
+    assert all(one["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" for one in layout.environments.values())
+    return visible.pop("learner", ""), list(visible.values())
+
+
+@pytest.mark.parametrize(
+    ("count", "learner", "asked", "expected"),
+    [
+        (1, {"lora": {"rank": 16}}, Choice(), ("0", ["0"])),
+        (2, {"zero_stage": 3, "offload_optimizer": True, "offload_params": True}, Choice(), ("0", ["1"])),
+        (4, {}, Choice(), ("0,1,2", ["3"])),
+        (8, {}, Choice(), ("0,1,2,3", ["4", "5", "6", "7"])),
+        (8, {}, Choice(2), ("0,1,2,3,4,5", ["6", "7"])),
+        (8, {}, Choice(None, "4-7"), ("4,5,6,7", ["0", "1", "2", "3"])),
+        (8, {}, Choice(None, None, "0,7"), ("1,2,3,4,5,6", ["0", "7"])),
+        (8, {}, Choice(None, "0-3", "6"), ("0,1,2,3", ["6"])),
+        (8, {}, Choice(1, "0-3"), ("0,1,2,3", ["4"])),
+        (8, {}, Choice(0), ("0,1,2,3,4,5,6,7", [])),
+    ],
+)
+def test_gpus_are_divided(
+    count: int,
+    learner: dict[str, Any],
+    asked: Choice,
+    expected: tuple[str, list[str]],
+    config: Callable[..., Config],
+    gpus: StandInGpus,
+) -> None:
+    gpus.are(count)
+    layout = lay_out(config(learner), asked)
+    assert devices(layout) == expected
+    assert layout.reasons[0].startswith("learner: GPU 0" if expected[0][0] == "0" else "learner: GPU ")
+    in_file = {"learner_gpus": asked.learner_gpus, "generator_gpus": asked.generator_gpus}
+    assert lay_out(config(learner, run=in_file), Choice(asked.generators)) == layout
+
+
+@pytest.mark.parametrize(
+    ("count", "sections", "asked", "words"),
+    [
+        (1, {}, Choice(), "GPU 0 has 85.5 GB, of which a rank of the learner needs "),
+        (2, {}, Choice(), "set -o learner.zero_stage=3 -o learner.offload_optimizer=true"),
+        (8, {"gradient_checkpointing": False}, Choice(), "set -o learner.gradient_checkpointing=true"),
+        (8, {}, Choice(None, "8"), "--learner-gpus = '8' names GPU 8, and GPUs here are 0 to 7"),
+        (8, {}, Choice(None, "0-x"), "must be numbers of GPUs, such as 0-3 or 0,2"),
+        (8, {}, Choice(None, "3-1"), "must be numbers of GPUs"),
+        (8, {}, Choice(None, "0,0-1"), "names GPU 0 twice"),
+        (8, {}, Choice(None, None, "0-7"), "no GPU is left for the learner"),
+        (8, {}, Choice(9), "leave none of 8 for the learner"),
+        (8, {}, Choice(3, "0-5"), "there are GPUs for 2, of 1 each"),
+        (0, {}, Choice(None, "0"), "--learner-gpus = '0', and there is no GPU here"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_said_with_what_would_fit(
+    count: int,
+    sections: dict[str, Any],
+    asked: Choice,
+    words: str,
+    config: Callable[..., Config],
+    gpus: StandInGpus,
+) -> None:
+    gpus.are(count)
+    with pytest.raises(UserError) as refused:
+        lay_out(config(sections), asked)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_advice_is_one_that_fits(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(4)
+    plain = {"zero_stage": 0, "gradient_checkpointing": False}
+    with pytest.raises(UserError) as refused:
+        lay_out(config(plain), Choice(None, "0-2"))
+    advised = dict(re.findall(r"-o learner\.(\w+)=(\w+)", str(refused.value)))
+    learner = plain | {name: json.loads(value) for name, value in advised.items()}
+    assert lay_out(config(learner), Choice(None, "0-2")).learner
+
+
+def test_generators_of_several_gpus(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(8)
+    two = config(generator={"engine": {"tensor_parallel_size": 2}})
+    layout = lay_out(two, Choice(None, "0-2"))
+    assert devices(layout) == ("0,1,2", ["3,4", "5,6"])
+    assert "GPU 7 is not used: a generator takes 2" in layout.reasons
+    with pytest.raises(UserError, match="a generator takes 2 GPUs"):
+        lay_out(two, Choice(None, "0-2", "3-5"))
+
+
+def test_a_model_too_large_for_an_engine_is_divided(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(2, "NVIDIA RTX 4080", 16_376)
+    with pytest.raises(UserError, match="set generator.engine.tensor_parallel_size=2"):
+        lay_out(config(run={"steps": 0}), Choice())
+
+
+def test_a_rank_and_a_generator_share_one_gpu(config: Callable[..., Config], gpus: StandInGpus, tmp_path: Path) -> None:
+    gpus.are(1)
+    layout = lay_out(config({"lora": {"rank": 16}}), Choice())
+    assert layout.utilization is not None
+    assert 0.3 < layout.utilization < 0.8
+    commands = worker_commands(tmp_path / "config.yaml", layout)
+    assert f"generator.engine.gpu_memory_utilization={layout.utilization}" in commands["generator-1"]
+    assert "--ranks" not in commands["learner"]
+    configured = config({"lora": {"rank": 16}}, generator={"engine": {"gpu_memory_utilization": 0.25}})
+    assert lay_out(configured, Choice()).utilization == 0.25
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("4,5,6,7", ("4,5,6", ["7"])),
+        ("7,2,3,1", ("7,2,3", ["1"])),
+        ("GPU-0001,GPU-0003,GPU-0005,GPU-0007", ("GPU-0001,GPU-0003,GPU-0005", ["GPU-0007"])),
+    ],
+)
+def test_a_schedulers_choice_is_kept(
+    visible: str, expected: tuple[str, list[str]], config: Callable[..., Config], gpus: StandInGpus
+) -> None:
+    gpus.are(8, visible=visible)
+    assert devices(lay_out(config(), Choice())) == expected
+    by_hand = lay_out(config(), Choice(None, "0-2"))
+    assert devices(by_hand) == expected, "numbers are those that torch counts"
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_hidden_gpus_are_not_used(visible: str, config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(8, visible=visible)
+    layout = lay_out(config(), Choice(3))
+    assert (devices(layout), layout.generators) == (("", []), ((), (), ()))
+
+
+def test_unknown_gpus_are_named(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(2, visible="0,5")
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES names '5', and the GPUs here are 0, 1"):
+        lay_out(config(), Choice())
+
+
+def test_gpus_of_others_are_left_alone(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(5, used={1: 70_000})
+    layout = lay_out(config(), Choice())
+    assert devices(layout) == ("0,2,3", ["4"])
+    assert "other processes hold 73.4 of 85.5 GB of GPU 1: it is left out" in layout.reasons
+    with pytest.raises(UserError, match="of GPU 1: end them, or name another GPU"):
+        lay_out(config(), Choice(None, "0-3"))
+    gpus.are(2, used={0: 70_000, 1: 70_000})
+    with pytest.raises(UserError, match="and so of every other GPU here"):
+        lay_out(config(), Choice())
+
+
+def test_slices_are_used_one_by_one(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(2, slices=["3g.40gb", "3g.40gb"])
+    one = {"lora": {"rank": 16}, "token_budget": 64}
+    short = {"episode": {"max_response_tokens": 1024}}
+    layout = lay_out(config(one, **short), Choice())
+    assert devices(layout) == ("MIG-00aa", ["MIG-01aa", "MIG-10aa", "MIG-11aa"])
+    assert layout.learner[0].total == 40 << 30
+    with pytest.raises(UserError, match="slices of a GPU cannot work together"):
+        lay_out(config(one, **short), Choice(None, "0-1"))
+    with pytest.raises(UserError, match="slices of a GPU cannot work together"):
+        lay_out(config(one, **short, generator={"engine": {"tensor_parallel_size": 2}}), Choice(None, "0", "2-3"))
+
+
+def test_a_driver_that_fails_is_quoted(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(8)
+    gpus.fail("Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.")
+    with pytest.raises(UserError, match=r"nvidia-smi ended with code 15: .* GPU is lost"):
+        lay_out(config(), Choice())
+
+
+def test_a_model_that_is_not_here_divides_evenly(gpus: StandInGpus) -> None:
+    gpus.are(8)
+    layout = lay_out(config_of(), Choice())
+    assert devices(layout) == ("0,1,2,3", ["4", "5", "6", "7"])
+    assert layout.reasons[-1] == "memory is not checked: m is not on this machine yet"
+
+
+def test_a_deterministic_run_has_one_generator(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(8)
+    serial = config(run={"deterministic": True})
+    assert devices(lay_out(serial, Choice())) == ("0,1,2,3,4,5,6", ["7"])
+    assert devices(lay_out(serial, Choice(None, "0-3"))) == ("0,1,2,3", ["4"])
+
+
+def test_without_a_learner_all_gpus_generate(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(4)
+    assert devices(lay_out(config(run={"steps": 0}), Choice())) == ("", ["0", "1", "2", "3"])
+
+
+def test_builds_for_the_cpu_use_no_gpu(gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.are(8)
+    monkeypatch.setattr(layouts, "cpu_build", lambda role: f"{role}-build 1")
+    assert devices(lay_out(config_of(), Choice(2))) == ("", [])
+    with pytest.raises(UserError, match="learner-build 1 and generator-build 1 compute on the CPU only"):
+        lay_out(config_of(), Choice(None, "0"))
+
+
+def test_lists_are_read_and_written(gpus: StandInGpus) -> None:
+    gpus.are(8)
+    there = read_gpus({"PATH": str(gpus.folder)})
+    assert numbers(select("6,0-2, 4", there, "it")) == "0-2, 4, 6"
+    assert [replace(gpu, load=None).number for gpu in there] == list(range(8))
+
+
+TELLS = """
+import json, os, sys
+names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS")
+print(json.dumps({name: os.environ.get(name) for name in names}))
+"""
+
+
+def test_each_process_sees_its_own_gpus(
+    config: Callable[..., Config], gpus: StandInGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("launcher.run.processes.os.sched_getaffinity", lambda _: range(96))
+    gpus.are(8)
+    layout = lay_out(config(), Choice())
+    commands = worker_commands(tmp_path / "config.yaml", layout)
+    assert commands["learner"][-2:] == ["--ranks", "4"]
+    assert list(commands) == ["learner", "generator-1", "generator-2", "generator-3", "generator-4", "sampler"]
+    told = {name: [sys.executable, "-c", TELLS] for name in commands}
+    supervisor = Supervisor(tmp_path / "logs", get_logger())
+    try:
+        start_all(config(), tmp_path / "config.yaml", told, layout, supervisor)
+        eventually(lambda: supervisor.poll() or not supervisor.alive())
+    finally:
+        supervisor.stop()
+    seen = {name: json.loads((tmp_path / "logs" / f"{name}.log").read_text()) for name in commands}
+    expected = {"learner": "0,1,2,3"} | {f"generator-{number}": str(number + 3) for number in range(1, 5)}
+    for name, visible in expected.items():
+        assert seen[name] == {
+            "CUDA_VISIBLE_DEVICES": visible,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "OMP_NUM_THREADS": "12",
+        }
+    assert seen["sampler"]["CUDA_VISIBLE_DEVICES"] is None
