@@ -13,6 +13,7 @@ import typer
 from redis.exceptions import RedisError
 
 from common import log as logs
+from common.checks.computing import visible_gpus
 from common.checks.list import check_start
 from common.config import Config, load_config
 from common.config.warnings import warnings
@@ -45,7 +46,7 @@ def learn(
     ] = 0,
     resume: ResumeOption = False,
     ranks: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Ranks on this machine, each on a GPU of its own.")
+        int, typer.Option(min=0, metavar="N", help="Ranks on this machine, each on a GPU of its own; 0: one a GPU.")
     ] = 1,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Set by the deepspeed launcher.")
@@ -66,6 +67,7 @@ def learn(
     keep_files_private()
     die_with_launcher()
     settings = load_config(config, override or ())
+    ranks = ranks or max(1, visible_gpus(dict(os.environ)).count)
     if ranks > 1:
         if "RANK" in os.environ:
             raise UserError(f"--ranks = {ranks}, and this is a rank already (RANK is set): leave one of the two out")

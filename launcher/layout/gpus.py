@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from common.checks.computing import visible_gpus
@@ -16,6 +18,7 @@ from common.errors import UserError, one_line
 
 QUERY = "index,uuid,name,memory.total,memory.used,utilization.gpu,mig.mode.current"
 SECONDS = 60
+EVERY = 2.0  # seconds between two looks at the load
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HIDDEN = ("-1", "NoDevFiles")  # as the first name: no GPU at all
 # By default CUDA would put the fastest GPU first, and nvidia-smi's numbers, and a scheduler's, would be of others.
@@ -70,6 +73,36 @@ def read_gpus(environ: Mapping[str, str]) -> list[Gpu]:
     if names is not None:
         gpus = [_named(name, gpus) for name in names]
     return [replace(gpu, number=number) for number, gpu in enumerate(gpus)]
+
+
+@contextmanager
+def watching(environ: Mapping[str, str], used: Iterable[Gpu]) -> Iterator[Callable[[], Sequence[Gpu]]]:
+    """Ask again and again, during the block, what the GPUs of a run are doing.
+
+    Yields:
+        A function that returns them as they were last; none where there are none, or the driver does not answer.
+    """
+    uuids = {gpu.uuid for gpu in used if not gpu.is_slice} - {""}
+    newest: list[Gpu] = []
+    over = threading.Event()
+
+    def follow() -> None:
+        while not over.is_set():
+            try:
+                newest[:] = [gpu for gpu in read_gpus(environ) if gpu.uuid in uuids]
+            except UserError:
+                newest.clear()
+            over.wait(EVERY)
+
+    thread = threading.Thread(target=follow, name="gpus", daemon=True)
+    if uuids:
+        thread.start()
+    try:
+        yield lambda: tuple(newest)
+    finally:
+        over.set()
+        if uuids:
+            thread.join(EVERY)
 
 
 def environment(gpus: Sequence[Gpu]) -> dict[str, str]:

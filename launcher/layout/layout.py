@@ -61,6 +61,12 @@ class Layout:
         return max(1, len(self.learner)) + len(self.generators)
 
     @property
+    def gpus(self) -> list[Gpu]:
+        """All that are used, in order."""
+        used = {gpu.number: gpu for gpus in (self.learner, *self.generators) for gpu in gpus}
+        return [used[number] for number in sorted(used)]
+
+    @property
     def generator_names(self) -> list[str]:
         return [f"generator-{number}" for number in range(1, len(self.generators) + 1)]
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import one_line, visible
+from launcher.layout.gpus import Gpu
 from launcher.run.notices import Notice
 from launcher.run.progress import PhaseTimer, Progress, duration
 from launcher.run.supervisor import RunProcess, Supervisor
@@ -115,6 +116,7 @@ class PlainView:
             "left": None if progress.seconds_left is None else duration(progress.seconds_left),
             "staleness": progress.metric("staleness/mean"),
             "tokens_per_second": progress.tokens_per_second() or None,
+            "gpus": gpu_figures(progress.gpus)[0] if progress.gpus else None,
             "processes": len(supervisor.alive()),
         }
         self.log.info("progress", **{name: value for name, value in values.items() if value is not None})
@@ -203,11 +205,22 @@ def figures(progress: Progress) -> Table:
     table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
     counted, dispatched = progress.counters.get("counted", 0), progress.counters.get("dispatched", 0)
     table.add_row("samples counted", f"{counted:,}", f"of {dispatched:,} dispatched")
+    if progress.gpus:
+        table.add_row("GPUs", *gpu_figures(progress.gpus))
     if progress.memory.limit:
         table.add_row("Redis' memory", percent(progress.memory.share), f"of {data_size(progress.memory.limit)}")
     if progress.counters.get("grouped"):
         table.add_row("degenerate groups", percent(degenerate_share(progress.counters)), "all rewards of a group equal")
     return table
+
+
+def gpu_figures(gpus: Sequence[Gpu]) -> tuple[str, str]:
+    """Their mean load; and the load of each, as a figure or, of many, as a bar, with what is used of their memory."""
+    loads = [math.nan if gpu.load is None else gpu.load for gpu in gpus]
+    each = " ".join(f"{gpu.number}: {load:.0%} " for gpu, load in zip(gpus, loads, strict=True))
+    held = sum(gpu.used for gpu in gpus) / max(1, sum(gpu.total for gpu in gpus))
+    shown = sparkline(loads) if len(gpus) > MANY else each.strip()
+    return f"{percent(sum(loads) / len(loads))} busy", f"{shown}, {held:.0%} of their memory"
 
 
 def _curve(values: list[float], ends: tuple[float, float], shown: Callable[[float | None], str], what: str) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,6 +19,7 @@ from common.files import checkpoint_versions
 from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
+from launcher.layout.gpus import Gpu, watching
 from launcher.layout.layout import NOTHING_ASKED, Choice, Layout, lay_out
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
@@ -120,8 +122,8 @@ def _run(
                     commands["learner"].append("--resume")
                 start_all(config, path, commands, layout, supervisor)
                 roles = ("sampler", "learner", *(["generator"] if layout.generators else []))
-                with closing(view()) as opened:
-                    _watch(supervisor, progress, phases, opened, roles)
+                with closing(view()) as opened, watching(os.environ, layout.gpus) as gpus:
+                    _watch(supervisor, progress, phases, opened, roles, gpus)
             finally:
                 phases.enter("shutdown")
     except (EndedEarly, UserError) as early:
@@ -159,11 +161,19 @@ def worker_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
     )
 
 
-def _watch(supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view: View, roles: Sequence[str]) -> None:
+def _watch(
+    supervisor: Supervisor,
+    progress: Progress,
+    phases: PhaseTimer,
+    view: View,
+    roles: Sequence[str],
+    gpus: Callable[[], Sequence[Gpu]],
+) -> None:
     """Watch until the run is over and its processes have exited.
 
     Args:
         roles: of the processes that were started.
+        gpus: returns those that they use.
     """
     leave_by: float | None = None
     while True:
@@ -172,6 +182,7 @@ def _watch(supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view:
             phase = progress.phase()
             if phase != phases.current:
                 phases.enter(phase)
+        progress.gpus = gpus()
         view.update(progress, supervisor, phases)
         if progress.finished:
             leave_by = leave_by or time.monotonic() + LEAVE_TIMEOUT

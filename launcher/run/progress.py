@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from common.streams.batches import StepReader
 from common.streams.broker import Broker, Memory
 from launcher.folder.metrics import Metrics
 from launcher.folder.time_budget import Bottleneck, Pace, bottleneck
+from launcher.layout.gpus import Gpu
 
 RECENT = 60
 MEASURED = 2048  # newest values of each metric, which are hours even where steps are slow
@@ -36,6 +37,7 @@ class Progress:
 
     Attributes:
         folder: of the run; it may be on another machine, and then there are no metrics.
+        gpus: those that processes started here use, as they are now.
     """
 
     broker: Broker
@@ -54,6 +56,7 @@ class Progress:
     finished: bool = False
     has_generated: bool = False
     variance_ratio: float | None = None
+    gpus: Sequence[Gpu] = ()
     metrics: Metrics | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from common.config import Config, load_config
 from common.config.data import KNOWN_SETS
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from tests.support.gpus import StandInGpus
 from tests.support.troubles import Trouble, forget_modules, make_folder, matches, troubles
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -92,6 +94,31 @@ def test_a_published_configuration_loads_up_to_the_weights(name: str, tmp_path: 
     model = load_config(CONFIGS / f"{name}.yaml", (), {}).model.path
     assert f"{SHAPES[model][1]} parameters" in result.output
     assert not list(tmp_path.glob(f"{name}*")), "nothing is started, and no run folder made"
+
+
+def test_the_readmes_blocks_for_gpus_are_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    StandInGpus(tmp_path / "bin", monkeypatch).are(8)
+    readme = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
+    path = tmp_path / "maths.yaml"
+    path.write_text(re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)[0])
+    config = load_config(path, (), {})
+    model_without_weights(tmp_path / config.model.path, QWEN3_8B)
+    (tmp_path / "data").mkdir()
+    rows = rows_like("", config.data.prompt_column, config.data.answer_column, "train", config)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "maths.parquet")
+    (tmp_path / "data" / "aime.jsonl").write_text("\n".join(map(json.dumps, rows[:8])))
+    monkeypatch.chdir(tmp_path)
+    blocks = readme.partition("### GPUs")[2].partition("\n### ")[0].replace("\\\n", "")
+    commands = re.findall(r"^spo (run .*?)(?: +#.*)?$", blocks, re.MULTILINE)
+    assert len(commands) == 4
+    shown = []
+    for command in commands:
+        words = command.split()
+        result = CliRunner().invoke(app, words if "--dry-run" in words else [*words, "--dry-run"])
+        assert result.exit_code == 0, result.output
+        shown.append(re.findall(r"layout \(learner\)  (\S+: GPU \S+) ", result.output))
+    four = ["learner: GPU 0-3", *(f"generator-{number}: GPU {number + 3}" for number in range(1, 5))]
+    assert shown == [four, four, four, ["learner: GPU 0-7"]]
 
 
 def test_all_that_cannot_work_is_named_at_once(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher import status as inspection
 from launcher.folder.time_budget import Pace
+from launcher.layout.gpus import Gpu
 from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import LiveView, PlainView, data_size, process_rows, render, sparkline
 from launcher.run.progress import PhaseTimer, Progress, duration
@@ -117,6 +118,16 @@ def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker,
     assert "sent 16.4 GB" in rows["learner"]
     assert "from learner, sent 0 B" in rows["relay-1"]
     assert "from relay-1" in rows["generator-7"]
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(2, r"GPUs +50\.0% busy +0: 0% +1: 100%, 50% of their memory"), (16, r"50\.0% busy +▁█▁█")]
+)
+def test_the_load_of_each_gpu_is_shown(fake_broker: Broker, supervisor: Supervisor, count: int, shown: str) -> None:
+    progress = read(fake_broker)
+    assert "GPU" not in text(render("runs/x", progress, supervisor, PhaseTimer()))
+    progress.gpus = [Gpu(n, str(n), f"GPU-{n}", "H100", 80 << 30, 40 << 30, load=n % 2) for n in range(count)]
+    assert re.search(shown, text(render("runs/x", progress, supervisor, PhaseTimer())))
 
 
 def test_frames_have_one_width_and_the_time_left_once_known(fake_broker: Broker, supervisor: Supervisor) -> None:

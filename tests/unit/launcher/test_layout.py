@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from common.config import Config
 from common.errors import UserError
 from common.log import get_logger
 from launcher.layout import layout as layouts
-from launcher.layout.gpus import numbers, read_gpus, select
+from launcher.layout.gpus import numbers, read_gpus, select, watching
 from launcher.layout.layout import Choice, Layout, lay_out
 from launcher.run.local_run import worker_commands
 from launcher.run.processes import start_all
@@ -252,6 +253,19 @@ def test_builds_for_the_cpu_use_no_gpu(gpus: StandInGpus, monkeypatch: pytest.Mo
     assert devices(lay_out(config_of(), Choice(2))) == ("", [])
     with pytest.raises(UserError, match="learner-build 1 and generator-build 1 compute on the CPU only"):
         lay_out(config_of(), Choice(None, "0"))
+
+
+def test_gpus_are_watched_until_the_driver_fails(
+    config: Callable[..., Config], gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.layout.gpus.EVERY", 0.01)
+    gpus.are(4)
+    used = lay_out(config({"lora": {"rank": 16}}), Choice(None, "0", "2")).gpus
+    with watching(os.environ, used) as newest:
+        gpus.are(4, used={2: 70_000})
+        eventually(lambda: [(gpu.number, gpu.load) for gpu in newest()] == [(0, 0.0), (2, 0.5)])
+        gpus.fail("it fell off the bus")
+        eventually(lambda: not newest())
 
 
 def test_lists_are_read_and_written(gpus: StandInGpus) -> None:

@@ -1,0 +1,73 @@
+"""`spo run` on stand-ins for GPUs: two ranks under torchrun train on the CPU, and are started again together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.config.run import BrokerConfig
+from common.streams.broker import connect
+from tests.conftest import RedisServer
+from tests.support.gpus import StandInGpus
+from tests.support.waiting import PATIENCE
+from tests.support.whole_run import settled_counters, wait_for_version, write_run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+# The packages here compute on the CPU, which the layout is not to know.
+SPO = "import launcher.layout.layout as one; one.cpu_build = lambda role: None; from launcher.cli import main; main()"
+STEPS = 4
+
+
+def test_ranks_of_a_run_are_started_again_together(
+    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StandInGpus(tmp_path / "bin", monkeypatch).are(4)
+    sections = {
+        "run": {"steps": STEPS},
+        "sampler": {"batch_size": 16},
+        "episode": {"max_response_tokens": 8},
+        "learner": {"zero_stage": 2, "checkpoint_every": 1},
+    }
+    path = write_run(tmp_path, "ranks", sections)
+    broker = connect(BrokerConfig(url=redis_server.url, dead_after=3.0), "ranks")
+    words = ["run", str(path), "--redis", redis_server.url, "--learner-gpus", "1-2", "--generator-gpus", "0", "--plain"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-c", SPO, *words], stdout=log, stderr=log)
+    try:
+        wait_for_version(broker, 1, process)
+        first = ranks_of(process.pid)
+        assert {rank: environment["CUDA_VISIBLE_DEVICES"] for rank, (_, environment) in first.items()} == {
+            "0": "1,2",
+            "1": "1,2",
+        }
+        os.kill(first["1"][0], signal.SIGKILL)
+        assert process.wait(5 * PATIENCE) == 0, (tmp_path / "log").read_text()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(PATIENCE)
+    assert not any(psutil.pid_exists(pid) for pid, _ in first.values())
+    summary = json.loads((tmp_path / "runs" / "ranks" / "summary.json").read_text())
+    assert (summary["steps"], summary["restarts"]) == (STEPS, {"learner": 1})
+    assert settled_counters(broker)["batched"] == STEPS * 16
+    said = (tmp_path / "log").read_text()
+    assert "learner: GPU 1-2 (NVIDIA H100 80GB HBM3), 2 ranks, ZeRO 2" in said
+    assert "generator-1: GPU 0 (NVIDIA H100 80GB HBM3)" in said
+
+
+def ranks_of(launcher: int) -> dict[str, tuple[int, dict[str, str]]]:
+    """Process id and environment of each rank below a process, by its number."""
+    found = {}
+    for child in psutil.Process(launcher).children(recursive=True):
+        environment = child.environ()
+        if "LOCAL_RANK" in environment:
+            found[environment["RANK"]] = (child.pid, environment)
+    return found
