@@ -140,8 +140,8 @@ def _inside(path: Path, seconds: float) -> tuple[float, float]:
     ledger.acquire()
     generator = subprocess.Popen([sys.executable, "-m", "generator.cli", "--config", str(path)])
     try:
-        waves = Waves(psutil.Process(generator.pid), config.generator.max_concurrency, seconds)
-        sent, missing = 0, 4 * config.generator.max_concurrency
+        waves = Waves(psutil.Process(generator.pid), config.generator.most_episodes, seconds)
+        sent, missing = 0, 4 * config.generator.most_episodes
         while waves.result is None:
             headers = ledger.read(256, 200) if sent else []
             for _, header in headers:
@@ -190,7 +190,7 @@ async def bare(
     in_turns = itertools.cycle(
         prompts or [llm.get_tokenizer().encode("<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n")]
     )
-    waves = Waves(psutil.Process(), config.generator.max_concurrency, seconds)
+    waves = Waves(psutil.Process(), config.generator.most_episodes, seconds)
     names = iter(range(10**9))
 
     async def answer(prompt: Sequence[int], params: Any) -> list[int]:
@@ -206,7 +206,7 @@ async def bare(
                 await answer([*prompt, *token_ids], scoring)
             waves.add(len(token_ids) if rescored is None else 1)
 
-    streams = [asyncio.create_task(stream()) for _ in range(config.generator.max_concurrency)]
+    streams = [asyncio.create_task(stream()) for _ in range(config.generator.most_episodes)]
     await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
     for task in streams:
         task.cancel()

@@ -101,7 +101,7 @@ async def _serve(config: Config, name: str) -> int:
         generator = Generator(config, services)
         loop = asyncio.get_running_loop()
         # For tools and simulated users that block; one that hangs keeps its thread for good.
-        loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.max_concurrency, "blocking"))
+        loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.most_episodes, "blocking"))
 
         def stop() -> None:
             generator.stop.set()

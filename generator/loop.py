@@ -20,6 +20,7 @@ from generator.engine.engine import EngineDied
 from generator.episode import Episode
 from generator.episode_runner import PromptTooLong
 from generator.services import Services
+from generator.slots import Slots
 from generator.task_runner import TaskRunner
 from generator.task_source import TaskSource
 from generator.weight_updater import WeightUpdater
@@ -53,7 +54,7 @@ class _Stopped(Exception):
 
 
 class Generator:
-    """Runs up to `generator.max_concurrency` episodes at once until the run is finished or `stop` is set."""
+    """Runs episodes, as many at once as `Slots` says, until the run is finished or `stop` is set."""
 
     def __init__(self, config: Config, services: Services) -> None:
         self.config = config
@@ -69,6 +70,12 @@ class Generator:
         self.leased: set[LeasedTask] = set()
         self.results: asyncio.Queue[tuple[LeasedTask, Finished]] = asyncio.Queue()
         self.slot_freed = asyncio.Event()
+        longest = max(episode.max_response_tokens for episode in config.episodes_in_use().values())
+        self.slots = Slots(
+            config.generator.max_concurrency,
+            self.engine,
+            min(config.model.max_model_len, config.data.max_prompt_tokens + longest),
+        )
 
     @property
     def slots_taken(self) -> int:
@@ -99,7 +106,7 @@ class Generator:
         if not await self.weights.load_first():
             self.stop.set()
             return
-        self.log.info("ready", version=self.engine.version, concurrency=self.config.generator.max_concurrency)
+        self.log.info("ready", version=self.engine.version, concurrency=self.slots.limit)
         self.presence.status(state="running", version=self.engine.version)
         loops = (self._lease_tasks, self._send_results, self._heartbeat, self.weights.follow, self._report)
         for loop in loops:
@@ -110,7 +117,7 @@ class Generator:
             # A task that awaits newer weights gives its slot to an evaluation, for which the present weights are kept.
             # Meanwhile other training tasks are left to generators that have the newer weights.
             waiting = sum(lease.awaits_weights for lease in self.leased)
-            free = self.config.generator.max_concurrency - self.slots_taken
+            free = self.slots.limit - self.slots_taken
             if free + waiting <= 0:
                 self.slot_freed.clear()
                 await self.slot_freed.wait()
@@ -267,11 +274,15 @@ class Generator:
             await asyncio.sleep(self.config.broker.heartbeat)
 
     async def _report(self) -> None:
-        """Publish the status for the display, with metrics for the sampler to write."""
+        """Adapt the number of slots, and publish the status for the display, with metrics for the sampler to write."""
+        ended = 0
         while True:
             await asyncio.sleep(self.config.broker.heartbeat)
+            self.slots.look(self.slots_taken, self.metrics.episodes - ended)
+            self.slot_freed.set()  # there may be more
+            ended = self.metrics.episodes
             awaiting = sum(lease.awaits_weights for lease in self.leased)
-            self.presence.status(**self.metrics.status(self.slots_taken, awaiting))
+            self.presence.status(**self.metrics.status(self.slots_taken, self.slots.limit, awaiting))
 
     async def _hand_back(self) -> None:
         """Send what is finished, requeue the rest, and close what episodes use."""

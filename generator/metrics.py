@@ -51,11 +51,12 @@ class GeneratorMetrics:
         """Seconds without any task, including a wait that still goes on."""
         return self.idle_seconds + (0.0 if self._idle_since is None else now - self._idle_since)
 
-    def status(self, slots: int, awaiting_weights: int) -> dict[str, Any]:
+    def status(self, slots: int, concurrency: int, awaiting_weights: int) -> dict[str, Any]:
         """Return the status to display, with `metrics` for `metrics.jsonl`; seconds and counts are since the start.
 
         Args:
             slots: episodes running now.
+            concurrency: how many there may be.
             awaiting_weights: episodes among them that wait for newer weights.
         """
         now = time.monotonic()
@@ -71,6 +72,7 @@ class GeneratorMetrics:
             "generator/tokens": self.sampled,
             "generator/tokens_per_second": rate,
             "generator/slots": slots,
+            "generator/concurrency": concurrency,
             "generator/slots_awaiting_weights": awaiting_weights,
             "generator/seconds": now - self._started,
             "generator/waiting_for_tasks_seconds": idle,
@@ -81,4 +83,10 @@ class GeneratorMetrics:
             "generator/pause_ms_per_update": 1000 * self.pause_seconds / updates,
             "generator/pull_ms_per_update": 1000 * self.pull_seconds / updates,
         }
-        return {"episodes": self.episodes, "tokens_per_second": rate, "playing": slots, "metrics": metrics}
+        return {
+            "episodes": self.episodes,
+            "tokens_per_second": rate,
+            "playing": slots,
+            "concurrency": concurrency,
+            "metrics": metrics,
+        }

@@ -131,7 +131,7 @@ def open_files(context: Context) -> Finding:
     """Whether the process may open enough files and connections."""
     needed = OPEN_FILES_SANDBOX if context.role is Role.SANDBOX else OPEN_FILES
     if context.role is Role.GENERATOR and context.run_config is not None:
-        needed = max(needed, 512 + 4 * context.config.generator.max_concurrency)
+        needed = max(needed, 512 + 4 * context.config.generator.most_episodes)
     limit = context.machine.open_files
     if limit < needed:
         return warning(f"ulimit -n is {limit}, and {needed} are needed: raise it (docker: ulimits, nofile)")

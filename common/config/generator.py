@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -11,6 +11,7 @@ from common.config.agent import AgentConfig
 from common.config.section import LOCAL, Section, explain
 from common.errors import UserError
 
+MOST_EPISODES = 512  # of a generator that chooses their number itself
 # Where a source has tools or a reward of its own, the run's options for others are left out.
 OPTIONS = {"tools": "tool_options", "reward": "reward_options"}
 OF_THE_RUN = ("rollouts_every",)
@@ -138,7 +139,12 @@ class EpisodeConfig(Section):
 class GeneratorConfig(Section):
     """A vLLM engine and how many episodes it runs at once."""
 
-    max_concurrency: int = Field(64, ge=1, description="Episodes in flight in one process.", json_schema_extra=LOCAL)
+    max_concurrency: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="Episodes in flight in one process; `auto`: as many as vLLM's cache of keys and values holds "
+        "(docs/gpu.md).",
+        json_schema_extra=LOCAL,
+    )
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of training responses.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Nucleus of training responses; only 1: a cut distribution biases every ratio."
@@ -178,6 +184,11 @@ class GeneratorConfig(Section):
         description="Passed to vLLM's engine arguments untouched.",
         json_schema_extra=LOCAL,
     )
+
+    @property
+    def most_episodes(self) -> int:
+        """Episodes that one process may ever have in flight."""
+        return MOST_EPISODES if self.max_concurrency == "auto" else self.max_concurrency
 
 
 class SandboxConfig(Section):

@@ -82,7 +82,7 @@ class SandboxedCommand:
         self._sandbox: LocalSandbox | None = None
         if socket is not None:
             settings = Settings(
-                workers=min(limits.concurrency, config.generator.max_concurrency),
+                workers=min(limits.concurrency, config.generator.most_episodes),
                 memory_mb=limits.memory_mb,
                 seconds=self._seconds,
                 python=sys.executable,

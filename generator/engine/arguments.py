@@ -26,6 +26,7 @@ from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
 LONGEST_REASON = 400  # characters shown of vLLM's own error
+CPU_REQUESTS = 64  # at once, of a generator that chooses their number itself: more take as long on a CPU
 KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
 KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # arguments that size it
 # Engine arguments that other configuration keys set, for the learner as well; None: fixed in every run.
@@ -201,13 +202,15 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         # Generators with the same seed would give the same answer to a prompt that both get.
         "seed": zlib.crc32(f"{config.run.seed} {socket.gethostname()} {os.getpid()}".encode()),
-        "max_num_seqs": config.generator.max_concurrency,
+        "max_num_seqs": config.generator.most_episodes,
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
     if current_platform.is_cpu():
+        if config.generator.max_concurrency == "auto":
+            defaults["max_num_seqs"] = CPU_REQUESTS
         # Compiling a small model costs more time than it saves in a run.
         defaults["enforce_eager"] = True
         if not KV_CACHE & config.generator.engine.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:

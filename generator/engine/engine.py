@@ -82,6 +82,23 @@ class Engine:
         return self._llm
 
     @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values vLLM's cache holds."""
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
+
+    @property
+    def most_requests(self) -> int:
+        """Requests that vLLM computes at once."""
+        config = self._llm.vllm_config
+        return int(config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size)
+
+    def cached_now(self) -> int:
+        """Tokens of the requests under way, which share the cache."""
+        states = self._llm.output_processor.request_states.values()
+        return sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
+
+    @property
     def max_model_len(self) -> int:
         return int(self._max_model_len)
 

@@ -234,7 +234,7 @@ def _curve(values: list[float], ends: tuple[float, float], shown: Callable[[floa
 def process_rows(progress: Progress, children: dict[str, RunProcess]) -> Table:
     """A table of all living processes: first those started here, then those that joined from elsewhere."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "weights", "restarts"):
+    for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "at once", "weights", "restarts"):
         table.add_column(column, no_wrap=column == "process")  # cut, the names of several would be the same
     seen: set[int] = set()
     for name, child in children.items():
@@ -246,18 +246,20 @@ def process_rows(progress: Progress, children: dict[str, RunProcess]) -> Table:
         if process.get("pid") not in seen:
             state = str(process.get("state", ""))
             place = f"{process['pid']}@{process['host']}" if "pid" in process else "–"
-            cells = (name, place, _coloured(state), *_details(process), "")
+            cells: tuple[str | Text, ...] = (name, place, _coloured(state), *_details(process), "")
             table.add_row(*(cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in cells))
     return table
 
 
-def _details(process: dict[str, Any]) -> tuple[str, str, str, str]:
+def _details(process: dict[str, Any]) -> tuple[str, ...]:
     version = process.get("version")
     speed, episodes = process.get("tokens_per_second"), process.get("episodes")
+    playing, most = process.get("playing"), process.get("concurrency")
     return (
         "" if version is None else str(version),
         "" if speed is None else f"{speed:,.0f}",
         "" if episodes is None else f"{episodes:,}",
+        "" if most is None else f"{playing} of {most}",
         _weights(process),
     )
 

@@ -70,7 +70,7 @@ def test_logits_are_float32_unless_something_else_is_asked(
 def test_defaults_of_spo_apply_where_nothing_is_set() -> None:
     config = parse_config({"model": {"path": "m", "max_model_len": 8192}, "data": {"train": "t"}})
     made = built(config)
-    assert (made.model, made.max_model_len, made.max_num_seqs) == ("m", 8192, config.generator.max_concurrency)
+    assert (made.model, made.max_model_len, made.max_num_seqs) == ("m", 8192, arguments.CPU_REQUESTS)
     assert (made.dtype, made.logprobs_mode) == ("bfloat16", "processed_logprobs")
     assert made.weight_transfer_config.backend == "spo"
     assert engine_arguments(config).keys() | arguments.KV_CACHE <= engine_names()

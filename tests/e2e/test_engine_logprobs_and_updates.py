@@ -95,6 +95,22 @@ def error_of(completion: Completion, prompt: list[int], model: Any, temperature:
     return float(np.abs(reference[len(prompt) :] - completion.logprobs).mean())
 
 
+def test_the_cache_is_as_full_as_its_requests_are_long(running: Running) -> None:
+    async def look() -> tuple[int, int]:
+        asked = asyncio.ensure_future(running.engine.generate([5, 6, 7], max_tokens=100))
+        most = 0
+        while not asked.done():
+            most = max(most, running.engine.cached_now())
+            await asyncio.sleep(0)
+        return most, len((await asked).token_ids)
+
+    most, sampled = running(look())
+    assert 3 < most <= 3 + sampled
+    assert running.engine.cached_now() == 0
+    assert running.engine.most_requests == 16
+    assert running.engine.cache_tokens > 1000
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_recorded_logprobs_are_transformers_after_temperature(running: Running, temperature: float) -> None:
     model = running.load(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from launcher.layout.gpus import read_gpus
 from learner.host_copy import HostMemory
 from learner.logprobs import LogprobHead
 from learner.weight_copy import copy_weights
@@ -36,6 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, SHAPE)
     return folder
+
+
+def test_the_layout_sees_the_gpus_that_torch_counts() -> None:
+    seen = read_gpus(os.environ)
+    there = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    assert [gpu.product for gpu in seen] == [properties.name for properties in there]
+    for gpu, properties in zip(seen, there, strict=True):
+        assert gpu.total == pytest.approx(properties.total_memory, rel=0.05)
 
 
 def test_the_learner_trains_and_publishes(model: Path, tmp_path: Path, table: Table) -> None:

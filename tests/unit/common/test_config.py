@@ -85,7 +85,7 @@ def test_a_tracker_that_only_keeps_count_selects_nothing() -> None:
 
 def test_a_deterministic_run_is_serial_and_has_one_generator(tmp_path: Path) -> None:
     plain = config()
-    assert (plain.sampler.max_staleness, plain.generator.max_concurrency) == (4, 64)
+    assert (plain.sampler.max_staleness, plain.generator.max_concurrency) == (4, "auto")
     made = config(run={"deterministic": True, "output_dir": "out"}, algorithm={"method": "grpo"})
     assert (made.sampler.max_staleness, made.generator.max_concurrency) == (0, 1)
     again = read(dump_config(made))

@@ -187,8 +187,8 @@ def test_a_generator_publishes_what_it_measures() -> None:
     meter.finished(10)
     meter.updated(pulled=0.1, pause=0.02)
     with meter.waiting_for_tasks(idle=True):
-        waiting = meter.status(0, 0)["metrics"]["generator/waiting_for_tasks_seconds"]
-    metrics = meter.status(slots=3, awaiting_weights=1)["metrics"]
+        waiting = meter.status(0, 4, 0)["metrics"]["generator/waiting_for_tasks_seconds"]
+    metrics = meter.status(slots=3, concurrency=4, awaiting_weights=1)["metrics"]
     assert 0 < waiting <= metrics["generator/waiting_for_tasks_seconds"], "a wait that goes on counts too"
     assert (metrics["generator/slots"], metrics["generator/slots_awaiting_weights"]) == (3, 1)
     assert (metrics["generator/tokens"], metrics["generator/pause_ms_per_update"]) == (10, 20)

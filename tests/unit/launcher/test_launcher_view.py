@@ -96,15 +96,15 @@ def test_progress_follows_the_run_and_keeps_what_it_knew(fake_broker: Broker, mo
 
 
 def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker, supervisor: Supervisor) -> None:
-    beat(
-        fake_broker, "generator-7", state="running", tokens_per_second=1234.0, version=3, episodes=56, source="relay-1"
-    )
+    shape = {"version": 3, "episodes": 56, "playing": 48, "concurrency": 96, "source": "relay-1"}
+    beat(fake_broker, "generator-7", state="running", tokens_per_second=1234.0, **shape)
     announce(fake_broker, 3, reward=0.625)
     evaluate(fake_broker, 0, 0.25, set_aside=2)
     progress, phases = read(fake_broker), PhaseTimer()
     phases.enter("training")
     shown = text(render("runs/x", progress, supervisor, phases))
-    for piece in ("runs/x", "training", "step 3/9", "25.0%", "62.5%", "1.50 versions", "1,234/s", "generator-7", "56"):
+    for piece in ("runs/x", "training", "step 3/9", "25.0%", "62.5%", "1.50 versions", "1,234/s", "generator-7", "56",
+                  "48 of 96"):  # fmt: skip
         assert piece in shown
     assert [line.split()[3] for line in shown.splitlines() if "held-out skipped" in line] == ["2"]
     # A mean reward outside 0 to 1 is a number beside its axis.

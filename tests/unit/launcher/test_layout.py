@@ -282,29 +282,41 @@ print(json.dumps({name: os.environ.get(name) for name in names}))
 """
 
 
+@pytest.mark.parametrize(
+    ("count", "learner", "generators", "threads"), [(1, "0", ["0"], "48"), (2, "0", ["1"], "48"),
+     (4, "0,1,2", ["3"], "24"), (8, "0,1,2,3", ["4", "5", "6", "7"], "12")],
+)  # fmt: skip
 def test_each_process_sees_its_own_gpus(
-    config: Callable[..., Config], gpus: StandInGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int,
+    learner: str,
+    generators: list[str],
+    threads: str,
+    config: Callable[..., Config],
+    gpus: StandInGpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("launcher.run.processes.os.sched_getaffinity", lambda _: range(96))
-    gpus.are(8)
-    layout = lay_out(config(), Choice())
+    gpus.are(count)
+    settings = config({"lora": {"rank": 16}} if count < 4 else {})
+    layout = lay_out(settings, Choice())
     commands = worker_commands(tmp_path / "config.yaml", layout)
-    assert commands["learner"][-2:] == ["--ranks", "4"]
-    assert list(commands) == ["learner", "generator-1", "generator-2", "generator-3", "generator-4", "sampler"]
+    ranks = learner.count(",") + 1
+    assert commands["learner"][-2:] == (
+        ["--ranks", str(ranks)] if ranks > 1 else ["--config", str(tmp_path / "config.yaml")]
+    )
+    names = [f"generator-{number}" for number in range(1, len(generators) + 1)]
+    assert list(commands) == ["learner", *names, "sampler"]
     told = {name: [sys.executable, "-c", TELLS] for name in commands}
     supervisor = Supervisor(tmp_path / "logs", get_logger())
     try:
-        start_all(config(), tmp_path / "config.yaml", told, layout, supervisor)
+        start_all(settings, tmp_path / "config.yaml", told, layout, supervisor)
         eventually(lambda: supervisor.poll() or not supervisor.alive())
     finally:
         supervisor.stop()
     seen = {name: json.loads((tmp_path / "logs" / f"{name}.log").read_text()) for name in commands}
-    expected = {"learner": "0,1,2,3"} | {f"generator-{number}": str(number + 3) for number in range(1, 5)}
-    for name, visible in expected.items():
-        assert seen[name] == {
-            "CUDA_VISIBLE_DEVICES": visible,
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "OMP_NUM_THREADS": "12",
-        }
+    for name, visible in zip(["learner", *names], [learner, *generators], strict=True):
+        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": threads}
+        assert seen[name] == {"CUDA_VISIBLE_DEVICES": visible} | order
     assert seen["sampler"]["CUDA_VISIBLE_DEVICES"] is None
