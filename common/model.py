@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -26,7 +25,6 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file, for its fingerprint
 LFS = b"version https://git-lfs"
 # How model configurations name the number of their experts: num_experts, num_local_experts, n_routed_experts, ...
-EXPERTS = re.compile(r"(moe_)?(num|n)_(\w+_)?experts")
 WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 HEADER_LIMIT = 100 << 20  # of the safetensors format
 # Names of the context length in model configurations; where there are several, the least counts.
@@ -48,7 +46,7 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
         tokenizer: whether it must have a tokenizer, which generators need.
 
     Raises:
-        UserError: it is not there, its configuration or weights cannot be read, or it is a mixture of experts.
+        UserError: it is not there, or its configuration or weights cannot be read.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -65,7 +63,7 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
     from safetensors import SafetensorError, safe_open
 
     try:
-        config = json.loads((folder / "config.json").read_text())
+        json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         raise UserError(f"model.path = {path!r} {_without_config(folder)}") from None
     except (OSError, ValueError) as error:
@@ -73,7 +71,6 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
         raise UserError(
             f"model.path = {path!r}: cannot read config.json: {reason}; copy it from the original"
         ) from None
-    check_dense(path, config)
     if not weights:
         return
     if tokenizer and not any((folder / name).exists() for name in TOKENIZERS):
@@ -125,31 +122,6 @@ def _not_there(folder: Path) -> str:
         f"model.path = '{folder}': there is no such folder; {there} (for the model of this name on the Hugging Face "
         f"hub, start from where no folder is called {folder.parent})"
     )
-
-
-def check_dense(path: str, config: Mapping[str, Any]) -> None:
-    """Refuse a mixture of experts, by its `config.json`.
-
-    vLLM packs the weights of experts when it first loads them. An update was seen to leave them as they were, without
-    an error, with log-probs 0.95 away from the learner's.
-
-    Raises:
-        UserError: the model, or a part of it, has more than one expert.
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            check_dense(path, value)
-        elif EXPERTS.fullmatch(str(key)) and _largest(value) > 1:
-            raise UserError(
-                f"model.path = {path!r} is a mixture of experts ({key} = {value}), which cannot be trained yet: vLLM "
-                "may keep old weights of experts after an update; use a dense model"
-            )
-
-
-def _largest(value: Any) -> int:
-    """The largest number in a setting, which may be a list with one for each part of the model; 0 without any."""
-    numbers = value if isinstance(value, list) else [value]
-    return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
 def weights_fingerprint(path: str) -> str:

@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.errors import UserError, first_line
-from common.model import check_dense, check_model_folder, download_failure
+from common.model import check_model_folder, download_failure
 from learner.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
 from learner.kernels import AttentionChoice, apply_kernels, choose_attention
 from learner.logprobs import LogprobHead
@@ -94,9 +94,8 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
     dtype = getattr(torch, config.learner.dtype)
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        check_dense(path, model_config.to_dict())
         _check(model_config, path)
-        _without_dropout(model_config)
+        _without_noise(model_config)
         attention = choose_attention(config.learner, model_config)
         options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}
         if weights:
@@ -147,9 +146,9 @@ def _check(config: PreTrainedConfig, path: str) -> None:
         )
 
 
-def _without_dropout(config: PreTrainedConfig) -> None:
-    """Switch dropout off: the policy that is trained must be the one that generates."""
+def _without_noise(config: PreTrainedConfig) -> None:
+    """Switch dropout and routers' noise off: the policy that is trained must be the one that generates."""
     text: Any = config.get_text_config()
     for name, value in vars(text).items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+        if ("dropout" in name or "jitter" in name or name.endswith("_pdrop")) and isinstance(value, float):
             setattr(text, name, 0.0)

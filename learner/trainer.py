@@ -14,6 +14,7 @@ from common.log import get_logger
 from learner.batch import MicroBatch, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR
 from learner.correction.statistics import age_buckets
+from learner.disk_names import DiskNames
 from learner.engine import build_engine, full_weights, learning_rate, load_on_ranks, optimizer_step, set_learning_rate
 from learner.lora import merged_weights
 from learner.losses import Denominators, load_loss
@@ -44,6 +45,7 @@ class Trainer:
         self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
         self.engine = build_engine(load_on_ranks(config, world), config.learner, world)
         self.reference = load_reference(config, world, self.engine)
+        self.disk_names = DiskNames(self.policy.model)
         # Called before each optimizer step: a copy of the weights may still be running.
         self.before_update: Callable[[], None] = lambda: None
         self.log = get_logger()
@@ -53,16 +55,17 @@ class Trainer:
         return self.engine.module
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights for generators: every parameter whole by its name on disk, or the adapter alone by peft's names.
+        """The weights for generators: whole, as the model's files have them, or the adapter alone by peft's names.
 
         All ranks must go through this together.
         """
-        return full_weights(self.engine)
+        weights = full_weights(self.engine)
+        return weights if self.policy.has_adapter else self.disk_names.of(weights)
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole by its name on disk, an adapter added; all ranks must go through this together."""
+        """Every parameter whole by the model's own name, an adapter added; all ranks must go through this together."""
         if not self.policy.has_adapter:
-            return self.weights()
+            return full_weights(self.engine)
         return merged_weights(self.policy.model, self.engine.zero_optimization_stage() == 3)
 
     def train(

@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from common.config import Config, LoraConfig
 from common.errors import UserError
-from common.model import check_dense, check_model_folder, download_failure
+from common.model import check_model_folder, download_failure
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
@@ -119,7 +119,6 @@ def _checked_arguments(config: Config) -> dict[str, Any]:
     """`engine_arguments`, after the checks that vLLM leaves to us."""
     _check_plugin()
     prepare_environment(config)
-    check_dense(config.model.path, _model_config(config))
     return engine_arguments(config)
 
 
@@ -139,17 +138,6 @@ def shortened(error: Exception) -> str:
     text = re.sub(r"^\d+ validation errors? for \w+ (Value|Assertion) error, ", "", text).partition(" [type=")[0]
     text = text.partition(" Supported architectures: ")[0]
     return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON].rpartition(" ")[0] + " ..."
-
-
-def _model_config(config: Config) -> dict[str, Any]:
-    """The model's `config.json`, downloaded if need be; empty if only vLLM can read it."""
-    from transformers import AutoConfig
-
-    try:
-        model_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    except Exception:  # vLLM knows more kinds of models, and says what is wrong with those it does not know
-        return {}
-    return model_config.to_dict()
 
 
 def prepare_environment(config: Config) -> None:

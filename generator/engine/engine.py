@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.config import Config
+from common.errors import UserError, first_line
 from generator.engine.adapters import AdapterFiles, Adapters, LoadedAdapter
 from generator.engine.arguments import start_llm
 
@@ -115,6 +116,8 @@ class Engine:
         # No local variable for the LLM: vLLM keeps a reference to this frame, and so to its variables, after `close`.
         engine = cls(start_llm(config))
         await engine._llm.update_weight_version("0")
+        if config.run.has_learner:
+            await engine._check_updates(config.model.path)
         # vLLM caches this: from now on it takes a request without suspending the caller, which `load` relies on.
         await engine._llm.get_supported_tasks()
         log.info("engine started", seconds=time.monotonic() - began)
@@ -330,6 +333,15 @@ class Engine:
         self._adapters.close()
         # Otherwise vLLM shuts down once more when the interpreter exits and half of it is gone.
         del self._llm, self._adapters
+
+    async def _check_updates(self, path: str) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        try:
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+        except Exception as error:
+            await self.close()
+            raise UserError(f"model.path = {path!r} cannot be updated: {first_line(error)}") from None
 
     @contextlib.asynccontextmanager
     async def _change(self, failure: str) -> AsyncIterator[None]:

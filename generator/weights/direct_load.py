@@ -2,8 +2,9 @@
 
 vLLM's layerwise reloading makes every layer again, loads it, processes it as after the first load, and copies the
 result over the old one. If processing leaves weights as the checkpoint has them, as for an unquantised model on a GPU,
-the model's own `load_weights` can overwrite them instead. On a CPU linear layers keep only a packed copy: they get
-memory to load into, and are packed again.
+the model's own `load_weights` can overwrite them instead. On a CPU linear layers and experts keep only a packed copy:
+they get memory to load into, and are packed again. vLLM's reloading would leave experts unpacked there: it packs them
+with the first weights only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -21,6 +25,8 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+# Kernels of experts whose log-probs after updates are the learner's (tests/e2e/test_mixtures.py).
+PROVEN = (UnquantizedMoeBackend.CPU,)
 
 
 class DirectLoad:
@@ -37,16 +43,17 @@ class DirectLoad:
         packed: list[nn.Module] = []
         for layer in model.modules():
             method = getattr(layer, "quant_method", None)
-            if method is not None and type(method) not in PLAIN:
-                return None
             packs = method is not None and current_platform.is_cpu()
+            has_experts = packs and _has_experts(layer)
+            if method is not None and type(method) not in PLAIN and not has_experts:
+                return None
             if packs:
                 packed.append(layer)
             recorded, _ = get_layerwise_info(layer).restore_metadata
             for name, meta in recorded.items():
                 tensor = layer._parameters.get(name)
                 is_packed = packs and name == "weight" and tensor is not None and tensor.numel() == 0
-                if not is_packed and (tensor is None or not _same_layout(tensor, meta)):
+                if not (is_packed or has_experts) and (tensor is None or not _same_layout(tensor, meta)):
                     return None
         attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
         return cls(packed, attention, model_config.dtype)
@@ -54,20 +61,50 @@ class DirectLoad:
     def prepare(self) -> None:
         """Give packed layers memory to load into."""
         for layer in self._packed:
-            if layer._parameters["weight"].numel() == 0:  # type: ignore[union-attr]
-                recorded, _ = get_layerwise_info(layer).restore_metadata
-                weight: Any = restore_layer_refs(materialize_meta_tensor(recorded["weight"]), layer)
-                del layer.weight
-                layer.register_parameter("weight", weight)
+            recorded, _ = get_layerwise_info(layer).restore_metadata
+            for name, meta in recorded.items():
+                tensor: Any = layer._parameters[name]
+                if _has_experts(layer) or tensor.numel() == 0:
+                    fresh: Any = restore_layer_refs(materialize_meta_tensor(meta), layer)
+                    delattr(layer, name)
+                    layer.register_parameter(name, fresh)
 
     def finish(self) -> None:
         """Do what vLLM does after loading: pack weights, which frees that memory, and process attention's scales."""
         for layer in self._packed:
             method: Any = layer.quant_method
+            if _has_experts(layer):
+                method.moe_kernel = None  # with one, only what vLLM does at an update is done
             method.process_weights_after_loading(layer)
         for layer in self._attention:
             process: Any = layer.process_weights_after_loading
             process(self._dtype)
+
+
+def check_experts(model: nn.Module) -> None:
+    """Refuse a mixture of experts whose kernels have not been seen to take new weights.
+
+    vLLM changes experts after it first loads them, in another way for each of its backends, and what it leaves out at
+    an update shows in nothing but log-probs.
+
+    Raises:
+        ValueError: names the backend.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if not isinstance(method, FusedMoEMethodBase):
+            continue
+        backend = getattr(method, "unquantized_backend", None)
+        if type(method) is not UnquantizedFusedMoEMethod or backend not in PROVEN:
+            name = type(method).__name__ if backend is None else backend.value
+            raise ValueError(
+                f"it is a mixture of experts, which vLLM computes by {name} here, and no test has shown that new "
+                f"weights reach it (shown: {', '.join(proven.value for proven in PROVEN)})"
+            )
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
 
 
 def _same_layout(tensor: torch.Tensor, meta: torch.Tensor) -> bool:

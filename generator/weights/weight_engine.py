@@ -26,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from generator.weights.direct_load import DirectLoad
+from generator.weights.direct_load import DirectLoad, check_experts
 from generator.weights.shared_weights import tensors
 from generator.weights.weight_names import check_names, is_tied
 
@@ -72,7 +72,8 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to connect: each update names its file."""
+        """Check that the model can take updates, each of which names its file; raises as `check_experts`."""
+        check_experts(self.model)
 
     @cached_property
     def _mappings(self) -> Mappings:

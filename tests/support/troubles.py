@@ -93,7 +93,7 @@ def _make_models(folder: Path, model: Path) -> None:
     import shutil
 
     shutil.copytree(model, folder / "model")
-    for name in ("pointer", "cut", "tokenless", "experts", "base"):
+    for name in ("pointer", "cut", "tokenless", "base"):
         shutil.copytree(model, folder / "bad" / name)
     (folder / "bad/adapter").mkdir()
     (folder / "bad/adapter/adapter_config.json").write_text("{}")
@@ -103,5 +103,3 @@ def _make_models(folder: Path, model: Path) -> None:
     for file in (folder / "bad/tokenless").glob("tokenizer*"):
         file.unlink()
     (folder / "bad/base/chat_template.jinja").unlink(missing_ok=True)
-    config = folder / "bad/experts/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts": 8}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from common.checks.list import check_start
 from common.checks.machine import Machine
 from common.errors import UserError
 from common.model import (
-    check_dense,
     check_model_folder,
     context_length,
     download_failure,
@@ -60,33 +58,6 @@ def test_missing_and_broken_parts_are_named(tmp_path: Path) -> None:
     config.unlink()
     (folder / "adapter_config.json").write_text("{}")
     refused("is an adapter .*merge_and_unload")
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"num_experts": 128, "num_experts_per_tok": 8}, "num_experts = 128"),
-        ({"num_local_experts": 8}, "num_local_experts = 8"),
-        ({"n_routed_experts": 256, "n_shared_experts": 1}, "n_routed_experts = 256"),
-        ({"moe_num_experts": [64, 64]}, r"moe_num_experts = \[64, 64\]"),
-        ({"text_config": {"num_experts": 2}}, "num_experts = 2"),
-    ],
-)
-def test_a_mixture_of_experts_is_refused(config: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=rf"model.path = 'm' is a mixture of experts \({named}\)"):
-        check_dense("m", config)
-
-
-def test_a_dense_model_is_not_taken_for_a_mixture() -> None:
-    check_dense("m", {"num_experts": 1, "num_local_experts": 0, "n_routed_experts": None, "num_experts_per_tok": 2})
-
-
-@pytest.mark.parametrize("role", [Role.LEARNER, Role.GENERATOR])
-def test_a_process_does_not_start_with_a_mixture_of_experts(tmp_path: Path, role: Role) -> None:
-    folder = small_model(tmp_path / "model", (2, 2))
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_experts": 4}))
-    with pytest.raises(UserError, match="mixture of experts"):
-        check_start(role, config_of(model={"path": str(folder)}, run={"output_dir": str(tmp_path)}))
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,15 @@ def test_a_model_that_is_not_here_divides_evenly(gpus: StandInGpus) -> None:
     assert layout.reasons[-1] == "memory is not checked: m is not on this machine yet"
 
 
+def test_mixtures_are_divided_evenly_too(gpus: StandInGpus, tmp_path: Path) -> None:
+    gpus.are(4)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"num_experts": 128}')
+    layout = lay_out(config_of(model={"path": str(tmp_path / "model")}), Choice())
+    assert devices(layout) == ("0,1", ["2", "3"])
+    assert "is a mixture of experts, which the step model does not know" in layout.reasons[-1]
+
+
 def test_a_deterministic_run_has_one_generator(config: Callable[..., Config], gpus: StandInGpus) -> None:
     gpus.are(8)
     serial = config(run={"deterministic": True})

@@ -1,0 +1,118 @@
+"""Mixtures of experts: engine and learner compute the same, before and after updates of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import parse_config
+from common.config.run import BrokerConfig
+from common.streams.broker import connect
+from generator.engine.engine import Engine
+from generator.weights import direct_load
+from learner.disk_names import DiskNames
+from learner.trainer import Trainer
+from learner.world import start
+from tests.conftest import RedisServer
+from tests.e2e.test_logprobs_agree import MOVED, Update, difference, move, sample, with_engine
+from tests.support.engine import load, random_prompt, reference_logprobs, start_engine
+from tests.support.mixtures import FAMILIES, save_mixture, tiny_mixture
+from tests.support.waiting import PATIENCE
+from tests.support.whole_run import kill, settled_counters, started, wait_for_version, write_run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SAME = 1e-4  # mean |difference| of log-probs in float32
+TRAINED = [family for family in FAMILIES if family != "gpt-oss"]  # its attention has sinks, which the learner lacks
+
+
+@pytest.mark.parametrize("deltas", ["off", "on"])
+@pytest.mark.parametrize("family", TRAINED)
+def test_engine_and_learner_agree_before_and_after_updates(family: str, deltas: str, tmp_path: Path) -> None:
+    save_mixture(tmp_path / "model", family)
+    config = parse_config(
+        {
+            "run": {"output_dir": str(tmp_path)},
+            "model": {"path": str(tmp_path / "model"), "dtype": "float32", "max_model_len": 128},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+            "learner": {"dtype": "float32", "weights": {"deltas": deltas}},
+        }
+    )
+    trainer = Trainer(config, start())
+
+    async def scene(update: Update) -> None:
+        assert difference(trainer, await sample(update.engine)) < SAME
+        for version in (1, 2, 3):
+            move(trainer)
+            assert difference(trainer, await sample(update.engine)) > MOVED
+            await update.checked(version, trainer, trainer.weights())
+            assert difference(trainer, await sample(update.engine)) < SAME
+        assert (update.client.stats.delta_chunks > 0) == (deltas == "on")
+
+    asyncio.run(with_engine(config, scene))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_takes_the_weights_of_every_family(family: str, tmp_path: Path) -> None:
+    first = save_mixture(tmp_path / "model", family)
+
+    async def scene() -> None:
+        engine = await start_engine(tmp_path / "model")
+        try:
+            assert await gap(engine, first) < SAME
+            for version in (1, 2, 3):
+                model = tiny_mixture(family, version)
+                assert await gap(engine, model) > MOVED
+                weights = DiskNames(model).of(model.named_parameters())
+                await load(engine, version, SimpleNamespace(named_parameters=lambda weights=weights: weights))
+                assert await gap(engine, model) < SAME
+        finally:
+            await engine.close()
+
+    asyncio.run(scene())
+
+
+def test_a_run_of_a_mixture_goes_on_after_its_learner_is_killed(tmp_path: Path, redis_server: RedisServer) -> None:
+    sections = {
+        "run": {"steps": 4},
+        "sampler": {"batch_size": 16},
+        "episode": {"max_response_tokens": 16},
+        "learner": {"zero_stage": 3, "checkpoint_every": 1},
+    }
+    path = write_run(tmp_path, "mixture", sections)
+    save_mixture(tmp_path / "model", "Qwen3-MoE")
+    broker = connect(BrokerConfig(url=redis_server.url, dead_after=3.0), "mixture")
+    with started(tmp_path / "log", "run", path, "--plain", "--redis", redis_server.url) as process:
+        wait_for_version(broker, 2, process)
+        kill(broker, "learner")
+        assert process.wait(5 * PATIENCE) == 0, (tmp_path / "log").read_text()
+    assert settled_counters(broker)["batched"] == 4 * 16
+    generator = (tmp_path / "runs" / "mixture" / "logs" / "generator-1.log").read_text()
+    assert "log-probs are the learner's" in generator
+
+
+async def gap(engine: Engine, model: Any) -> float:
+    """Mean |difference| of sampled tokens' log-probs from those of transformers."""
+    prompt = random_prompt(1, 40)
+    sampled = await engine.generate(prompt, max_tokens=40)
+    reference = reference_logprobs(model, prompt + sampled.token_ids.tolist())
+    return float(np.abs(reference[len(prompt) :] - sampled.logprobs).mean())
+
+
+def test_kernels_of_experts_without_proof_are_refused() -> None:
+    layer, method = torch.nn.Module(), object.__new__(direct_load.UnquantizedFusedMoEMethod)
+    torch.nn.Module.__init__(method)
+    layer.quant_method = method
+    for backend in direct_load.UnquantizedMoeBackend:
+        method.unquantized_backend = backend
+        if backend in direct_load.PROVEN:
+            direct_load.check_experts(layer)
+        else:
+            with pytest.raises(ValueError, match=f"vLLM computes by {backend.value} here"):
+                direct_load.check_experts(layer)
