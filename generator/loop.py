@@ -20,7 +20,7 @@ from generator.engine.engine import EngineDied
 from generator.episode import Episode
 from generator.episode_runner import PromptTooLong
 from generator.services import Services
-from generator.slots import Slots
+from generator.slots import Cache, Slots
 from generator.task_runner import TaskRunner
 from generator.task_source import TaskSource
 from generator.weight_updater import WeightUpdater
@@ -73,7 +73,7 @@ class Generator:
         longest = max(episode.max_response_tokens for episode in config.episodes_in_use().values())
         self.slots = Slots(
             config.generator.max_concurrency,
-            self.engine,
+            Cache(self.engine),
             min(config.model.max_model_len, config.data.max_prompt_tokens + longest),
         )
 

@@ -7,7 +7,7 @@ many more, only trying tells.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 AUTO = "auto"
 FULL = 0.9  # share of the cache from which on there are too many episodes: those under way still grow
@@ -16,20 +16,32 @@ SHRINK, MOST_GROWTH = 0.85, 2.0
 SETTLED = 2  # times the number of episodes, by whose end those under way are of all ages
 
 
-class Cache(Protocol):
-    """vLLM's cache of keys and values, in tokens."""
+class Cache:
+    """vLLM's cache of keys and values, in tokens.
+
+    Args:
+        engine: an `Engine`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
 
     @property
-    def cache_tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """How many it holds."""
+        cache = self._engine.llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
 
     @property
     def most_requests(self) -> int:
         """How many vLLM computes at once."""
-        ...
+        config = self._engine.llm.vllm_config
+        return int(config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size)
 
-    def cached_now(self) -> int:
-        """Tokens of the requests under way."""
-        ...
+    def used(self) -> int:
+        """Those of the requests under way; some may share theirs, and take less."""
+        states = self._engine.llm.output_processor.request_states.values()
+        return sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
 
 
 class Slots:
@@ -51,7 +63,7 @@ class Slots:
         self._ended = 0  # episodes, since the number was last thought over
         self._peak = 0.0  # share of the cache, meanwhile
         self._is_full = False
-        self.limit = self._bounded(cache.cache_tokens / longest) if configured == AUTO else int(configured)
+        self.limit = self._bounded(cache.tokens / longest) if configured == AUTO else int(configured)
 
     def look(self, taken: int, ended: int) -> None:
         """Adapt the number; called about once a second.
@@ -62,7 +74,7 @@ class Slots:
         """
         if not self._adapts:
             return
-        share = self._cache.cached_now() / self._cache.cache_tokens
+        share = self._cache.used() / self._cache.tokens
         self._ended += ended
         self._peak = max(self._peak, share)
         was_full, self._is_full = self._is_full, share > FULL

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from common.config import Config, LoraConfig
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.model import check_model_folder, download_failure
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
@@ -98,6 +98,18 @@ def start_llm(config: Config) -> Any:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:
         raise _refused(config, error) from error
+
+
+async def check_updates(llm: Any, path: str) -> None:
+    """End vLLM and raise `UserError` if its workers cannot take other weights for this model."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    try:
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest())
+    except Exception as error:
+        llm.shutdown(timeout=0.0)
+        reason = first_line(error).removeprefix("Call to collective_rpc method failed: ")
+        raise UserError(f"model.path = {path!r} cannot be updated: {reason}") from None
 
 
 def check_engine(config: Config) -> None:

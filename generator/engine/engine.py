@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.config import Config
-from common.errors import UserError, first_line
 from generator.engine.adapters import AdapterFiles, Adapters, LoadedAdapter
-from generator.engine.arguments import start_llm
+from generator.engine.arguments import check_updates, start_llm
 
 SHUTDOWN_TIMEOUT = 3.0  # seconds until vLLM's processes are killed
 TokenIds = Sequence[int] | np.ndarray
@@ -83,23 +82,6 @@ class Engine:
         return self._llm
 
     @property
-    def cache_tokens(self) -> int:
-        """Tokens whose keys and values vLLM's cache holds."""
-        cache = self._llm.vllm_config.cache_config
-        return int(cache.num_gpu_blocks * cache.block_size)
-
-    @property
-    def most_requests(self) -> int:
-        """Requests that vLLM computes at once."""
-        config = self._llm.vllm_config
-        return int(config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size)
-
-    def cached_now(self) -> int:
-        """Tokens of the requests under way, which share the cache."""
-        states = self._llm.output_processor.request_states.values()
-        return sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
-
-    @property
     def max_model_len(self) -> int:
         return int(self._max_model_len)
 
@@ -117,7 +99,7 @@ class Engine:
         engine = cls(start_llm(config))
         await engine._llm.update_weight_version("0")
         if config.run.has_learner:
-            await engine._check_updates(config.model.path)
+            await check_updates(engine._llm, config.model.path)
         # vLLM caches this: from now on it takes a request without suspending the caller, which `load` relies on.
         await engine._llm.get_supported_tasks()
         log.info("engine started", seconds=time.monotonic() - began)
@@ -333,15 +315,6 @@ class Engine:
         self._adapters.close()
         # Otherwise vLLM shuts down once more when the interpreter exits and half of it is gone.
         del self._llm, self._adapters
-
-    async def _check_updates(self, path: str) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        try:
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
-        except Exception as error:
-            await self.close()
-            raise UserError(f"model.path = {path!r} cannot be updated: {first_line(error)}") from None
 
     @contextlib.asynccontextmanager
     async def _change(self, failure: str) -> AsyncIterator[None]:

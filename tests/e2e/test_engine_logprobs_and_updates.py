@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import UserError
 from common.log import get_logger
 from generator.engine.engine import Completion, Engine, EngineDied
+from generator.slots import Cache
 from tests.support.engine import (
     MAX_MODEL_LEN,
     engine_config,
@@ -96,19 +97,21 @@ def error_of(completion: Completion, prompt: list[int], model: Any, temperature:
 
 
 def test_the_cache_is_as_full_as_its_requests_are_long(running: Running) -> None:
+    cache = Cache(running.engine)
+
     async def look() -> tuple[int, int]:
         asked = asyncio.ensure_future(running.engine.generate([5, 6, 7], max_tokens=100))
         most = 0
         while not asked.done():
-            most = max(most, running.engine.cached_now())
+            most = max(most, cache.used())
             await asyncio.sleep(0)
         return most, len((await asked).token_ids)
 
     most, sampled = running(look())
     assert 3 < most <= 3 + sampled
-    assert running.engine.cached_now() == 0
-    assert running.engine.most_requests == 16
-    assert running.engine.cache_tokens > 1000
+    assert cache.used() == 0
+    assert cache.most_requests == 16
+    assert cache.tokens > 1000
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

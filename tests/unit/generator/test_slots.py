@@ -7,22 +7,23 @@ from collections.abc import Callable
 
 import pytest
 
-from generator.slots import FULL, Slots
+from generator.slots import FULL, Cache, Slots
 
 CACHE = 100_000  # tokens
 LONGEST = 5000
 
 
-class SimulatedCache:
+class SimulatedCache(Cache):
     """Holds episodes that grow by 50 tokens a second until they have the length that they are to have."""
 
-    cache_tokens = CACHE
+    tokens = CACHE
+    most_requests = 512
 
     def __init__(self, most_requests: int = 512) -> None:
         self.most_requests = most_requests
         self.episodes: list[list[int]] = []  # tokens now and at the end
 
-    def cached_now(self) -> int:
+    def used(self) -> int:
         return sum(now for now, _ in self.episodes)
 
     def play(self, slots: Slots, seconds: int, length: Callable[[], int], tasks: int = 10**6) -> list[float]:
@@ -33,7 +34,7 @@ class SimulatedCache:
                 self.episodes.append([100, length()])
             for episode in self.episodes:
                 episode[0] += 50
-            shares.append(self.cached_now() / CACHE)
+            shares.append(self.used() / CACHE)
             slots.look(len(self.episodes), sum(now >= end for now, end in self.episodes))
             self.episodes = [episode for episode in self.episodes if episode[0] < episode[1]]
         return shares
