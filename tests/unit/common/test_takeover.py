@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,9 +36,10 @@ def names(deliveries: list[Delivery]) -> list[str]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of all processes except Redis."""
+    """The clock of all processes except Redis; event loops in other threads keep theirs, or they would sleep on."""
     now = [1000.0]
-    monkeypatch.setattr("common.streams.tasks.time.monotonic", lambda: now[0])
+    for module in ("tasks", "ledger"):
+        monkeypatch.setattr(f"common.streams.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None
 
 def test_short_waits_for_the_same_are_one_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("sampler.process_metrics.time.time", lambda: now)
+    monkeypatch.setattr("sampler.process_metrics.time", SimpleNamespace(time=lambda: now, monotonic=lambda: now))
     timeline = SamplerTimeline(tmp_path)
     for cause, rounds in (("generators", 50), ("learner", 10), ("generators", 1)):
         for _ in range(rounds):
