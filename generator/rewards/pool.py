@@ -281,8 +281,10 @@ class Pool:
         try:
             worker = await ScoringProcess.start(self._settings)
         except Exception as error:
-            # Jobs that wait fail only if no other worker is left to run them.
-            if len(self._starts) == 1 and not self._working:
+            # Jobs that wait fail only if no other worker is left to run them. Starts that fail in the same round of the
+            # event loop must not count each other, so this one is taken out here, before its callback does it.
+            self._starts.discard(asyncio.current_task())
+            if not self._starts and not self._working:
                 self._fail_waiting(WorkerDied(str(error)))
         else:
             self._release(worker)

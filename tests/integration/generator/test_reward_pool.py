@@ -20,7 +20,7 @@ from common.messages import Task
 from common.unpack import MAX_DEPTH
 from generator.rewards import Outcome
 from generator.rewards import pool as module
-from generator.rewards.pool import MAX_GROWTH, Pool, RewardFailed, WorkerDied
+from generator.rewards.pool import MAX_GROWTH, Pool, RewardFailed, ScoringProcess, WorkerDied
 from tests.support.event_loop import DEADLINE, in_event_loop
 from tests.support.processes import children, ended
 
@@ -218,6 +218,19 @@ async def test_a_process_that_cannot_start_fails_all_that_wait(pool: Pool) -> No
     for error in await asyncio.gather(*jobs, return_exceptions=True):
         assert isinstance(error, WorkerDied)
         assert "RuntimeError: no model here" in str(error)
+
+
+@pooled(size=2)
+async def test_starts_that_fail_at_once_fail_all_that_wait(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = asyncio.Barrier(2)
+
+    async def start(settings: Any) -> ScoringProcess:
+        await both.wait()
+        raise OSError("no memory")
+
+    monkeypatch.setattr(ScoringProcess, "start", start)
+    outcomes = await asyncio.gather(*(tell(pool, "fine") for _ in range(3)), return_exceptions=True)
+    assert [str(error) for error in outcomes] == ["no memory"] * 3
 
 
 @pooled()
