@@ -65,9 +65,12 @@ def test_ranks_of_a_run_are_started_again_together(
 
 def ranks_of(launcher: int) -> dict[str, tuple[int, dict[str, str]]]:
     """Process id and environment of each rank below a process, by its number."""
-    found = {}
+    ranks: dict[str, tuple[int, dict[str, str]]] = {}
     for child in psutil.Process(launcher).children(recursive=True):
-        environment = child.environ()
-        if "LOCAL_RANK" in environment:
-            found[environment["RANK"]] = (child.pid, environment)
-    return found
+        try:
+            environment = child.environ() if "learner.cli" in child.cmdline() else {}
+        except psutil.NoSuchProcess:  # such as a compiler that vLLM has started
+            continue
+        if "RANK" in environment:
+            ranks.setdefault(environment["RANK"], (child.pid, environment))  # what a rank forks comes after it
+    return ranks
