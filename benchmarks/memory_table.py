@@ -54,12 +54,25 @@ class RankLayout:
     fits: bool = True
 
 
+TOO_LONG = 131_072, 1
 PACKED_8B, PACKED_70B = Micro((4096,) * 5, on_gpu=True), Micro((4096,) * 2, on_gpu=True)
 LAYOUTS = (
     RankLayout("8B", QWEN3_8B, Zero(2, 4), PACKED_8B),
     RankLayout("8B", QWEN3_8B, Zero(2, 4), replace(PACKED_8B, checkpointing=False), fits=False),
     RankLayout("70B", LLAMA3_70B, Zero(3, 32), PACKED_70B),
     RankLayout("70B", LLAMA3_70B, Zero(3, 32), replace(PACKED_70B, checkpointing=False), fits=False),
+    # One long sequence in a micro-batch, which more and more of eight ranks divide among them.
+    *(
+        RankLayout(
+            "8B",
+            QWEN3_8B,
+            Zero(3, 8),
+            Micro((tokens,), sequence_parallel=size, on_gpu=True),
+            (tokens, size) != TOO_LONG,
+        )
+        for tokens in (32_768, 131_072)
+        for size in (1, 2, 4, 8)
+    ),
 )
 
 
@@ -68,15 +81,17 @@ def row(layout: RankLayout, memory: RankMemory) -> str:
     figures = (f"{getattr(memory, name) / 1e9:.1f}" for name in HEADINGS)
     checkpointing = "yes" if layout.micro.checkpointing else "no"
     room = CARD_GB - RESERVED_GB - memory.peak / 1e9
-    what = [layout.name, f"{layout.zero.stage}, {layout.zero.ranks}", f"{layout.micro.tokens:,}", checkpointing]
+    ranks, micro = f"{layout.zero.stage}, {layout.zero.ranks}", layout.micro
+    what = [layout.name, ranks, str(micro.sequence_parallel), f"{micro.tokens:,}", checkpointing]
     return " | ".join(["", *what, *figures, f"{room:.1f} free" if room >= 0 else "no", ""]).strip()
 
 
 @reports_user_errors
 def main() -> None:
     options.Parser(__doc__).parse_args()
-    print(f"| model | ZeRO stage, ranks | tokens | checkpointing | {' | '.join(HEADINGS)} | in {CARD_GB:.0f} GB |")
-    print("|---" * (len(HEADINGS) + 5) + "|")
+    columns = ("model", "ZeRO stage, ranks", "of a sequence", "tokens", "checkpointing", *HEADINGS)
+    print(f"| {' | '.join(columns)} | in {CARD_GB:.0f} GB |")
+    print("|---" * (len(columns) + 1) + "|")
     wrong = []
     for layout in LAYOUTS:
         memory = rank_memory(layout.config, layout.zero, layout.micro)

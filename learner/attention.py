@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from common.errors import UserError
+from learner.ulysses import SequenceGroup, across_ranks
 
 varlen_attn: Any = None  # not every torch has it; `kernels.py` does not choose it then
 with contextlib.suppress(ImportError):
@@ -52,12 +53,28 @@ class PackedSequences:
         max_seqlen: tokens of the longest sequence.
         padded: the same sequences as padded groups.
         unpad_indices: position of each packed token in the padded groups laid end to end, int64 [T].
+        group: ranks that hold a slice each of the packed tokens; None: this rank has all.
     """
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
     padded: list[PaddedGroup]
     unpad_indices: torch.Tensor
+    group: SequenceGroup | None = None
+
+    def divided(self, group: SequenceGroup, padding: int) -> PackedSequences:
+        """The same sequences and one of so many padding tokens, for tokens in slices of a group's ranks."""
+        if not padding:
+            return replace(self, group=group)
+        tokens, cells = len(self.unpad_indices), sum(len(one.indices) for one in self.padded)
+        added = torch.arange(padding, device=self.unpad_indices.device)
+        return PackedSequences(
+            torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + padding]),
+            max(self.max_seqlen, padding),
+            [*self.padded, PaddedGroup((1, padding), tokens + added)],
+            torch.cat([self.unpad_indices, cells + added]),
+            group,
+        )
 
     def flash_arguments(self) -> dict[str, Any]:
         """Arguments that tell transformers' flash-attention about packed sequences."""
@@ -194,5 +211,5 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
     return (back >= 0) & (back < window)
 
 
-AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-AttentionInterface.register(PACKED_VARLEN, partial(packed_varlen, varlen_attn))
+AttentionInterface.register(PACKED_SDPA, across_ranks(packed_sdpa))
+AttentionInterface.register(PACKED_VARLEN, across_ranks(partial(packed_varlen, varlen_attn)))

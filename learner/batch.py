@@ -280,8 +280,8 @@ def own_share(
     """
     of_samples = batch.row_tokens or [[]] * len(batch.tokens)
     row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
-    plan = plan_micro_batches(row_tokens, config.mini_batches, world.size, config.token_budget)
-    places = plan.of_rank(world.rank)
+    plan = plan_micro_batches(row_tokens, config.mini_batches, world.shares, config.token_budget)
+    places = plan.of_rank(world.share)
     samples = sorted({sample for micro_batches in places for held in micro_batches for sample, _ in held})
     payloads = fetch([batch.sample_ids[sample] for sample in samples])
     # The plan is made from the headers: a row longer than its header says could exceed the device's memory, again
@@ -291,6 +291,11 @@ def own_share(
         for sample, payload in zip(samples, payloads, strict=True)
         if payload is not None and [len(row.token_ids) for row in payload.rows()] == row_tokens[sample]
     }
+    if world.sequence is not None:
+        # Ranks with slices of the same sequences must have the same ones: what one did not get, the others leave out.
+        missing = set(samples) - as_planned.keys()
+        is_missing = world.all_reduce_max([float(sample in missing) for sample in range(len(row_tokens))])
+        as_planned = {sample: payload for sample, payload in as_planned.items() if not is_missing[sample]}
     advantages = batch.advantages if batch.turn_advantages is None else batch.turn_advantages
     return rollout_batch(
         batch.batch_id, places, as_planned, advantages, batch.rewards, vocabulary, world.device, batch.sample_ids

@@ -16,6 +16,7 @@ from common import log as logs
 from common.checks.computing import visible_gpus
 from common.checks.list import check_start
 from common.config import Config, load_config
+from common.config.checks import check_ranks
 from common.config.warnings import warnings
 from common.errors import UserError
 from common.process import Role, keep_files_private
@@ -79,6 +80,7 @@ def learn(
 
 def _train(config: Config, unfinished_code: int, resume: bool) -> None:
     rendezvous = read_rendezvous(os.environ)
+    check_ranks(config, rendezvous.world_size)
     is_main = rendezvous.rank == 0
     log = logs.setup("learner" if is_main else f"learner-{rendezvous.rank}")
     if is_main:
@@ -116,6 +118,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
             # The other ranks end with rank 0's error, instead of waiting for rank 0.
             world.raise_on_all_ranks(lambda: _raise(disagreement))
             check_ranks_agree(world, config, broker)
+            world = world.in_groups(config.learner.sequence_parallel)
             with deterministic(config.run.seed) if config.run.deterministic else nullcontext():
                 log.info("loading model", model=config.model.path)
                 learner = Learner(config, broker, inbox, world, presence, log, resume)

@@ -260,7 +260,14 @@ def load_on_ranks(config: Config, world: World) -> Policy:
         UserError: on every rank, see `load_policy`.
     """
     if config.learner.zero_stage < 3:
-        return world.raise_on_all_ranks(lambda: load_policy(config))
+        policy = world.raise_on_all_ranks(lambda: load_policy(config))
+    else:
+        policy = _load_in_pieces(config, world)
+    policy.group = world.sequence
+    return policy
+
+
+def _load_in_pieces(config: Config, world: World) -> Policy:
     # Ranks that load in pieces wait for each other at every layer, so a problem on one of them must be known before.
     shape = world.raise_on_all_ranks(lambda: _shape(config))
     with _divides_parameters(config.learner, world):

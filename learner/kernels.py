@@ -47,13 +47,13 @@ def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Attentio
     """
     asked = config.attention
     if asked != "auto":
-        hindrance = _hindrance(asked, config.dtype, model)
+        hindrance = _hindrance(asked, config, model)
         if hindrance:
             raise UserError(f"learner.attention = {asked!r} cannot be used: {hindrance}; use auto or sdpa")
         return AttentionChoice(asked, "learner.attention names it")
     names_by_hindrance: dict[str, list[str]] = {}
     for name in IMPLEMENTATIONS:
-        hindrance = _hindrance(name, config.dtype, model)
+        hindrance = _hindrance(name, config, model)
         if hindrance is None:
             break
         names_by_hindrance.setdefault(hindrance, []).append(name)
@@ -89,7 +89,7 @@ def apply_kernels(model: PreTrainedModel, kernels: str) -> None:
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-def _hindrance(name: str, dtype: str, model: PreTrainedConfig) -> str | None:
+def _hindrance(name: str, config: LearnerConfig, model: PreTrainedConfig) -> str | None:
     """Why an implementation of attention cannot be used here; None: it can."""
     if name == "sdpa":
         return None
@@ -99,7 +99,9 @@ def _hindrance(name: str, dtype: str, model: PreTrainedConfig) -> str | None:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
     if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
-    if dtype == "float32":
+    if name == "flash_attention_2" and config.sequence_parallel > 1:
+        return "learner.sequence_parallel exchanges heads for varlen and sdpa only"
+    if config.dtype == "float32":
         return "it computes in 16 bits, and learner.dtype is float32"
     capability = torch.cuda.get_device_capability()
     if capability < CAPABILITY:

@@ -235,8 +235,10 @@ class Learner:
         if self.trainer.not_finite >= DIVERGED_AFTER:
             raise self._diverged(f"{self.trainer.not_finite} gradients in a row were not finite")
         if record:  # on all ranks, or on none
-            run, rank = self.config.run, self.world.rank
-            self.world.raise_on_all_ranks(lambda: record.write(run.folder, batch.batch_id, rank, run.keep))
+            run, world = self.config.run, self.world
+            world.raise_on_all_ranks(
+                lambda: record.write(run.folder, batch.batch_id, world.share, run.keep) if world.counts_share else None
+            )
         if metrics["batch/left_out"]:
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]))
         with phases("publish"):

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from learner.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
 from learner.model import Policy
+from learner.ulysses import SequenceGroup, own_slice
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET = 500_000_000
@@ -31,12 +32,14 @@ class Micro:
     """One micro-batch: lengths of the packed sequences, of which all but a prompt's tokens are learned from.
 
     Attributes:
+        sequence_parallel: ranks that divide the tokens among them; the last one's part is what is meant here.
         on_gpu: the policy computes as on a GPU: attention by `varlen`, the first choice of `learner.kernels`, and no
             float32 copy of the output layer.
     """
 
     lengths: tuple[int, ...]
     prompt: int = 128
+    sequence_parallel: int = 1
     chunk: int = 1024
     checkpointing: bool = True
     on_gpu: bool = False
@@ -182,7 +185,17 @@ def inputs(micro: Micro) -> tuple[Any, ...]:
     positions = torch.cat([torch.arange(length) for length in micro.lengths])
     predict = torch.cat(_model_positions(micro))
     token_ids = torch.zeros(1, micro.tokens, dtype=torch.int64)
-    return token_ids, positions[None], pack_sequences(micro.lengths), predict, torch.zeros_like(predict)
+    arguments = token_ids, positions[None], pack_sequences(micro.lengths), predict, torch.zeros_like(predict)
+    if micro.sequence_parallel == 1:
+        return arguments
+    return own_slice(_Alone(micro.sequence_parallel - 1, micro.sequence_parallel, None), *arguments)[:-1]
+
+
+class _Alone(SequenceGroup):
+    """One rank of a group without the others: what it would receive takes as much memory as what it sends."""
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        return parts.clone()
 
 
 def train_once(policy: Policy, arguments: tuple[Any, ...]) -> None:

@@ -18,6 +18,7 @@ from learner.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
 from learner.kernels import AttentionChoice, apply_kernels, choose_attention
 from learner.logprobs import LogprobHead
 from learner.lora import adapter_weights, add_adapter
+from learner.ulysses import SequenceGroup, own_slice
 
 # Parts of a model's output that a plain projection and softmax would silently leave out.
 OUTPUT_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -25,7 +26,13 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class Policy(nn.Module):
-    """Wraps the model so that one forward goes from packed tokens to log-probs of the predicted ones."""
+    """Wraps the model so that one forward goes from packed tokens to log-probs of the predicted ones.
+
+    Attributes:
+        group: ranks that divide the packed tokens among them: all call `forward` together, with the same arguments.
+    """
+
+    group: SequenceGroup | None = None
 
     def __init__(
         self,
@@ -67,11 +74,20 @@ class Policy(nn.Module):
             predict: positions [N] whose next tokens are the targets.
             temperature: by default the temperature of training responses.
         """
+        counts: list[int] = []
+        if self.group is not None:
+            input_ids, position_ids, sequences, predict, targets, counts = own_slice(
+                self.group, input_ids, position_ids, sequences, predict, targets
+            )
         attention_arguments = sequences.flash_arguments() if self._flash else {"sequences": sequences}
         hidden_1TH = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention_arguments
         ).last_hidden_state
-        return self.model.get_output_embeddings()(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature)
+        head = self.model.get_output_embeddings()
+        logprobs, entropies = head(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature)
+        if self.group is None:
+            return logprobs, entropies
+        return self.group.join(logprobs, counts), self.group.join(entropies, counts)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that training changes: all by their names on disk, tied ones once; or the adapter's alone."""
@@ -95,6 +111,7 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         _check(model_config, path)
+        _check_heads(model_config, config.learner.sequence_parallel)
         _without_noise(model_config)
         attention = choose_attention(config.learner, model_config)
         options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}
@@ -143,6 +160,17 @@ def _check(config: PreTrainedConfig, path: str) -> None:
         raise UserError(
             f"model.path = {path!r}: layers of type {', '.join(sorted(odd))} mix packed sequences; "
             f"supported: {', '.join(sorted(PACKED_LAYERS))}"
+        )
+
+
+def _check_heads(config: PreTrainedConfig, ranks: int) -> None:
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    of_keys = getattr(text, "num_key_value_heads", None) or heads
+    if heads % ranks or (of_keys % ranks and ranks % of_keys):
+        raise UserError(
+            f"learner.sequence_parallel = {ranks} does not fit the model's {heads} heads of queries, {of_keys} of "
+            "keys: it must divide the first number, and divide the second or be a multiple of it"
         )
 
 

@@ -187,10 +187,10 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(entries: dict[str, Statistic], world: World | None) -> dict[str, list[float]]:
-    """The sums of each entry over all ranks, as plain numbers."""
+    """The sums of each entry over all shares of a batch, as plain numbers."""
     sums, tops = _plain(entries, extremes=False), _plain(entries, extremes=True)
     if world is not None:
-        sums, tops = world.all_reduce_sum(sums), world.all_reduce_max(tops)
+        sums, tops = world.sum_over_shares(sums), world.all_reduce_max(tops)
     reduced, starts = {}, {False: 0, True: 0}
     for name, entry in entries.items():
         start = starts[entry.extremes]

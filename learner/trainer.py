@@ -146,7 +146,8 @@ class Trainer:
                     self._warn_skipped("all tokens rejected", position)
                     return before, None
             self.engine.set_gradient_accumulation_boundary(is_last)
-            # DeepSpeed averages over ranks; the denominators are global already.
+            # DeepSpeed averages over ranks; the denominators are global already. Ranks with slices of the same
+            # sequences have parts of one gradient, which add up like those of ranks with sequences of their own.
             self.engine.backward(loss * self.world.size)
         factor = 1.0
         if config.correction.renormalizes and left["learned_tokens"]:
@@ -215,7 +216,7 @@ class Trainer:
         for micros in batch.mini_batches:
             counts.append(float(sum(micro.model_tokens for micro in micros)))
             counts.append(float(sum(micro.layout.samples for micro in micros)))
-        counts = self.world.all_reduce_sum(counts)
+        counts = self.world.sum_over_shares(counts)
         horizon = float(self.config.episode.max_response_tokens)
         for number, (tokens, samples) in enumerate(zip(counts[::2], counts[1::2], strict=True)):
             yield TrainPosition(batch.version, number, len(batch.mini_batches), Denominators(tokens, samples, horizon))

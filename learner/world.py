@@ -20,6 +20,7 @@ from common.config import Config, differences
 from common.errors import UserError, first_line
 from common.streams.broker import Broker
 from learner.rank import Rendezvous, network_interface_towards, read_rendezvous
+from learner.ulysses import SequenceGroup
 
 Result = TypeVar("Result")
 # Words in the errors of gloo, NCCL and torch when a rank has died; there is no common exception for it.
@@ -45,17 +46,45 @@ class World:
     Attributes:
         group: gloo group of the collectives below, with its own time-out. Gradients and weights go through the
             default group, which is NCCL's on GPUs.
+        sequence: the ranks that hold slices of the sequences that this one trains on; None: it holds them whole.
     """
 
     rank: int
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    sequence: SequenceGroup | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this rank talks to Redis, serves weights and writes metrics."""
         return self.rank == 0
+
+    @property
+    def shares(self) -> int:
+        """How many shares a batch is divided into; ranks that hold slices of the same sequences have the same one."""
+        return self.size // (self.sequence.size if self.sequence else 1)
+
+    @property
+    def share(self) -> int:
+        """Number of this rank's share of a batch."""
+        return self.rank // (self.sequence.size if self.sequence else 1)
+
+    @property
+    def counts_share(self) -> bool:
+        """Whether this rank counts its share, for all that have it."""
+        return self.sequence is None or self.sequence.rank == 0
+
+    def in_groups(self, size: int) -> World:
+        """These ranks, of which each `size` consecutive ones hold slices of the same sequences; all ranks together."""
+        if size == 1:
+            return self
+        group, _ = dist.new_subgroups(size)
+        return replace(self, sequence=SequenceGroup(self.rank % size, size, group))
+
+    def sum_over_shares(self, values: list[float]) -> list[float]:
+        """Each value summed over the shares of a batch, once for each however many ranks have it."""
+        return self.all_reduce_sum(values if self.counts_share else [0.0] * len(values))
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks."""

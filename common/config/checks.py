@@ -50,6 +50,16 @@ def check_one_generator(config: Config, generators: int) -> None:
         )
 
 
+def check_ranks(config: Config, ranks: int) -> None:
+    """Raise `UserError` for a number of the learner's ranks that cannot form groups of `learner.sequence_parallel`."""
+    size = config.learner.sequence_parallel
+    if ranks % size:
+        raise UserError(
+            f"learner.sequence_parallel = {size} does not divide the learner's ranks, of which there "
+            f"{'is 1' if ranks == 1 else f'are {ranks}'}: start a multiple of {size}, or lower it"
+        )
+
+
 def _refuse(rules: Iterator[Rule] | list[Rule]) -> None:
     for is_wrong, message in rules:
         if is_wrong:

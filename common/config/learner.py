@@ -102,7 +102,17 @@ class LearnerConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
     grad_clip: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
     mini_batches: int = Field(1, ge=1, description="Optimizer steps a batch is split into.")
-    token_budget: int = Field(8192, ge=8, description="Tokens of one packed micro-batch, on each rank.")
+    token_budget: int = Field(
+        8192,
+        ge=8,
+        description="Tokens of one packed micro-batch, on each rank or on `sequence_parallel` ranks together.",
+    )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks that divide each micro-batch's tokens among them (DeepSpeed-Ulysses), for long contexts: a "
+        "divisor of the number of ranks and of the model's attention heads.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type the learner computes in.")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage.")
     offload_optimizer: bool = Field(False, description="Keep the optimizer state in host memory (ZeRO 2 and 3).")

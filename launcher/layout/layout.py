@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from common.checks.computing import cpu_build
 from common.config import Config
+from common.config.checks import check_ranks
 from common.errors import UserError
 from common.process import Role
 from launcher.layout.gpus import Gpu, environment, numbers, read_gpus, select
@@ -92,6 +93,8 @@ def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.envi
             if asked is not None:
                 why = _cpu_only(config) or "there is no GPU here"
                 raise UserError(f"--{name} = {asked!r}, and {why}")
+        if config.run.has_learner:
+            check_ranks(config, 1)
         generators = _cpu_generators(config) if choice.generators is None else choice.generators
         return Layout((), ((),) * generators, ("no GPU: all processes compute on the CPU",))
     return _Plan(config, choice, gpus).layout()
@@ -144,6 +147,7 @@ class _Plan:
         assert generating is not None
         if self.config.run.has_learner and not learning:
             raise UserError("no GPU is left for the learner: name fewer in --generator-gpus, or some in --learner-gpus")
+        check_ranks(self.config, len(learning))
         generators = self._generators(learning, generating, named=asked[1] is not None)
         shared = {gpu.number for gpu in learning} & {gpu.number for group in generators for gpu in group}
         share = self._share(len(learning), [gpu for gpu in learning if gpu.number in shared]) if shared else None
@@ -176,11 +180,14 @@ class _Plan:
             raise UserError(
                 f"a generator takes {self.size} GPUs (generator.engine), and of {len(gpus)} one must be left"
             )
-        ways = [count for count in range(1, most + 1) if wanted is None or len(gpus) - count == wanted]
+        group = self.config.learner.sequence_parallel
+        ways = [count for count in range(group, most + 1, group) if wanted is None or len(gpus) - count == wanted]
         if not ways:
             wanted_generators = f"{self.choice.generators or 1} generators of {self.size} GPUs"
             raise UserError(
-                f"{wanted_generators} leave none of {len(gpus)} for the learner: ask for fewer (--generators)"
+                f"{wanted_generators} leave none of {len(gpus)} for the learner"
+                + f", or no multiple of learner.sequence_parallel = {group}" * (group > 1)
+                + ": ask for fewer (--generators)"
             )
         chosen = self._fastest(ways, gpus) if self.needs else min(ways, key=lambda count: abs(2 * count - len(gpus)))
         return gpus[:chosen], gpus[chosen:]
@@ -323,7 +330,7 @@ def _rank_too_large(needs: Needs, ranks: int, gpu: Gpu) -> str:
 def _advice(needs: Needs, ranks: int, gpu: Gpu, shared: bool = False) -> str:
     """What would make it fit, the least change first."""
     left = needs.generator(engine_size(needs.config)) if shared else 0.0
-    for changes in _changes(needs.config):
+    for changes in _changes(needs, ranks):
         learner = needs.config.learner.model_copy(update=changes)
         config = needs.config.model_copy(update={"learner": learner})
         if _free_of_rank(needs, ranks, gpu, config) >= left:
@@ -336,9 +343,9 @@ def _advice(needs: Needs, ranks: int, gpu: Gpu, shared: bool = False) -> str:
     return "use larger GPUs, a smaller model, or an adapter (learner.lora)"
 
 
-def _changes(config: Config) -> Iterator[dict[str, int | bool]]:
+def _changes(needs: Needs, ranks: int) -> Iterator[dict[str, int | bool]]:
     """Settings of the learner that save memory, those that cost least time first; none that are set already."""
-    learner = config.learner
+    learner = needs.config.learner
     checkpointing: dict[str, int | bool] = {} if learner.gradient_checkpointing else {"gradient_checkpointing": True}
     if checkpointing:
         yield checkpointing
@@ -349,6 +356,9 @@ def _changes(config: Config) -> Iterator[dict[str, int | bool]]:
             yield stages | checkpointing
         if stage >= 2 and not learner.offload_optimizer:
             yield stages | checkpointing | {"offload_optimizer": True}
+    stages = {} if learner.zero_stage == 3 else {"zero_stage": 3}
+    for size in range(learner.sequence_parallel + 1, ranks + 1):
+        if ranks % size == 0 and needs.shape.heads % size == 0 and needs.shape.kv_heads % size == 0:
+            yield stages | checkpointing | {"sequence_parallel": size}
     if not learner.offload_params:
-        stages = {} if learner.zero_stage == 3 else {"zero_stage": 3}
         yield stages | checkpointing | {"offload_optimizer": True, "offload_params": True}

@@ -64,7 +64,11 @@ class Needs:
             host_weights=learner.offload_params,
         )
         sizes, activations = _measured(
-            config.model.path, lengths(config), learner.gradient_checkpointing, learner.dtype
+            config.model.path,
+            lengths(config),
+            learner.sequence_parallel,
+            learner.gradient_checkpointing,
+            learner.dtype,
         )
         memory = divided(sizes, zero, activations)
         # A reference policy is divided as the policy is; of an adapter's run it is the frozen weights themselves.
@@ -96,6 +100,7 @@ class Needs:
             response=max(1.0, config.episode.max_response_tokens / 2),
             mini_batches=config.learner.mini_batches,
             token_budget=config.learner.token_budget,
+            sequence_parallel=config.learner.sequence_parallel,
             zero_stage=config.learner.zero_stage,
             recompute_activations=config.learner.gradient_checkpointing,
             recompute_proximal=config.algorithm.proximal in ("recompute", "compare"),
@@ -142,7 +147,9 @@ def lengths(config: Config) -> tuple[int, ...]:
 
 
 @functools.cache
-def _measured(path: str, tokens: tuple[int, ...], checkpointing: bool, dtype: str) -> tuple[list[int], int]:
+def _measured(
+    path: str, tokens: tuple[int, ...], sequence_parallel: int, checkpointing: bool, dtype: str
+) -> tuple[list[int], int]:
     """Sizes of a model's parameters, and bytes of its activations."""
     import torch
     from transformers import AutoConfig
@@ -151,5 +158,5 @@ def _measured(path: str, tokens: tuple[int, ...], checkpointing: bool, dtype: st
 
     config = AutoConfig.from_pretrained(path)
     # Not on a GPU: attention by `varlen` takes 16 bits.
-    micro = Micro(tokens, prompt=1, checkpointing=checkpointing, on_gpu=dtype == "bfloat16")
+    micro = Micro(tokens, 1, sequence_parallel, checkpointing=checkpointing, on_gpu=dtype == "bfloat16")
     return parameter_sizes(config), peak_activations(config, micro, getattr(torch, dtype))

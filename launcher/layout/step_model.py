@@ -81,6 +81,7 @@ class Workload:
     mini_batches: int = 8
     concurrency: int = 256  # requests of a generating GPU, where its memory allows them
     token_budget: int = 32_768  # of a micro-batch
+    sequence_parallel: int = 1  # ranks that share a micro-batch
     zero_stage: int = 2
     recompute_activations: bool = True
     recompute_proximal: bool = True  # algorithm.proximal: recompute
@@ -156,8 +157,8 @@ def communication(shape: Shape, rates: Rates, run: Workload) -> float:
     ranks = run.training
     if ranks == 1:
         return 0.0
-    per_rank = run.batch * run.tokens / ranks
-    micro_batches = max(run.mini_batches, -(-per_rank // run.token_budget))
+    per_group = run.batch * run.tokens / ranks * run.sequence_parallel
+    micro_batches = max(run.mini_batches, -(-per_group // run.token_budget))
     if run.zero_stage == 3:
         rounds = 3 * micro_batches  # gathered before and after, reduced after
     else:
@@ -165,7 +166,21 @@ def communication(shape: Shape, rates: Rates, run: Workload) -> float:
         rounds = (micro_batches if run.zero_stage == 2 else run.mini_batches) + run.mini_batches
     moved = 2 * shape.parameters * (ranks - 1) / ranks * rounds
     # A ring enters and leaves each node once.
-    return moved / (rates.nvlink if ranks <= run.gpus_a_node else min(rates.nvlink, rates.network))
+    ring = moved / (rates.nvlink if ranks <= run.gpus_a_node else min(rates.nvlink, rates.network))
+    return ring + exchange(shape, rates, run)
+
+
+def exchange(shape: Shape, rates: Rates, run: Workload) -> float:
+    """Seconds in which ranks that share sequences exchange queries, keys, values and outputs of all layers."""
+    group = run.sequence_parallel
+    heads = 2 * shape.heads + 2 * max(shape.kv_heads, group)
+    passes = 2.0 + run.recompute_activations + run.reference  # forward and backward, and those that are forward only
+    if run.recompute_proximal:
+        passes += (run.mini_batches - 1) / run.mini_batches
+    sent = 2 * shape.layers * heads * shape.head_dim * (group - 1) / group  # bytes of a token, in 16 bits
+    # Beyond a node, its GPUs share the network.
+    rate = rates.nvlink if group <= run.gpus_a_node else min(rates.nvlink, rates.network / run.gpus_a_node)
+    return run.batch * run.tokens / run.training * sent * passes / rate
 
 
 def generation(shape: Shape, rates: Rates, run: Workload) -> tuple[float, float]:

@@ -100,10 +100,12 @@ def joined(rows: Sequence[Payload]) -> Payload:
     )
 
 
-def make_samples(count: int, seed: int = 0, version: int = 0) -> tuple[list[Payload], list[float]]:
-    """Payloads of uneven lengths, and their advantages."""
+def make_samples(
+    count: int, seed: int = 0, version: int = 0, lengths: Sequence[int] = (9, 60)
+) -> tuple[list[Payload], list[float]]:
+    """Payloads of uneven lengths, from the first of `lengths` to below the second, and their advantages."""
     rng = np.random.default_rng(seed)
-    payloads = [make_payload(rng, int(length), version) for length in rng.integers(9, 60, count)]
+    payloads = [make_payload(rng, int(length), version) for length in rng.integers(*lengths, count)]
     return payloads, rng.normal(size=count).tolist()
 
 
@@ -152,10 +154,11 @@ def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequenc
     Its keys: samples, seed, repeat, advantage; rows: each sample has one to three rows; turns: each sample's second
     turn has an advantage of its own; age: how many versions before this one the tokens were made; far: `{version:
     indices}` of samples, or "all", that the generating policy found next to impossible, so that a correction with any
-    bound rejects them; infinite: `{version: indices}` of samples whose advantage is infinite.
+    bound rejects them; infinite: `{version: indices}` of samples whose advantage is infinite; lengths: see
+    `make_samples`.
     """
     seed, made = job["seed"] + version * (not job.get("repeat")), version - job.get("age", 0)
-    payloads, advantages = make_samples(job["samples"], seed=seed, version=made)
+    payloads, advantages = make_samples(job["samples"], seed, made, job.get("lengths", (9, 60)))
     far = job.get("far", {}).get(str(version), [])
     for index in range(len(payloads)) if far == "all" else far:
         payloads[index] = replace(payloads[index], logprobs=payloads[index].logprobs - np.float32(40))

@@ -44,6 +44,7 @@ def work(job: dict[str, Any], world: World) -> None:
     """Train as specified; rank 0 writes `out`: weights, metrics of every step, gradients of the last one."""
     torch.manual_seed(0)
     config = learner_config(job["model"], job["folder"], **job["learner"])
+    world = world.in_groups(config.learner.sequence_parallel)
     left: dict[str, Any] = {"metrics": [], "watched": [], "warnings": [], "states": {}}
 
     def keep_gradients(engine: Any, settings: Any, factor: float = 1.0) -> float:
@@ -80,7 +81,7 @@ def train(job: dict[str, Any], trainer: Trainer, checkpoints: Checkpoints, left:
     inspect()
     while version < job["steps"]:
         payloads, advantages = job_batch(job, version)
-        batch = make_batch(config, payloads, advantages, version=version, rank=world.rank, ranks=world.size)
+        batch = make_batch(config, payloads, advantages, version=version, rank=world.share, ranks=world.shares)
         if version not in job.get("skip", []):
             with capture_logs() as logs:
                 left["metrics"].append(trainer.train(batch))

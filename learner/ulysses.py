@@ -1,0 +1,132 @@
+"""Ulysses (arXiv 2309.14509): ranks of a group hold a slice each of the same packed tokens, and share their attention.
+
+All layers but attention treat each token by itself, so a rank computes them for its slice [1, T / N]. For attention the
+ranks exchange slices: each gets all T tokens of H / N heads, and afterwards its own tokens of all H heads again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from learner.attention import PackedSequences
+
+Attention = Callable[..., tuple[torch.Tensor, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """The N ranks that hold slices of the same packed tokens.
+
+    Attributes:
+        rank: number of this rank among them, and of its slice.
+        size: their number N.
+        group: carries what they exchange; None only where nothing is sent.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """Send `parts[r]` to rank r; returns the parts that were sent here, by rank [N, ...]. Differentiable."""
+        from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
+
+        register_all_to_all_group(self.group)
+        received: torch.Tensor = _dim_zero_all_to_all(self.group, parts)
+        return received
+
+    def join(self, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """The ranks' lists, `counts[r]` values of rank r, one after another.
+
+        The gradient of a rank's own values is the only one that goes on from here. Each rank computes the whole loss,
+        so the sum of the ranks' gradients is the gradient of one loss.
+        """
+        before, after = sum(counts[: self.rank]), sum(counts[self.rank + 1 :])
+        whole = F.pad(own.detach(), (before, after))
+        dist.all_reduce(whole, group=self.group)
+        return torch.cat([whole[:before], own, whole[before + len(own) :]])
+
+    def all_tokens(self, query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of this rank's slice to those of all tokens.
+
+        Args:
+            query, others: [1, H, T / N, D], each with its own number of heads H.
+
+        Returns:
+            [1, H / N, T, D] each; where N > H, of the one head that belongs to this rank's queries.
+        """
+        parts = [self._heads_by_rank(tensor[0]) for tensor in (query, *others)]
+        received = self.exchange(torch.cat(parts, dim=2)).flatten(0, 1).transpose(0, 1)[None]
+        return received.split([part.shape[2] for part in parts], dim=1)
+
+    def own_tokens(self, output: torch.Tensor) -> torch.Tensor:
+        """Attention's output for all tokens [1, T, H / N, D] to that of this rank's slice [1, T / N, H, D]."""
+        received = self.exchange(output[0].unflatten(0, (self.size, -1)))
+        return received.transpose(0, 1).flatten(1, 2)[None]
+
+    def _heads_by_rank(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[H, T / N, D] to [N, T / N, H / N, D]."""
+        if tensor.shape[0] < self.size:
+            tensor = tensor.repeat_interleave(self.size // tensor.shape[0], dim=0)
+        return tensor.unflatten(0, (self.size, -1)).transpose(1, 2)
+
+
+def own_slice(
+    group: SequenceGroup,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    sequences: PackedSequences,
+    predict: torch.Tensor,
+    targets: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, PackedSequences, torch.Tensor, torch.Tensor, list[int]]:
+    """The arguments of `Policy.forward` for this rank's slice of the packed tokens.
+
+    Padding tokens, a sequence of their own, make T a multiple of N.
+
+    Args:
+        predict: ascending positions.
+
+    Returns:
+        The arguments in their order: tokens [1, T / N], and positions in the slice with their targets, of which it may
+        have none; then the number of targets of each rank.
+    """
+    length = -(-input_ids.shape[1] // group.size)
+    padding = length * group.size - input_ids.shape[1]
+    start = group.rank * length
+    ids, positions = (F.pad(tensor, (0, padding))[:, start : start + length] for tensor in (input_ids, position_ids))
+    counts = (predict // length).bincount(minlength=group.size).tolist()
+    first = sum(counts[: group.rank])
+    mine = slice(first, first + counts[group.rank])
+    return ids, positions, sequences.divided(group, padding), predict[mine] - start, targets[mine], counts
+
+
+def across_ranks(attend: Attention) -> Attention:
+    """Attention over packed tokens, of which ranks may hold slices (`PackedSequences.group`)."""
+
+    @wraps(attend)
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        sequences: PackedSequences,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        group = sequences.group
+        if group is None:
+            return attend(module, query, key, value, attention_mask, sequences=sequences, **options)
+        query, key, value = group.all_tokens(query, key, value)
+        output, _ = attend(module, query, key, value, attention_mask, sequences=sequences, **options)
+        return group.own_tokens(output), None
+
+    return attention
