@@ -72,6 +72,7 @@ def learn(
     if ranks > 1:
         if "RANK" in os.environ:
             raise UserError(f"--ranks = {ranks}, and this is a rank already (RANK is set): leave one of the two out")
+        check_ranks(settings, ranks)
         words = ["--config", str(config), *(f"--override={one}" for one in override or ())]
         words += [f"--unfinished-code={unfinished_code}", *(["--resume"] if resume else [])]
         raise SystemExit(launch(ranks, words, unfinished_code))

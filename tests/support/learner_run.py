@@ -46,11 +46,12 @@ class Run:
         self.processes.append(forked_module("learner.cli", command, environment=environment, log=self.log))
         return self.processes[-1]
 
-    def send(self, *numbers: int, missing: Iterable[int] = (), by_turn: bool = False) -> None:
+    def send(self, *numbers: int, missing: Iterable[int] = (), by_turn: bool = False, kept: bool = False) -> None:
         """Put batches on their stream, and their payloads but those `missing`.
 
         Args:
             by_turn: say each sample's advantage once for each of its two turns, and nothing of use for the whole.
+            kept: what the learner computes for their tokens is recorded.
         """
         for number in numbers:
             payloads, advantages = make_samples(SAMPLES, seed=number, version=number)
@@ -63,6 +64,7 @@ class Run:
                 turn_advantages=[[advantage] * 2 for advantage in advantages] if by_turn else None,
                 rewards=[float(advantage > 0) for advantage in advantages],
                 tokens=[len(payload.token_ids) for payload in payloads],
+                kept=[True] * SAMPLES if kept else None,
             )
             self.broker.redis.xadd(self.broker.key("batches"), {"batch": batch.pack()})
 

@@ -16,7 +16,7 @@ from common.config import WeightsConfig
 from common.weights.wire import Manifest
 from generator.weights.weight_client import WeightClient
 from tests.support.forked import Forked
-from tests.support.learner_run import STEPS, Run
+from tests.support.learner_run import SAMPLES, STEPS, Run, assert_same_end
 from tests.support.ports import free_port
 from tests.support.weights import pulled
 
@@ -62,6 +62,27 @@ def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
     assert left_out == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}
     original, trained = (load_file(folder / "model.safetensors") for folder in (Path(run.model), export))
     assert trained.keys() == original.keys()
+
+
+def test_killed_ranks_that_divide_sequences_end_the_same(runs):
+    straight, killed = (runs(name, zero_stage=2, sequence_parallel=2) for name in ("straight", "killed"))
+    for run in (straight, killed):
+        for number in range(STEPS):
+            run.send(number, missing=(1,) if number == 2 else (), kept=number == 2)
+    ranks = pair(killed)
+    killed.wait_for(3, ranks[0])
+    for rank in ranks:
+        rank.kill()
+        rank.wait(timeout=60)
+    for run in (straight, killed):
+        run.finish(*pair(run))
+        left_out = {step.version: step.metrics["batch/left_out"] for step in run.steps() if step.metrics}
+        assert left_out == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}
+        (record,) = (run.checkpoints.parent / "training_data").iterdir()
+        assert record.name == "2.0.jsonl"
+        assert len(record.read_text().splitlines()) == SAMPLES - 1
+    assert len(killed.starts()) == 2
+    assert_same_end(killed, straight)
 
 
 @pytest.mark.parametrize(

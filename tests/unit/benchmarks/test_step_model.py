@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.step_model import DOCS, with_layouts
-from launcher.layout.step_model import Rates, Shape, Workload, forward_flops, step
+from launcher.layout.step_model import Rates, Shape, Workload, communication, forward_flops, step
 
 QWEN3_8B = Shape()
 
@@ -46,6 +46,17 @@ def test_flops_are_those_of_a_forward_pass() -> None:
     square = tokens * shape.attention_flops(tokens / 2)
     counted = forward_flops(shape, Workload(prompt=0, response=tokens))
     assert counter.get_total_flops() == pytest.approx(counted + square, rel=1e-6)
+
+
+def test_ranks_that_divide_sequences_exchange_them_in_every_pass() -> None:
+    """Of 8 ranks that share each sequence, each sends 7/8 of its tokens' queries, keys, values and outputs."""
+    run = Workload(training=8, batch=64, mini_batches=1, response=8000, sequence_parallel=8, recompute_proximal=False)
+    whole = replace(run, sequence_parallel=1, token_budget=run.token_budget // 8)
+    added = communication(QWEN3_8B, Rates(), run) - communication(QWEN3_8B, Rates(), whole)
+    of_a_token = QWEN3_8B.layers * (2 * 4096 + 2 * 1024) * 2
+    assert added == pytest.approx(3 * 8 * run.tokens * of_a_token * 7 / 8 / Rates().nvlink)
+    assert step(QWEN3_8B, Rates(), run).train == step(QWEN3_8B, Rates(), whole).train
+    assert communication(QWEN3_8B, Rates(), replace(run, gpus_a_node=4)) > 10 * communication(QWEN3_8B, Rates(), run)
 
 
 def test_each_side_scales_with_its_own_gpus() -> None:

@@ -79,6 +79,8 @@ def devices(layout: Layout) -> tuple[str, list[str]]:
         (8, {}, Choice(None, "0-3", "6"), ("0,1,2,3", ["6"])),
         (8, {}, Choice(1, "0-3"), ("0,1,2,3", ["4"])),
         (8, {}, Choice(0), ("0,1,2,3,4,5,6,7", [])),
+        (8, {"sequence_parallel": 4}, Choice(), ("0,1,2,3", ["4", "5", "6", "7"])),
+        (8, {"sequence_parallel": 2}, Choice(2), ("0,1,2,3,4,5", ["6", "7"])),
     ],
 )
 def test_gpus_are_divided(
@@ -111,6 +113,9 @@ def test_gpus_are_divided(
         (8, {}, Choice(9), "leave none of 8 for the learner"),
         (8, {}, Choice(3, "0-5"), "there are GPUs for 2, of 1 each"),
         (0, {}, Choice(None, "0"), "--learner-gpus = '0', and there is no GPU here"),
+        (8, {"sequence_parallel": 8}, Choice(), "for the learner, or no multiple of learner.sequence_parallel = 8: "),
+        (8, {"sequence_parallel": 2}, Choice(None, "0-2"), "does not divide the learner's ranks, of which there are 3"),
+        (0, {"sequence_parallel": 2}, Choice(), "does not divide the learner's ranks, of which there is 1: start a"),
     ],
 )
 def test_what_cannot_be_laid_out_is_said_with_what_would_fit(
@@ -136,6 +141,17 @@ def test_advice_is_one_that_fits(config: Callable[..., Config], gpus: StandInGpu
     advised = dict(re.findall(r"-o learner\.(\w+)=(\w+)", str(refused.value)))
     learner = plain | {name: json.loads(value) for name, value in advised.items()}
     assert lay_out(config(learner), Choice(None, "0-2")).learner
+
+
+def test_long_contexts_are_advised_to_divide_sequences(config: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(8)
+    long = {
+        "model": {"path": config().model.path, "max_model_len": 131_072},
+        "episode": {"max_response_tokens": 130_048},
+    }
+    with pytest.raises(UserError, match=r"set -o learner\.zero_stage=3 -o learner\.sequence_parallel=4$"):
+        lay_out(config(**long), Choice(None, "0-3"))
+    assert lay_out(config({"zero_stage": 3, "sequence_parallel": 4}, **long), Choice(None, "0-3")).learner
 
 
 def test_generators_of_several_gpus(config: Callable[..., Config], gpus: StandInGpus) -> None:

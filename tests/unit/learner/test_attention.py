@@ -190,22 +190,24 @@ def test_auto_takes_the_first_that_can_be_used_and_says_why(
 
 
 @pytest.mark.parametrize(
-    ("asked", "machine", "dtype", "why"),
+    ("asked", "machine", "settings", "why"),
     [
-        ("varlen", {"gpu": False}, "bfloat16", "no GPU"),
-        ("varlen", {"varlen": False}, "bfloat16", "torch.nn.attention.varlen"),
-        ("varlen", {}, "float32", "float32"),
-        ("flash_attention_2", {}, "bfloat16", "not installed"),
-        ("varlen", {}, "bfloat16", None),
-        ("flash_attention_2", {"packages": FLASH}, "bfloat16", None),
-        ("sdpa", {}, "bfloat16", None),
+        ("varlen", {"gpu": False}, {}, "no GPU"),
+        ("varlen", {"varlen": False}, {}, "torch.nn.attention.varlen"),
+        ("varlen", {}, {"dtype": "float32"}, "float32"),
+        ("flash_attention_2", {}, {}, "not installed"),
+        ("flash_attention_2", {"packages": FLASH}, {"sequence_parallel": 2}, "for varlen and sdpa only"),
+        ("varlen", {}, {}, None),
+        ("varlen", {}, {"sequence_parallel": 2}, None),
+        ("flash_attention_2", {"packages": FLASH}, {}, None),
+        ("sdpa", {}, {}, None),
     ],
 )
 def test_an_attention_that_is_named_is_taken_or_refused(
-    monkeypatch: pytest.MonkeyPatch, asked: Any, machine: dict[str, Any], dtype: Any, why: str | None
+    monkeypatch: pytest.MonkeyPatch, asked: Any, machine: dict[str, Any], settings: dict[str, Any], why: str | None
 ) -> None:
     pretend(monkeypatch, **machine)
-    config = LearnerConfig(attention=asked, dtype=dtype)
+    config = LearnerConfig(attention=asked, **settings)
     if why is None:
         assert choose_attention(config, model_with()).name == asked
         return
