@@ -54,7 +54,7 @@ class RankLayout:
     fits: bool = True
 
 
-TOO_LONG = 131_072, 1
+TOO_LONG = 131_072, 1  # tokens that one rank alone cannot hold
 PACKED_8B, PACKED_70B = Micro((4096,) * 5, on_gpu=True), Micro((4096,) * 2, on_gpu=True)
 LAYOUTS = (
     RankLayout("8B", QWEN3_8B, Zero(2, 4), PACKED_8B),
@@ -68,7 +68,7 @@ LAYOUTS = (
             QWEN3_8B,
             Zero(3, 8),
             Micro((tokens,), sequence_parallel=size, on_gpu=True),
-            (tokens, size) != TOO_LONG,
+            fits=(tokens, size) != TOO_LONG,
         )
         for tokens in (32_768, 131_072)
         for size in (1, 2, 4, 8)
@@ -89,7 +89,7 @@ def row(layout: RankLayout, memory: RankMemory) -> str:
 @reports_user_errors
 def main() -> None:
     options.Parser(__doc__).parse_args()
-    columns = ("model", "ZeRO stage, ranks", "of a sequence", "tokens", "checkpointing", *HEADINGS)
+    columns = ("model", "ZeRO stage, ranks", "sequence_parallel", "tokens", "checkpointing", *HEADINGS)
     print(f"| {' | '.join(columns)} | in {CARD_GB:.0f} GB |")
     print("|---" * (len(columns) + 1) + "|")
     wrong = []
