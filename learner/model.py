@@ -111,7 +111,8 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         _check(model_config, path)
-        _check_heads(model_config, config.learner.sequence_parallel)
+        if config.learner.sequence_parallel > 1:
+            _check_heads(model_config, config.learner.sequence_parallel)
         _without_noise(model_config)
         attention = choose_attention(config.learner, model_config)
         options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}

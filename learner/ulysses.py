@@ -58,14 +58,16 @@ class SequenceGroup:
         """Queries, keys and values of this rank's slice to those of all tokens.
 
         Args:
-            query, others: [1, H, T / N, D], each with its own number of heads H.
+            query, others: [1, H, T / N, D], each with its own H and D.
 
         Returns:
             [1, H / N, T, D] each; where N > H, of the one head that belongs to this rank's queries.
         """
         parts = [self._heads_by_rank(tensor[0]) for tensor in (query, *others)]
-        received = self.exchange(torch.cat(parts, dim=2)).flatten(0, 1).transpose(0, 1)[None]
-        return received.split([part.shape[2] for part in parts], dim=1)
+        received = self.exchange(torch.cat([part.flatten(2) for part in parts], dim=2)).flatten(0, 1)
+        shapes = [part.shape[2:] for part in parts]
+        pieces = zip(received.split([shape.numel() for shape in shapes], dim=1), shapes, strict=True)
+        return tuple(piece.unflatten(1, shape).transpose(0, 1)[None] for piece, shape in pieces)
 
     def own_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """Attention's output for all tokens [1, T, H / N, D] to that of this rank's slice [1, T / N, H, D]."""

@@ -72,7 +72,7 @@ class World:
 
     @property
     def counts_share(self) -> bool:
-        """Whether this rank counts its share, for all that have it."""
+        """Whether this rank is the first of those that have its share, which counts and records it."""
         return self.sequence is None or self.sequence.rank == 0
 
     def in_groups(self, size: int) -> World:
@@ -83,7 +83,7 @@ class World:
         return replace(self, sequence=SequenceGroup(self.rank % size, size, group))
 
     def sum_over_shares(self, values: list[float]) -> list[float]:
-        """Each value summed over the shares of a batch, once for each however many ranks have it."""
+        """Each value summed over the shares of a batch; of ranks that have the same one, the first counts."""
         return self.all_reduce_sum(values if self.counts_share else [0.0] * len(values))
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:

@@ -158,5 +158,11 @@ def _measured(
 
     config = AutoConfig.from_pretrained(path)
     # Not on a GPU: attention by `varlen` takes 16 bits.
-    micro = Micro(tokens, 1, sequence_parallel, checkpointing=checkpointing, on_gpu=dtype == "bfloat16")
+    micro = Micro(
+        tokens,
+        prompt=1,
+        sequence_parallel=sequence_parallel,
+        checkpointing=checkpointing,
+        on_gpu=dtype == "bfloat16",
+    )
     return parameter_sizes(config), peak_activations(config, micro, getattr(torch, dtype))

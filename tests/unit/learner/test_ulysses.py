@@ -45,10 +45,11 @@ def on_threads(size: int, act: Any) -> list[Any]:
 @pytest.mark.parametrize("lengths", [[7, 12, 1, 9], [3], [8, 8]], ids=str)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}], ids=str)
 def test_attention_over_slices_is_attention_over_all(size, lengths, options):
-    """Also with fewer heads of keys than ranks, and fewer tokens than ranks."""
+    """Also with fewer heads of keys than ranks, fewer tokens than ranks, and values of another width."""
     tokens, attention = sum(lengths), across_ranks(packed_sdpa)
     torch.manual_seed(0)
-    tensors = [torch.randn(1, heads, tokens, 4, dtype=torch.float64) for heads in (8, 2, 2)]
+    shapes = (8, 4), (2, 4), (2, 6)  # heads and width of queries, keys and values
+    tensors = [torch.randn(1, heads, tokens, width, dtype=torch.float64) for heads, width in shapes]
     padding = -tokens % size
 
     def on_rank(group: SequenceGroup) -> torch.Tensor:
