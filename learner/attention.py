@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from common.errors import UserError
-from learner.ulysses import SequenceGroup, across_ranks
+from learner.ulysses import SequenceGroup
 
 varlen_attn: Any = None  # not every torch has it; `kernels.py` does not choose it then
 with contextlib.suppress(ImportError):
@@ -209,6 +209,30 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
     position = torch.arange(length, device=device)
     back = position[:, None] - position
     return (back >= 0) & (back < window)
+
+
+def across_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention over packed tokens, of which ranks may hold slices (`PackedSequences.group`)."""
+
+    @wraps(attend)
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        sequences: PackedSequences,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        group = sequences.group
+        if group is None:
+            return attend(module, query, key, value, attention_mask, sequences=sequences, **options)
+        query, key, value = group.all_tokens(query, key, value)
+        output, _ = attend(module, query, key, value, attention_mask, sequences=sequences, **options)
+        return group.own_tokens(output), None
+
+    return attention
 
 
 AttentionInterface.register(PACKED_SDPA, across_ranks(packed_sdpa))

@@ -18,8 +18,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from learner.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
-from learner.model import Policy
-from learner.ulysses import SequenceGroup, own_slice
+from learner.model import Policy, own_slice
+from learner.ulysses import SequenceGroup
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET = 500_000_000

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -18,7 +19,7 @@ from learner.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
 from learner.kernels import AttentionChoice, apply_kernels, choose_attention
 from learner.logprobs import LogprobHead
 from learner.lora import adapter_weights, add_adapter
-from learner.ulysses import SequenceGroup, own_slice
+from learner.ulysses import SequenceGroup
 
 # Parts of a model's output that a plain projection and softmax would silently leave out.
 OUTPUT_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -92,6 +93,35 @@ class Policy(nn.Module):
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that training changes: all by their names on disk, tied ones once; or the adapter's alone."""
         yield from adapter_weights(self.model) if self.has_adapter else self.model.named_parameters()
+
+
+def own_slice(
+    group: SequenceGroup,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    sequences: PackedSequences,
+    predict: torch.Tensor,
+    targets: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, PackedSequences, torch.Tensor, torch.Tensor, list[int]]:
+    """The arguments of `Policy.forward` for this rank's slice of the packed tokens.
+
+    Padding tokens, a sequence of their own, make T a multiple of N.
+
+    Args:
+        predict: ascending positions.
+
+    Returns:
+        The arguments in their order: tokens [1, T / N], and positions in the slice with their targets, of which it may
+        have none; then the number of targets of each rank.
+    """
+    length = -(-input_ids.shape[1] // group.size)
+    padding = length * group.size - input_ids.shape[1]
+    start = group.rank * length
+    ids, positions = (F.pad(tensor, (0, padding))[:, start : start + length] for tensor in (input_ids, position_ids))
+    counts = (predict // length).bincount(minlength=group.size).tolist()
+    first = sum(counts[: group.rank])
+    mine = slice(first, first + counts[group.rank])
+    return ids, positions, sequences.divided(group, padding), predict[mine] - start, targets[mine], counts
 
 
 def load_policy(config: Config, weights: bool = True) -> Policy:

@@ -6,19 +6,11 @@ ranks exchange slices: each gets all T tokens of H / N heads, and afterwards its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-if TYPE_CHECKING:
-    from learner.attention import PackedSequences
-
-Attention = Callable[..., tuple[torch.Tensor, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,56 +71,3 @@ class SequenceGroup:
         if tensor.shape[0] < self.size:
             tensor = tensor.repeat_interleave(self.size // tensor.shape[0], dim=0)
         return tensor.unflatten(0, (self.size, -1)).transpose(1, 2)
-
-
-def own_slice(
-    group: SequenceGroup,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    sequences: PackedSequences,
-    predict: torch.Tensor,
-    targets: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, PackedSequences, torch.Tensor, torch.Tensor, list[int]]:
-    """The arguments of `Policy.forward` for this rank's slice of the packed tokens.
-
-    Padding tokens, a sequence of their own, make T a multiple of N.
-
-    Args:
-        predict: ascending positions.
-
-    Returns:
-        The arguments in their order: tokens [1, T / N], and positions in the slice with their targets, of which it may
-        have none; then the number of targets of each rank.
-    """
-    length = -(-input_ids.shape[1] // group.size)
-    padding = length * group.size - input_ids.shape[1]
-    start = group.rank * length
-    ids, positions = (F.pad(tensor, (0, padding))[:, start : start + length] for tensor in (input_ids, position_ids))
-    counts = (predict // length).bincount(minlength=group.size).tolist()
-    first = sum(counts[: group.rank])
-    mine = slice(first, first + counts[group.rank])
-    return ids, positions, sequences.divided(group, padding), predict[mine] - start, targets[mine], counts
-
-
-def across_ranks(attend: Attention) -> Attention:
-    """Attention over packed tokens, of which ranks may hold slices (`PackedSequences.group`)."""
-
-    @wraps(attend)
-    def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
-        sequences: PackedSequences,
-        **options: Any,
-    ) -> tuple[torch.Tensor, None]:
-        group = sequences.group
-        if group is None:
-            return attend(module, query, key, value, attention_mask, sequences=sequences, **options)
-        query, key, value = group.all_tokens(query, key, value)
-        output, _ = attend(module, query, key, value, attention_mask, sequences=sequences, **options)
-        return group.own_tokens(output), None
-
-    return attention

@@ -12,9 +12,9 @@ import torch
 
 from common.config import parse_config
 from common.errors import UserError
-from learner.attention import pack_sequences, packed_sdpa
-from learner.model import load_policy
-from learner.ulysses import SequenceGroup, across_ranks, own_slice
+from learner.attention import across_ranks, pack_sequences, packed_sdpa
+from learner.model import load_policy, own_slice
+from learner.ulysses import SequenceGroup
 from tests.support.learner import save_tiny_model
 
 
