@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.config import Config, CorrectionConfig
 from common.payload import Payload
@@ -37,7 +37,7 @@ class PaddedRows:
         self.advantages = padded([token_advantages(*sample) for sample in zip(payloads, advantages, strict=True)])
         self.mask = padded([np.ones(len(payload.logprobs), bool) for payload in payloads])
 
-    def answers(self, policy: Qwen3ForCausalLM, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def answers(self, policy: PreTrainedModel, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the model tokens, by a plain forward of each row and a whole log-softmax."""
         logprobs, entropies = [], []
         for payload in self.payloads:
@@ -46,7 +46,7 @@ class PaddedRows:
                 values.append(torch.cat(of_row))
         return padded(logprobs), padded(entropies)
 
-    def answer(self, policy: Qwen3ForCausalLM, row: Payload, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def answer(self, policy: PreTrainedModel, row: Payload, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.from_numpy(row.token_ids.astype(np.int64))[None]
         log_p = (policy(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
         at = torch.from_numpy(np.flatnonzero(row.mask()))
@@ -54,13 +54,13 @@ class PaddedRows:
 
 
 def plain_loss(
-    policy: Qwen3ForCausalLM,
+    policy: PreTrainedModel,
     rows: PaddedRows,
     config: Config,
     version: int,
     done: float,
     recomputed: torch.Tensor,
-    frozen: Qwen3ForCausalLM | None,
+    frozen: PreTrainedModel | None,
     weight_mean: float,
 ) -> torch.Tensor:
     """The loss of one optimizer step, divided by what its correction leaves (with SkyRL's block, by all)."""
@@ -105,12 +105,20 @@ def mean_of_weights(config: Config, parts: list[PaddedRows], logprobs: list[torc
     return float(torch.cat(weights).mean())
 
 
+def plain_model(path: str) -> PreTrainedModel:
+    """A model in float32, which computes experts one by one if it has any."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if model.config.architectures[0].endswith("MoeForCausalLM"):
+        model.set_experts_implementation("eager")
+    return model
+
+
 def plain_training(config: Config, samples: Samples, version: int = 0) -> tuple[list[Gradients], Gradients]:
     """Gradients before every optimizer step that plain SGD takes on one batch, and the weights after the last."""
-    policy = Qwen3ForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    policy = plain_model(config.model.path)
     algorithm, minis, frozen = config.algorithm, config.learner.mini_batches, None
     if algorithm.kl_coef:
-        frozen = Qwen3ForCausalLM.from_pretrained(algorithm.reference or config.model.path, dtype=torch.float32)
+        frozen = plain_model(algorithm.reference or config.model.path)
     optimizer = torch.optim.SGD(policy.parameters(), lr=config.learner.lr)
     payloads, advantages = samples
     size = len(payloads) // minis

@@ -40,12 +40,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 
 
-def tiny_mixture(family: str, seed: int) -> PreTrainedModel:
-    """A mixture whose experts differ, and whose router prefers some of them."""
+def tiny_mixture(family: str, seed: int, **shape: Any) -> PreTrainedModel:
+    """A mixture whose experts differ, and whose router prefers some of them; `shape` replaces settings of its size."""
     torch.manual_seed(seed)
     kind, own = FAMILIES[family]
     tokenizer = build_tokenizer()
-    config = kind(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SHAPE | own)
+    config = kind(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SHAPE | own | shape)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,8 +54,8 @@ def tiny_mixture(family: str, seed: int) -> PreTrainedModel:
     return model.float().eval()
 
 
-def save_mixture(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
-    model = tiny_mixture(family, seed)
+def save_mixture(folder: Path | str, family: str, seed: int = 0, **shape: Any) -> PreTrainedModel:
+    model = tiny_mixture(family, seed, **shape)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return model

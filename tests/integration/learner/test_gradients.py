@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.learner import JOB, job_batch, learner_config, make_batch, run_ranks, save_tiny_model
 from tests.support.learner_reference import Gradients, assert_close_gradients, plain_training
+from tests.support.mixtures import save_mixture
 
 pytestmark = pytest.mark.integration
 
@@ -29,7 +31,9 @@ SKYRL = {
     "geo_mask_low": 0.7,
     "geo_mask_high": 1.5,
 }
-TWO_STEPS = {"mini_batches": 2, "lr": 1.0, "deepspeed": {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_allow_untested_optimizer": True}
+PLAIN_SGD = {"lr": 1.0, "deepspeed": SGD}
+TWO_STEPS = {"mini_batches": 2, **PLAIN_SGD}
 PENALTIES = {"entropy_coef": 0.3, "kl_coef": 0.5, "kl_estimator": "k2"}
 GEOMETRIC = {"preset": "bypass_pg_geo_rs_seq_tis", "rollout_rs_threshold": "0.7_1.5"}
 # Every loss, aggregation and kind of correction, the first optimizer step of each.
@@ -80,8 +84,23 @@ def share_of(model: str, rank: int) -> list[int]:
     return sorted({int(value) for micro in batch.mini_batches[0] for value in micro.advantages})
 
 
+def mixture_jobs(mixture: str, budget: int) -> dict[str, Job]:
+    """A step of a mixture of experts in every ZeRO stage."""
+    taken = {"gradients_only": False, "watch": True}
+    sections = {stage: {"token_budget": budget, "zero_stage": stage, **PLAIN_SGD} for stage in range(4)}
+    return {f"mixture {stage}": job(mixture, section, **taken) for stage, section in sections.items()}
+
+
 @pytest.fixture(scope="module")
-def jobs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture with so many experts that a short batch leaves some without a token."""
+    folder = tmp_path_factory.mktemp("mixture")
+    save_mixture(folder, "Qwen3-MoE", num_experts=32)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def jobs(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """Jobs of two ranks; steps are taken with plain SGD, as the reference does."""
     other = save_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
     later = {"start": START, "steps": START + 1}
@@ -101,6 +120,8 @@ def jobs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]
     for mode in MODES:
         todo[f"rows {mode}"] = job(model, {"token_budget": 100, "algorithm": {"aggregation": mode}}, rows=True)
     todo |= {f"stage {stage}": job(model, {"token_budget": 160, "zero_stage": stage}) for stage in range(4)}
+    todo |= mixture_jobs(mixture, 160)
+    todo |= {f"lonely mixture {stage}": job(mixture, {"zero_stage": stage}, samples=1) for stage in (0, 2, 3)}
     return todo | {f"lonely {stage}": job(model, {"zero_stage": stage}, samples=1) for stage in (0, 2, 3)}
 
 
@@ -110,8 +131,9 @@ def pair(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture(scope="module")
-def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     todo = {name: job(model, learner, turns=name == "turns") for name, learner in ALONE.items()}
+    todo |= mixture_jobs(mixture, 4096)
     for mode in MODES:
         for budget in (80, 4096):
             section = {"token_budget": budget, "algorithm": {"aggregation": mode}}
@@ -171,3 +193,23 @@ def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
     assert_close_gradients(result["gradients"], whole["gradients"])
     metrics = {name: value for name, value in whole["metrics"][0].items() if name != "tokens/per_second"}
     assert {name: result["metrics"][0][name] for name in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_experts_take_the_same_step_in_every_zero_stage(jobs, alone, pair, stage):
+    name = f"mixture {stage}"
+    (gradients,), _ = expected(jobs[name])
+    for run in (alone[name], pair[name]):
+        assert_close_gradients(run["gradients"], gradients)
+        for key, weight in alone["mixture 0"]["weights"].items():
+            torch.testing.assert_close(run["weights"][key], weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_experts_without_a_token_hold_no_rank_up(jobs, pair, stage):
+    """One of the ranks has no token at all, and the other's leave some experts without one."""
+    name = f"lonely mixture {stage}"
+    gradients = pair[name]["gradients"]
+    assert_close_gradients(gradients, expected(jobs[name])[0][0])
+    of_experts = [gradient.flatten(1).norm(dim=1) for key, gradient in gradients.items() if ".experts." in key]
+    assert all((norms == 0).any() and (norms > 0).any() for norms in of_experts)
