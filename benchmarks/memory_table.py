@@ -1,4 +1,4 @@
-"""What a rank of the learner needs for 8B and 70B, beside a card's memory. `python -m benchmarks.memory_table`.
+"""What a rank of the learner needs for 8B, 70B and a mixture of experts, beside a card's memory. `python -m benchmarks.memory_table`.
 
 Neither a GPU nor weights are needed (`learner/memory_model.py`); the models' shapes are those of their published
 configurations. Exit code 1 where one of the layouts meant to fit does not.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks import options
 from common.errors import reports_user_errors
@@ -41,6 +41,20 @@ LLAMA3_70B = LlamaConfig(
     max_position_embeddings=131072,
     tie_word_embeddings=False,
 )
+QWEN3_30B_A3B = Qwen3MoeConfig(
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,9 @@ LAYOUTS = (
     RankLayout("8B", QWEN3_8B, Zero(2, 4), replace(PACKED_8B, checkpointing=False), fits=False),
     RankLayout("70B", LLAMA3_70B, Zero(3, 32), PACKED_70B),
     RankLayout("70B", LLAMA3_70B, Zero(3, 32), replace(PACKED_70B, checkpointing=False), fits=False),
+    RankLayout("30B-A3B", QWEN3_30B_A3B, Zero(3, 16), PACKED_8B),
+    RankLayout("30B-A3B", QWEN3_30B_A3B, Zero(3, 8), PACKED_8B, fits=False),
+    RankLayout("30B-A3B, optimizer on the host", QWEN3_30B_A3B, Zero(3, 8, host_optimizer=True), PACKED_8B),
     # One long sequence in a micro-batch, which more and more of eight ranks divide among them.
     *(
         RankLayout(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 GB = 1e9
 RESERVED = 5e9  # of a rank: CUDA's context, NCCL's buffers, and what the allocator cannot use
 ENGINE = 3e9  # of a generator's GPU: its context, activations, and captured graphs
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in a mixture's config.json
 GPU_MEMORY_UTILIZATION = 0.9  # vLLM's default
 # What the data sheets say, where they differ from an H100's: FLOP/s in bfloat16, bytes/s of memory and between GPUs.
 RATES = {
@@ -115,9 +113,6 @@ def needs_of(config: Config) -> Needs | str:
     folder = Path(config.model.path)
     if not (folder / "config.json").is_file():
         return f"{config.model.path} is not on this machine yet"
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if any(isinstance(settings.get(key), int) and settings[key] > 1 for key in EXPERTS):
-        return f"{config.model.path} is a mixture of experts, which the step model does not know"
     try:
         needs = Needs(config, read_shape(folder))
         if config.run.has_learner:

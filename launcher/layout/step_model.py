@@ -13,7 +13,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense decoder, as in its `config.json`."""
+    """A decoder, as in its `config.json`.
+
+    Attributes:
+        intermediate: width of a layer's gated block, or of each of its experts.
+        experts: of a layer; 1: there is one gated block, which computes every token.
+        active: experts that compute a token.
+        shared: width of a further block that computes every token beside them.
+    """
 
     layers: int = 36
     hidden: int = 4096
@@ -23,12 +30,30 @@ class Shape:
     head_dim: int = 128
     vocabulary: int = 151_936
     tied: bool = False
+    experts: int = 1
+    active: int = 1
+    shared: int = 0
+
+    def layers_with(self, experts: float) -> float:
+        """Parameters of all layers' matrices if each layer had so many experts; its router has all."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        blocks = 3 * self.hidden * (self.intermediate * experts + self.shared)
+        return float(self.layers * (attention + router + blocks))
 
     @property
     def layer_parameters(self) -> float:
         """Parameters of all layers' matrices."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return float(self.layers * (attention + 3 * self.hidden * self.intermediate))
+        return self.layers_with(self.experts)
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters of the layers' matrices by which a token is computed."""
+        return self.layers_with(self.active)
+
+    def read_parameters(self, tokens: float) -> float:
+        """Parameters of the layers' matrices by which any of so many tokens is computed, if all experts are as likely."""
+        return self.layers_with(self.experts * (1 - (1 - self.active / self.experts) ** tokens))
 
     @property
     def head_parameters(self) -> float:
@@ -121,7 +146,7 @@ class StepTime:
 
 def forward_flops(shape: Shape, run: Workload) -> float:
     """FLOP of one sample: layers for all tokens, the output layer for those of the response alone."""
-    layers = 2 * shape.layer_parameters + shape.attention_flops(run.tokens / 2)
+    layers = 2 * shape.active_parameters + shape.attention_flops(run.tokens / 2)
     return run.tokens * layers + run.response * 2 * shape.head_parameters
 
 
@@ -188,27 +213,45 @@ def generation(shape: Shape, rates: Rates, run: Workload) -> tuple[float, float]
     context = run.prompt + run.response / 2
     room = rates.gpu_bytes * rates.cache_share - 2 * shape.parameters
     requests = max(1.0, min(run.concurrency, room / (shape.cache_bytes * context)))
-    flops = 2 * (shape.layer_parameters + shape.head_parameters) + shape.attention_flops(context)
-    bytes_read = 2 * (shape.parameters - shape.head_parameters * (not shape.tied)) + requests * (
+    flops = 2 * (shape.active_parameters + shape.head_parameters) + shape.attention_flops(context)
+    bytes_read = 2 * (shape.read_parameters(requests) + shape.head_parameters) + requests * (
         shape.cache_bytes * context
     )
     work = max(bytes_read / (rates.memory * rates.memory_share), requests * flops / (rates.peak * rates.prefill_share))
     decode = run.response * (work + rates.step_overhead + requests * rates.request_overhead) / requests
-    prefill = run.prompt * (2 * shape.layer_parameters) + (forward_flops(shape, run) if run.rescore else 0.0)
+    prefill = run.prompt * (2 * shape.active_parameters) + (forward_flops(shape, run) if run.rescore else 0.0)
     return decode + prefill / (rates.peak * rates.prefill_share), requests
 
 
+# How a `config.json` says how many experts a layer has, and that some layers are of another kind.
+EXPERTS = ("num_experts", "num_local_experts")
+UNEVEN = {"n_routed_experts": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
 def read_shape(path: Path) -> Shape:
-    """The shape of a model folder."""
+    """The shape of a model folder.
+
+    Raises:
+        ValueError: it is a mixture of experts whose layers differ.
+    """
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    heads = config["num_attention_heads"]
+    heads, width = config["num_attention_heads"], config["intermediate_size"]
+    experts = next((config[name] for name in EXPERTS if config.get(name)), 1)
+    if experts > 1:
+        for name, usual in UNEVEN.items():
+            if config.get(name, usual) not in (None, usual):
+                raise ValueError(f"the step model does not know mixtures with {name} = {config[name]}")
+        width = config.get("moe_intermediate_size") or width
     return Shape(
         config["num_hidden_layers"],
         config["hidden_size"],
-        config["intermediate_size"],
+        width,
         heads,
         config.get("num_key_value_heads", heads),
         config.get("head_dim") or config["hidden_size"] // heads,
         config["vocab_size"],
         config.get("tie_word_embeddings", False),
+        experts,
+        config["num_experts_per_tok"] if experts > 1 else 1,
+        config.get("shared_expert_intermediate_size", 0),
     )

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.learner import assert_same_weights, run_ranks
+from tests.support.mixtures import save_mixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -28,7 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(model: str, folder: Path) -> dict[str, Any]:
+def mixture(folder: Path) -> str:
+    save_mixture(folder / "mixture", "Qwen3-MoE")
+    return str(folder / "mixture")
+
+
+@pytest.fixture(scope="module")
+def alone(model: str, mixture: str, folder: Path) -> dict[str, Any]:
     """Jobs of one rank; those with a schedule and mini-batches have most to remember."""
     rich = {"mini_batches": 3, "schedule": "cosine", "warmup_steps": 2, "grad_clip": 0.5, "weight_decay": 0.01}
     half = {"dtype": "bfloat16", "mini_batches": 2}
@@ -39,6 +47,9 @@ def alone(model: str, folder: Path) -> dict[str, Any]:
         "bf16 straight": job(model, folder / "bf16", 4, half),
         "bf16 first half": job(model, folder / "bf16 halves", 2, half, save=[2]),
         "bf16 second half": job(model, folder / "bf16 halves", 4, half, load=True),
+        "mixture straight": job(mixture, folder / "mixture straight", 4, rich),
+        "mixture first half": job(mixture, folder / "mixture halves", 2, rich, save=[2]),
+        "mixture second half": job(mixture, folder / "mixture halves", 4, rich, load=True),
         "bf16 stage 2": job(model, folder / "bf16", 4, half | {"zero_stage": 2}),
         "drift": job(model, folder / "drift", 2, {"sampler": {"drift": {"mode": "ledger"}}}),
         "praised": job(model, folder / "praised", 4, {"lr": 3e-3}, advantage=1.0, repeat=True),
@@ -50,17 +61,18 @@ def alone(model: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def pair(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Jobs of two ranks."""
     folder = tmp_path_factory.mktemp("pair")
     todo = {}
-    for stage in STAGES:
-        here, learner = folder / f"stage {stage}", {"zero_stage": stage, "grad_clip": 0.5}
-        todo |= {
-            f"{stage} straight": job(model, here, 3, learner),
-            f"{stage} first half": job(model, here, 2, learner, save=[2], full=True),
-            f"{stage} second half": job(model, here, 3, learner, load=True),
-        }
+    for kind, path in (("", model), ("mixture ", mixture)):
+        for stage in STAGES:
+            here, learner = folder / f"{kind}stage {stage}", {"zero_stage": stage, "grad_clip": 0.5}
+            todo |= {
+                f"{kind}{stage} straight": job(path, here, 3, learner),
+                f"{kind}{stage} first half": job(path, here, 2, learner, save=[2], full=True),
+                f"{kind}{stage} second half": job(path, here, 3, learner, load=True),
+            }
     todo["fills up"] = job(model, folder / "fills up", 2, {"zero_stage": 2}, save=[1, 2], fills_up=20_000)
     for precision in ("float32", "bfloat16"):
         learner = {"zero_stage": 3, "dtype": precision, "algorithm": {"kl_coef": 0.1}}
@@ -84,17 +96,18 @@ def test_training_raises_the_likelihood_of_what_is_praised(alone):
     assert gaps[0] - gaps[-1] > 0.1
 
 
-@pytest.mark.parametrize("precision", ["", "bf16 "])
-def test_a_resumed_run_has_the_weights_of_one_that_never_stopped(alone, precision):
-    assert alone[f"{precision}second half"]["loaded"] == 2
-    assert_same_weights(alone[f"{precision}second half"], alone[f"{precision}straight"])
+@pytest.mark.parametrize("kind", ["", "bf16 ", "mixture "])
+def test_a_resumed_run_has_the_weights_of_one_that_never_stopped(alone, kind):
+    assert alone[f"{kind}second half"]["loaded"] == 2
+    assert_same_weights(alone[f"{kind}second half"], alone[f"{kind}straight"])
 
 
+@pytest.mark.parametrize("kind", ["", "mixture "])
 @pytest.mark.parametrize("stage", STAGES)
-def test_zero_stages_train_and_resume_to_the_same_weights(pair, stage):
-    assert pair[f"{stage} second half"]["loaded"] == 2
-    assert_same_weights(pair[f"{stage} second half"], pair[f"{stage} straight"])
-    assert_same_weights(pair[f"{stage} straight"], pair["0 straight"], rtol=1e-3)
+def test_zero_stages_train_and_resume_to_the_same_weights(pair, stage, kind):
+    assert pair[f"{kind}{stage} second half"]["loaded"] == 2
+    assert_same_weights(pair[f"{kind}{stage} second half"], pair[f"{kind}{stage} straight"])
+    assert_same_weights(pair[f"{kind}{stage} straight"], pair[f"{kind}0 straight"], rtol=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -152,3 +165,18 @@ def test_the_export_is_a_plain_model_with_the_trained_weights(model, pair, stage
     ids = torch.arange(12)[None]
     assert exported(ids).logits.shape == original(ids).logits.shape
     assert not torch.equal(exported(ids).logits, original(ids).logits)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_export_of_a_mixture_is_named_as_its_files_are(mixture, pair, stage):
+    step = checkpoints(pair["folder"] / f"mixture stage {stage}") / "step_2"
+    exported, original = (load_file(Path(folder, "model.safetensors")) for folder in (step / "hf", mixture))
+    assert {name: weight.shape for name, weight in exported.items()} == {
+        name: weight.shape for name, weight in original.items()
+    }
+    trained = pair[f"mixture {stage} first half"]["weights"]
+    assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
+    loaded = dict(AutoModelForCausalLM.from_pretrained(step / "hf").named_parameters())
+    # A layer's experts are one tensor, in which each expert's gate comes before its other half.
+    gates = loaded["model.layers.1.mlp.experts.gate_up_proj"].chunk(2, dim=1)[0]
+    assert torch.equal(gates[5], trained["model.layers.1.mlp.experts.5.gate_proj.weight"])

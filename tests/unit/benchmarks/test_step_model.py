@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
+from benchmarks.memory_table import QWEN3_30B_A3B
 from benchmarks.step_model import DOCS, with_layouts
-from launcher.layout.step_model import Rates, Shape, Workload, communication, forward_flops, step
+from launcher.layout.step_model import Rates, Shape, Workload, communication, forward_flops, read_shape, step
+from tests.support.mixtures import FAMILIES, tiny_mixture
 
 QWEN3_8B = Shape()
 
@@ -28,18 +31,44 @@ def config_of(shape: Shape) -> Qwen3Config:
     )
 
 
-def test_parameters_are_those_of_the_model() -> None:
+def shape_of(config: PreTrainedConfig, folder: Path) -> Shape:
+    config.save_pretrained(folder)
+    return read_shape(folder)
+
+
+def active_parameters(model: torch.nn.Module, shape: Shape) -> float:
+    """Parameters by which a token is computed: of a layer's experts some, and no embeddings."""
+    of_experts = sum(one.numel() for name, one in model.named_parameters() if ".experts." in name)
+    others = sum(one.numel() for name, one in model.named_parameters() if ".experts." not in name and "embed" not in name)
+    return others + of_experts * shape.active / shape.experts
+
+
+@pytest.mark.parametrize("config", [config_of(QWEN3_8B), QWEN3_30B_A3B], ids=["8B", "30B-A3B"])
+def test_parameters_are_those_of_the_model(config: PreTrainedConfig, tmp_path: Path) -> None:
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config_of(QWEN3_8B))
+        model = AutoModelForCausalLM.from_config(config)
     counted = sum(parameter.numel() for parameter in model.parameters())
-    assert pytest.approx(counted, rel=1e-3) == QWEN3_8B.parameters
+    shape = shape_of(config, tmp_path)
+    assert pytest.approx(counted, rel=1e-3) == shape.parameters
+    computing = shape.active_parameters + shape.head_parameters
+    assert pytest.approx(active_parameters(model, shape), rel=1e-3) == computing
 
 
-def test_flops_are_those_of_a_forward_pass() -> None:
-    shape, tokens = Shape(3, 64, 128, 4, 2, 16, 500), 50
-    config = config_of(shape)
-    config._attn_implementation = "eager"  # whose products the counter sees
-    model = Qwen3ForCausalLM(config)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_every_family_of_mixtures(family: str, tmp_path: Path) -> None:
+    """Norms and biases, which are not counted, are more of a model this small."""
+    model = tiny_mixture(family, 0)
+    shape = shape_of(model.config, tmp_path)
+    assert pytest.approx(sum(one.numel() for one in model.parameters()), rel=0.02) == shape.parameters
+    computing = shape.active_parameters + shape.head_parameters
+    assert pytest.approx(active_parameters(model, shape), rel=0.02) == computing
+
+
+@pytest.mark.parametrize("config", [config_of(Shape(3, 64, 128, 4, 2, 16, 500)), tiny_mixture("Qwen3-MoE", 0).config])
+def test_flops_are_those_of_a_forward_pass(config: PreTrainedConfig, tmp_path: Path) -> None:
+    shape, tokens = shape_of(config, tmp_path), 50
+    # Whose products the counter sees.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
     # The counter takes attention for a whole square, of which causal attention needs half.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory_table import QWEN3_8B
+from benchmarks.memory_table import QWEN3_8B, QWEN3_30B_A3B
 from common.config import Config
 from common.errors import UserError
 from common.log import get_logger
@@ -251,13 +251,26 @@ def test_a_model_that_is_not_here_divides_evenly(gpus: StandInGpus) -> None:
     assert layout.reasons[-1] == "memory is not checked: m is not on this machine yet"
 
 
-def test_mixtures_are_divided_evenly_too(gpus: StandInGpus, tmp_path: Path) -> None:
+def test_a_mixture_is_laid_out_by_all_of_its_experts(
+    config: Callable[..., Config], gpus: StandInGpus, tmp_path: Path
+) -> None:
+    gpus.are(8)
+    QWEN3_30B_A3B.save_pretrained(tmp_path)
+    model = {"path": str(tmp_path), "max_model_len": 10_240}
+    with pytest.raises(UserError, match=r"set -o learner.offload_optimizer=true"):
+        lay_out(config({"zero_stage": 3}, model=model), Choice())
+    layout = lay_out(config({"zero_stage": 3, "offload_optimizer": True}, model=model), Choice())
+    learner, generators = devices(layout)
+    assert len(learner.split(",")) + len(generators) == 8
+    assert "61.1 GB of weights" in layout.reasons[1]
+
+
+def test_a_mixture_of_uneven_layers_is_divided_evenly(gpus: StandInGpus, tmp_path: Path) -> None:
     gpus.are(4)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"num_experts": 128}')
-    layout = lay_out(config_of(model={"path": str(tmp_path / "model")}), Choice())
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B.to_dict() | {"mlp_only_layers": [0]}))
+    layout = lay_out(config_of(model={"path": str(tmp_path)}), Choice())
     assert devices(layout) == ("0,1", ["2", "3"])
-    assert "is a mixture of experts, which the step model does not know" in layout.reasons[-1]
+    assert "the step model does not know mixtures with mlp_only_layers = [0]" in layout.reasons[-1]
 
 
 def test_a_deterministic_run_has_one_generator(config: Callable[..., Config], gpus: StandInGpus) -> None:
