@@ -17,6 +17,7 @@ from common.config import Config, parse_config
 from common.errors import UserError
 from learner.export import export_checkpoint
 from tests.support.learner import Call, assert_same_weights, run_ranks, save_tiny_model, without_export
+from tests.support.mixtures import save_mixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -31,6 +32,9 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "stage 3 in bfloat16": {"zero_stage": 3, "dtype": "bfloat16"},
     "adapter, stage 2": {"zero_stage": 2, "dtype": "bfloat16", "lora": LORA},
     "adapter, stage 3": {"zero_stage": 3, "lora": LORA},
+    "mixture, stage 2": {"zero_stage": 2},
+    "mixture, stage 3": {"zero_stage": 3, "dtype": "bfloat16"},
+    "mixture, adapter, stage 3": {"zero_stage": 3, "lora": LORA},
 }
 # How checkpoints are resumed: the number of ranks, and the settings that differ.
 RESUMED: list[tuple[str, int, dict[str, Any]]] = [
@@ -65,18 +69,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> str:
-    """Tied weights, and sizes that three ranks do not divide evenly."""
-    return save_tiny_model(folder / "model", hidden=40)
+def models(folder: Path) -> dict[str, str]:
+    """A dense model with tied weights, and sizes that three ranks do not divide evenly; and a mixture of experts."""
+    save_mixture(folder / "mixture of experts", "Qwen3-MoE")
+    return {"mixture": str(folder / "mixture of experts"), "": save_tiny_model(folder / "model", hidden=40)}
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path, model: str) -> dict[str, Any]:
+def model(models: dict[str, str]) -> str:
+    return models[""]
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, models: dict[str, str]) -> dict[str, Any]:
     """The results of all jobs; those that wrote went on to version 4 themselves."""
 
     def job(name: str, learner: dict[str, Any], **others: Any) -> dict[str, Any]:
         learner = {"grad_clip": 0.5, "weight_decay": 0.01} | learner
-        return {"model": model, "folder": str(folder / name), "steps": 4, "inspect": [2], "learner": learner} | others
+        own = {"model": model_of(models, name), "folder": str(folder / name), "learner": learner}
+        return own | {"steps": 4, "inspect": [2]} | others
 
     writing = {name: job(name, learner, begin=2) for name, learner in WRITTEN.items()}
     for name, (learner, *_) in INDIVISIBLE.items():
@@ -92,6 +103,10 @@ def results(folder: Path, model: str) -> dict[str, Any]:
             resuming["torn"] = job("torn", {"zero_stage": 3}, refused=True)
         left |= run_ranks(ranks, resuming, folder)
     return left
+
+
+def model_of(models: dict[str, str], name: str) -> str:
+    return next(path for kind, path in models.items() if name.startswith(kind))
 
 
 def lose_a_file(folder: Path) -> None:
@@ -146,9 +161,9 @@ def settings(model: str, name: str) -> Config:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_later_export_has_the_same_files(results, folder, model, tmp_path, name):
+def test_a_later_export_has_the_same_files(results, folder, models, tmp_path, name):
     made, output = step(folder, name), tmp_path / "out"
-    export_checkpoint(settings(model, name), without_export(made, tmp_path / "copy"), output)
+    export_checkpoint(settings(model_of(models, name), name), without_export(made, tmp_path / "copy"), output)
     assert {path.name for path in output.iterdir()} == {path.name for path in (made / "hf").iterdir()}
     expected, exported = (load_file(path / "model.safetensors") for path in (made / "hf", output))
     assert exported.keys() == expected.keys()
