@@ -130,9 +130,10 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, path: str) -> list[str]:
         return present
     absent = [target for target in lora.targets if not any(f".{name}".endswith(f".{target}") for name in linear)]
     if absent:
+        is_mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
         raise UserError(
             f"learner.lora.targets: {type(model).__name__} (model.path = {path!r}) has no linear layers called "
-            f"{', '.join(absent)}; it has {', '.join(present)}"
+            f"{', '.join(absent)}; it has {', '.join(present)}" + (", and experts get no adapter" if is_mixture else "")
         )
     return lora.targets
 

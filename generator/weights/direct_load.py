@@ -81,18 +81,29 @@ class DirectLoad:
             process(self._dtype)
 
 
-def check_experts(model: nn.Module) -> None:
+def check_experts(model: nn.Module, has_adapters: bool = False) -> None:
     """Refuse a mixture of experts whose kernels have not been seen to take new weights.
 
     vLLM changes experts after it first loads them, in another way for each of its backends, and what it leaves out at
     an update shows in nothing but log-probs.
 
+    Args:
+        has_adapters: vLLM computes adapters beside the weights, so that experts never get others; its kernels are
+            Triton's then, also on a CPU, which has none.
+
     Raises:
-        ValueError: names the backend.
+        ValueError: names the backend, or how an adapter can be used.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if not isinstance(method, FusedMoEMethodBase):
+            continue
+        if has_adapters:
+            if current_platform.is_cpu():
+                raise ValueError(
+                    "with adapters vLLM computes a mixture of experts by Triton's kernels, which a CPU lacks; set "
+                    "learner.lora.serve=merged"
+                )
             continue
         backend = getattr(method, "unquantized_backend", None)
         if type(method) is not UnquantizedFusedMoEMethod or backend not in PROVEN:

@@ -73,7 +73,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Check that the model can take updates, each of which names its file; raises as `check_experts`."""
-        check_experts(self.model)
+        check_experts(self.model, has_adapters=self.vllm_config.lora_config is not None)
 
     @cached_property
     def _mappings(self) -> Mappings:

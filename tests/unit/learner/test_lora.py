@@ -14,6 +14,7 @@ from learner.batch import micro_batch
 from learner.lora import adapter_off, adapter_weights, add_adapter, merged_weights
 from learner.model import Policy, load_policy
 from tests.support.learner import learner_config, make_payload
+from tests.support.mixtures import tiny_mixture
 
 PREFIX = "base_model.model.model.layers"
 
@@ -88,6 +89,15 @@ def test_unknown_layers_are_refused_with_those_that_exist(model, targets):
         adapted(model, weights=False, targets=targets)
     assert f"Qwen3ForCausalLM (model.path = {model!r}) has no linear layers called {targets[-1]};" in str(refused.value)
     assert "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(refused.value)
+
+
+@pytest.mark.parametrize("target", ["gate_up_proj", "experts.down_proj", "gate"])
+def test_the_experts_of_a_mixture_get_no_adapter(target):
+    lora = learner_config("none", "runs", lora={"targets": ["q_proj", target]}).learner.lora
+    with pytest.raises(UserError) as refused:
+        add_adapter(tiny_mixture("Qwen3-MoE", 0), lora, "mixture", 0)
+    end = f"has no linear layers called {target}; it has k_proj, o_proj, q_proj, v_proj, and experts get no adapter"
+    assert str(refused.value).endswith(end)
 
 
 def test_a_model_without_linear_layers_is_refused():
