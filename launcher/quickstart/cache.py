@@ -66,6 +66,6 @@ def _train_model(task: QuickstartTask, folder: Path, progress: Progress | None) 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = tiny_model.build_tokenizer(task.extra_tokens)
-    model = tiny_model.build_model(tokenizer, task.recipe.seed)
+    model = tiny_model.build_model(tokenizer, task.recipe.seed, experts=task.recipe.experts)
     train(model, tokenizer, task, progress)
     tiny_model.save(model, tokenizer, folder)

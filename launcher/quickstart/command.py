@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,9 +33,19 @@ TaskOption = Annotated[
     ),
 ]
 
+ExpertsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Make the model a mixture of so many experts in each layer, two of which compute a token; by default it "
+        "is dense.",
+    ),
+]
+
 
 def quickstart(
     task: TaskOption = DEFAULT.name,
+    experts: ExpertsOption = None,
     generators: Generators = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems, of sampling and of prompt selection.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; by default as in the template.")] = None,
@@ -50,11 +61,12 @@ def quickstart(
 
     - `spo quickstart`
     - `spo quickstart --task code`
+    - `spo quickstart --experts 8`
     - `spo quickstart --generators 2 --seed 1 --plain`
     - `spo quickstart -o sampler.batch_size=64 -o learner.lr=1e-3`
     """
     # Refuse invalid overrides before anything is made.
-    chosen = find_task(task)
+    chosen = _chosen(task, experts)
     quickstart_config(output / run_name(chosen, 0), seed, steps, override or (), chosen)
     folder = fresh_folder(output, chosen)
     screen = Screen.open(plain, folder)
@@ -70,6 +82,7 @@ def prepare(
         Path | None, typer.Argument(help="Folder for model, *.jsonl and run.yaml; by default .cache/TASK.")
     ] = None,
     task: TaskOption = DEFAULT.name,
+    experts: ExpertsOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
     parquet: Annotated[bool, typer.Option("--parquet", help="Also write the problems as Parquet.")] = False,
 ) -> None:
@@ -78,13 +91,18 @@ def prepare(
     - `spo prepare && spo run .cache/arithmetic/run.yaml`
     - `spo prepare small --task code && spo run small/run.yaml`
     """
-    chosen, console = find_task(task), Console()
+    chosen, console = _chosen(task, experts), Console()
     folder = folder or Path(".cache") / chosen.name
     model = _initial_model(chosen, not console.is_terminal, console, logs.setup("launcher"))
     write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), chosen)
     template = chosen.template.read_text(encoding="utf-8")
     (folder / "run.yaml").write_text(template.replace(f".cache/{chosen.name}", str(folder)), encoding="utf-8")
     console.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
+
+
+def _chosen(name: str, experts: int | None) -> QuickstartTask:
+    task = find_task(name)
+    return task if experts is None else replace(task, recipe=replace(task.recipe, experts=experts))
 
 
 def _initial_model(task: QuickstartTask, plain: bool, console: Console, log: Any) -> Path:

@@ -15,7 +15,7 @@ from launcher.tasks.task import QuickstartTask, write
 
 def run_name(task: QuickstartTask, number: int) -> str:
     """Name of a run and its folder: `quickstart-3`, or `quickstart-code-3` for a task other than the default."""
-    return f"quickstart-{number}" if task is DEFAULT else f"quickstart-{task.name}-{number}"
+    return f"quickstart-{number}" if task.name == DEFAULT.name else f"quickstart-{task.name}-{number}"
 
 
 def fresh_folder(output: Path, task: QuickstartTask = DEFAULT) -> Path:

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 with a byte-level tokenizer and a Qwen-style chat template, as a plain checkpoint.
+"""A tiny Qwen3, dense or a mixture of experts, with a byte-level tokenizer and a Qwen-style chat template.
 
 Every byte is a token, so digits are copied one by one and any text can be read. Texts that recur in every conversation
 are one token each, so that an episode takes about fifty tokens.
@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from launcher.tasks.special_tokens import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
+from learner.disk_names import DiskNames
+
+TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 SPECIAL = [END_OF_TEXT, TURN_START, TURN_END]
 # The longest match wins, so a call in another spelling still has tokens: shorter pieces, then bytes.
@@ -72,29 +82,39 @@ def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, vocabulary: int | None = None) -> Qwen3ForCausalLM:
-    """A freshly initialised model with about 0.6 M parameters, float32."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, vocabulary: int | None = None, experts: int = 0
+) -> TinyModel:
+    """A freshly initialised model, float32.
+
+    Args:
+        experts: of each layer, two of which compute a token and are together as wide as the dense model's layer; 0: the
+            model is dense, and has about 0.6 M parameters.
+    """
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocabulary or len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    return Qwen3ForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": vocabulary or len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    if not experts:
+        return Qwen3ForCausalLM(Qwen3Config(**shape))
+    own = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | own))
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: TinyModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write weights, configuration and tokenizer in the layout of a Hugging Face model."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -104,7 +124,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     # Parameters without the output layer, which shares the embeddings' weights.
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {name: weight.detach().contiguous() for name, weight in DiskNames(model).of(model.named_parameters())}
     path = folder / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
     # safetensors makes files that only their owner can read, whatever the umask says.

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from generator.chat_template import ChatTemplate
 from generator.formats import make_format
+from launcher.quickstart.tiny_model import TinyModel
 from launcher.tasks.special_tokens import TURN_END
 from launcher.tasks.task import Problem, QuickstartTask, Recipe, Turn
 
@@ -68,7 +69,7 @@ class Demonstrations:
 
 
 def train(
-    model: Qwen3ForCausalLM,
+    model: TinyModel,
     tokenizer: PreTrainedTokenizerFast,
     task: QuickstartTask,
     progress: Callable[[int, int, float], None] | None = None,
@@ -97,7 +98,7 @@ def _schedule(step: int, recipe: Recipe) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup) / (recipe.steps - recipe.warmup)))
 
 
-def _loss(model: Qwen3ForCausalLM, rows: list[Row], pad: int) -> torch.Tensor:
+def _loss(model: TinyModel, rows: list[Row], pad: int) -> torch.Tensor:
     """Mean cross-entropy, weighted by token; short and long rows go in separate batches to save padding."""
     rows = sorted(rows, key=lambda row: len(row.token_ids))
     total = sum(sum(row.weights) for row in rows)

@@ -71,7 +71,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
+    """How the initial model is made.
+
+    Attributes:
+        experts: of each layer, two of which compute a token; 0: the model is dense.
+    """
+
     seed: int = 0
+    experts: int = 0
     steps: int = 300
     rows: int = 128  # conversations a step
     lr: float = 3e-3
