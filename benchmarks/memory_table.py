@@ -1,7 +1,7 @@
-"""What a rank of the learner needs for 8B, 70B and a mixture of experts, beside a card's memory. `python -m benchmarks.memory_table`.
+"""What a rank of the learner needs for 8B, 70B and a mixture of experts, beside a card's memory.
 
-Neither a GPU nor weights are needed (`learner/memory_model.py`); the models' shapes are those of their published
-configurations. Exit code 1 where one of the layouts meant to fit does not.
+`python -m benchmarks.memory_table` needs neither a GPU nor weights (`learner/memory_model.py`); the models' shapes are
+those of their published configurations. Exit code 1 where one of the layouts meant to fit does not.
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ LLAMA3_70B = LlamaConfig(
     max_position_embeddings=131072,
     tie_word_embeddings=False,
 )
-QWEN3_30B_A3B = Qwen3MoeConfig(
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_experts=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    tie_word_embeddings=False,
+QWEN3_30B_A3B = Qwen3MoeConfig.from_dict(
+    {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Shape:
         return self.layers_with(self.active)
 
     def read_parameters(self, tokens: float) -> float:
-        """Parameters of the layers' matrices by which any of so many tokens is computed, if all experts are as likely."""
+        """Parameters of the layers' matrices that any of so many tokens needs, if each takes random experts."""
         return self.layers_with(self.experts * (1 - (1 - self.active / self.experts) ** tokens))
 
     @property
@@ -225,7 +226,7 @@ def generation(shape: Shape, rates: Rates, run: Workload) -> tuple[float, float]
 
 # How a `config.json` says how many experts a layer has, and that some layers are of another kind.
 EXPERTS = ("num_experts", "num_local_experts")
-UNEVEN = {"n_routed_experts": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
+UNEVEN: dict[str, Any] = {"n_routed_experts": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 def read_shape(path: Path) -> Shape:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from generator.engine.engine import Completion, Engine
-from tests.support.engine import load, random_prompt, reference_logprobs, save_tiny_model, start_engine, tiny_model
+from launcher.quickstart.tiny_model import build_tokenizer, save
+from tests.support.engine import load, random_prompt, reference_logprobs, start_engine, tiny_model
+from tests.support.mixtures import tiny_mixture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -21,17 +23,18 @@ async def answers(engine: Engine) -> list[Completion]:
 
 
 @pytest.mark.parametrize(
-    "engine", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=lambda given: next(iter(given))
+    ("size", "is_mixture"),
+    [("data_parallel_size", False), ("tensor_parallel_size", False), ("tensor_parallel_size", True)],
 )
 def test_every_part_of_the_engine_goes_on_with_the_new_weights(
-    tmp_path: Path, engine: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, size: str, is_mixture: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # its processes need not import all of it again
-    save_tiny_model(tmp_path, seed=0)
-    newer = tiny_model(seed=5)
+    older, newer = (tiny_mixture("Qwen3-MoE", seed) if is_mixture else tiny_model(seed) for seed in (0, 5))
+    save(older, build_tokenizer(), tmp_path)
 
     async def play() -> tuple[list[Completion], list[Completion]]:
-        started = await start_engine(tmp_path, 4, **engine)
+        started = await start_engine(tmp_path, 4, **{size: 2})
         try:
             before = await answers(started)
             await load(started, 3, newer)

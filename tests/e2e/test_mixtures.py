@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
-from common.config import parse_config
+from common.config import Config, parse_config
 from common.config.run import BrokerConfig
+from common.errors import UserError
 from common.streams.broker import connect
 from generator.engine.engine import Engine
 from generator.weights import direct_load
-from learner.disk_names import DiskNames
+from learner.export import export_model
 from learner.trainer import Trainer
 from learner.world import start
 from tests.conftest import RedisServer
@@ -29,21 +30,26 @@ from tests.support.whole_run import kill, settled_counters, started, wait_for_ve
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SAME = 1e-4  # mean |difference| of log-probs in float32
+ADAPTED = ("Qwen3-MoE", "Qwen2-MoE")  # the second has linear layers beside attention: a shared expert
 TRAINED = [family for family in FAMILIES if family != "gpt-oss"]  # its attention has sinks, which the learner lacks
+
+
+def config_of(folder: Path, **learner: Any) -> Config:
+    return parse_config(
+        {
+            "run": {"output_dir": str(folder)},
+            "model": {"path": str(folder / "model"), "dtype": "float32", "max_model_len": 128},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+            "learner": {"dtype": "float32"} | learner,
+        }
+    )
 
 
 @pytest.mark.parametrize("deltas", ["off", "on"])
 @pytest.mark.parametrize("family", TRAINED)
 def test_engine_and_learner_agree_before_and_after_updates(family: str, deltas: str, tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", family)
-    config = parse_config(
-        {
-            "run": {"output_dir": str(tmp_path)},
-            "model": {"path": str(tmp_path / "model"), "dtype": "float32", "max_model_len": 128},
-            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
-            "learner": {"dtype": "float32", "weights": {"deltas": deltas}},
-        }
-    )
+    config = config_of(tmp_path, weights={"deltas": deltas})
     trainer = Trainer(config, start())
 
     async def scene(update: Update) -> None:
@@ -58,6 +64,41 @@ def test_engine_and_learner_agree_before_and_after_updates(family: str, deltas: 
     asyncio.run(with_engine(config, scene))
 
 
+@pytest.mark.parametrize("family", ADAPTED)
+def test_an_adapter_is_added_to_the_weights_around_experts(family: str, tmp_path: Path) -> None:
+    save_mixture(tmp_path / "model", family)
+    config = config_of(tmp_path, lora={"rank": 4, "alpha": 8, "serve": "merged"})
+    trainer = Trainer(config, start())
+
+    async def scene(update: Update) -> None:
+        for version in (1, 2, 3):
+            move(trainer)
+            assert difference(trainer, await sample(update.engine)) > MOVED
+            await update(version, trainer.weights())
+            assert difference(trainer, await sample(update.engine)) < SAME
+
+    asyncio.run(with_engine(config, scene))
+
+
+def test_adapters_beside_the_weights_of_a_mixture_are_refused(tmp_path: Path) -> None:
+    save_mixture(tmp_path / "model", "Qwen3-MoE")
+    config = config_of(tmp_path, lora={"rank": 4, "alpha": 8, "serve": "adapter"})
+    with pytest.raises(UserError, match=r"Triton's kernels, which a CPU lacks; set learner.lora.serve=merged$"):
+        asyncio.run(Engine.start(config, structlog.get_logger()))
+
+
+def test_an_exported_mixture_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    save_mixture(tmp_path / "model", "Qwen3-MoE")
+    trainer = Trainer(config_of(tmp_path, lora={"rank": 4, "alpha": 8}), start())
+    move(trainer)
+    export_model(trainer, tmp_path / "exported" / "model")()
+
+    async def scene(update: Update) -> None:
+        assert difference(trainer, await sample(update.engine)) < SAME
+
+    asyncio.run(with_engine(config_of(tmp_path / "exported"), scene))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_takes_the_weights_of_every_family(family: str, tmp_path: Path) -> None:
     first = save_mixture(tmp_path / "model", family)
@@ -69,8 +110,7 @@ def test_the_engine_takes_the_weights_of_every_family(family: str, tmp_path: Pat
             for version in (1, 2, 3):
                 model = tiny_mixture(family, version)
                 assert await gap(engine, model) > MOVED
-                weights = DiskNames(model).of(model.named_parameters())
-                await load(engine, version, SimpleNamespace(named_parameters=lambda weights=weights: weights))
+                await load(engine, version, model)
                 assert await gap(engine, model) < SAME
         finally:
             await engine.close()
@@ -105,7 +145,7 @@ async def gap(engine: Engine, model: Any) -> float:
     return float(np.abs(reference[len(prompt) :] - sampled.logprobs).mean())
 
 
-def test_kernels_of_experts_without_proof_are_refused() -> None:
+def test_kernels_of_experts_without_proof_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, method = torch.nn.Module(), object.__new__(direct_load.UnquantizedFusedMoEMethod)
     torch.nn.Module.__init__(method)
     layer.quant_method = method
@@ -116,3 +156,5 @@ def test_kernels_of_experts_without_proof_are_refused() -> None:
         else:
             with pytest.raises(ValueError, match=f"vLLM computes by {backend.value} here"):
                 direct_load.check_experts(layer)
+    monkeypatch.setattr(direct_load.current_platform, "is_cpu", lambda: False)
+    direct_load.check_experts(layer, has_adapters=True)

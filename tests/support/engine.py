@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from common.config import Config, parse_config
 from common.log import get_logger
 from generator.engine.engine import Engine
 from generator.weights.shared_weights import MemoryFile, SharedWeights
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from learner.disk_names import DiskNames
 from learner.weight_copy import copy_weights
 
 MAX_MODEL_LEN = 512
 
 
-def tiny_model(seed: int) -> Qwen3ForCausalLM:
+def tiny_model(seed: int) -> PreTrainedModel:
     return build_model(build_tokenizer(), seed).eval()
 
 
-def save_tiny_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
+def save_tiny_model(folder: Path, seed: int) -> PreTrainedModel:
     model = tiny_model(seed)
     save(model, build_tokenizer(), folder)
     return model
@@ -46,15 +48,17 @@ async def start_engine(folder: Path, max_concurrency: int = 16, **engine: Any) -
     return await Engine.start(engine_config(folder, max_concurrency, **engine), get_logger())
 
 
-def shared(version: int, model: Any, dtype: torch.dtype = torch.float32) -> SharedWeights:
-    """A model's weights as they lie in shared memory after a transfer."""
-    snapshot = copy_weights(version, model.named_parameters(), dtype, 1 << 24).snapshot()
+def shared(
+    version: int, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype = torch.float32
+) -> SharedWeights:
+    """Weights as they lie in shared memory after a transfer."""
+    snapshot = copy_weights(version, weights, dtype, 1 << 24).snapshot()
     return SharedWeights(snapshot.manifest, snapshot.file, 0.0, MemoryFile.close)
 
 
-async def load(engine: Engine, version: int, model: torch.nn.Module) -> float:
+async def load(engine: Engine, version: int, model: PreTrainedModel) -> float:
     """Put a model's weights into the engine; returns the seconds of the pause."""
-    weights = shared(version, model)
+    weights = shared(version, DiskNames(model).of(model.named_parameters()))
     try:
         return await engine.load(version, weights)
     finally:
@@ -62,7 +66,7 @@ async def load(engine: Engine, version: int, model: torch.nn.Module) -> float:
 
 
 @torch.no_grad()
-def reference_logprobs(model: Qwen3ForCausalLM, token_ids: Any, temperature: float = 1.0) -> np.ndarray:
+def reference_logprobs(model: PreTrainedModel, token_ids: Any, temperature: float = 1.0) -> np.ndarray:
     """Log-prob of each token given those before it by transformers, float32 [T]; the first is 0."""
     ids = torch.as_tensor(np.asarray(token_ids), dtype=torch.long)
     logits = model(ids[None]).logits[0, :-1].float() / temperature

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,7 +135,7 @@ def engine_measures(model: Path, folder: Path, shape: Shape) -> dict[str, float]
         engine = await Engine.start(config, get_logger())
         try:
             before = await _gap(engine, policy, shape)
-            weights = shared(1, SimpleNamespace(named_parameters=lambda: changed), torch.bfloat16)
+            weights = shared(1, changed, torch.bfloat16)
             # The same memory twice, as in a run: it is mapped and pinned only once.
             pauses = [await engine.load(1, weights), await engine.load(2, weights)]
             weights.close()

@@ -39,7 +39,9 @@ def shape_of(config: PreTrainedConfig, folder: Path) -> Shape:
 def active_parameters(model: torch.nn.Module, shape: Shape) -> float:
     """Parameters by which a token is computed: of a layer's experts some, and no embeddings."""
     of_experts = sum(one.numel() for name, one in model.named_parameters() if ".experts." in name)
-    others = sum(one.numel() for name, one in model.named_parameters() if ".experts." not in name and "embed" not in name)
+    others = sum(
+        one.numel() for name, one in model.named_parameters() if ".experts." not in name and "embed" not in name
+    )
     return others + of_experts * shape.active / shape.experts
 
 
