@@ -24,10 +24,11 @@ varlen_attn: Any = None  # not every torch has it; `kernels.py` does not choose 
 with contextlib.suppress(ImportError):
     from torch.nn.attention.varlen import varlen_attn
 
-PACKED_SDPA = "spo_packed_sdpa"
+PACKED_SDPA = "spo_packed_padded"  # a name with "sdpa" would be refused for models with sinks by transformers
 PACKED_VARLEN = "spo_packed_varlen"
-# Parts of a model's attention that these two lack.
-MISSING_PARTS = ("softcap", "s_aux")
+# Parts of a model's attention that these two lack, and an implementation that may have them.
+MISSING_PARTS = {"softcap": "flash_attention_2", "s_aux": "sdpa"}
+SINK_WIDTH = 8  # numbers that a sink adds to a head; kernels take multiples of 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +125,21 @@ def packed_sdpa(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sequence; [1, H, T, D] in, [1, T, H, D] out.
 
+    Args:
+        s_aux: sinks [H]: scores, one a head, that take part in every softmax and bring no value.
+
     Raises:
-        UserError: the model's attention has a part that this one lacks (soft-capping, sinks).
+        UserError: the model's attention has a part that this one lacks (soft-capping).
     """
     _check_parts(others)
+    if s_aux is not None:
+        scaling = scaling or query.shape[-1] ** -0.5
+        s_aux = s_aux / scaling
     tokens_QKV = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     outputs = []
     for group in sequences.padded:
@@ -139,6 +147,8 @@ def packed_sdpa(
             tensor.index_select(0, group.indices).unflatten(0, group.shape).transpose(1, 2) for tensor in tokens_QKV
         )
         window = _window_mask(group.shape[1], sliding_window, q.device)
+        if s_aux is not None:
+            q, k, v, window = _with_sinks(q, k, v, window, s_aux)
         output = F.scaled_dot_product_attention(
             q,
             k,
@@ -149,9 +159,33 @@ def packed_sdpa(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+        if s_aux is not None:
+            output = output[:, :, 1:, :-SINK_WIDTH]
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return padded.index_select(0, sequences.unpad_indices)[None], None
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: torch.Tensor | None, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Put a token before each sequence that all of its tokens see: its score is the head's sink, its value 0.
+
+    So queries [R, H, L, D], keys and values become [R, H, 1 + L, D + SINK_WIDTH], and causality alone still suffices.
+
+    Args:
+        sinks: divided by the scale of the scores [H].
+    """
+    token = (0, SINK_WIDTH, 1, 0)
+    q = torch.cat([q, sinks.to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)], dim=-1)
+    k, v = F.pad(k, token), F.pad(v, token)
+    k[:, :, 0, -SINK_WIDTH] = 1.0
+    return (
+        F.pad(q, (0, SINK_WIDTH - 1, 1, 0)),
+        k,
+        v,
+        None if window is None else F.pad(window, (1, 0, 1, 0), value=True),
+    )
 
 
 def packed_varlen(
@@ -194,11 +228,11 @@ def packed_varlen(
 
 
 def _check_parts(parts: dict[str, Any]) -> None:
-    for name in MISSING_PARTS:
+    for name, other in MISSING_PARTS.items():
         if parts.get(name) is not None:
             raise UserError(
-                f"learner.attention: this model's attention uses {name}, which varlen and sdpa lack; "
-                "flash_attention_2 may have it"
+                f"learner.attention: this model's attention uses {name}, which is not in the implementation chosen "
+                f"here; set learner.attention={other}"
             )
 
 

@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SAME = 1e-4  # mean |difference| of log-probs in float32
 ADAPTED = ("Qwen3-MoE", "Qwen2-MoE")  # the second has linear layers beside attention: a shared expert
-TRAINED = [family for family in FAMILIES if family != "gpt-oss"]  # its attention has sinks, which the learner lacks
 
 
 def config_of(folder: Path, **learner: Any) -> Config:
@@ -46,7 +45,7 @@ def config_of(folder: Path, **learner: Any) -> Config:
 
 
 @pytest.mark.parametrize("deltas", ["off", "on"])
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_learner_agree_before_and_after_updates(family: str, deltas: str, tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", family)
     config = config_of(tmp_path, weights={"deltas": deltas})

@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, modeling_flash_attention_utils
 from transformers.integrations import flash_attention
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from common.config import LearnerConfig
 from common.errors import UserError
@@ -133,10 +134,32 @@ def test_no_row_is_padded_to_more_than_twice_its_length():
     assert [group.shape for group in rows] == [(3, 100), (1, 49), (1, 20), (2, 3)]
 
 
-@pytest.mark.parametrize("kernel", PACKED.values(), ids=PACKED)
-def test_parts_of_attention_that_are_missing_are_refused(kernel: Callable[..., Any]):
-    with pytest.raises(UserError, match="softcap"):
-        attend(kernel, tensors_of(LENGTHS), softcap=30.0)
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_take_their_share_of_every_softmax(window):
+    """As gpt-oss computes a sequence alone: one more column of scores, which is left out after the softmax."""
+    sinks = torch.tensor([2.0, -1.0, 0.5, 9.0], dtype=torch.float64)
+    ways = []
+    for is_packed in (True, False):
+        q, k, v, s = (tensor.clone().requires_grad_() for tensor in (*tensors_of(LENGTHS), sinks))
+        if is_packed:
+            output = attend(packed_sdpa, [q, k, v], s_aux=s, sliding_window=window, scaling=0.3)
+        else:
+            module, outputs = SimpleNamespace(num_key_value_groups=2, sinks=s, training=False), []
+            for part in zip(*(tensor.split(LENGTHS, dim=2) for tensor in (q, k, v)), strict=True):
+                back = torch.arange(part[0].shape[2])[:, None] - torch.arange(part[0].shape[2])
+                mask = torch.where((back >= 0) & (back < (window or 99)), 0.0, -torch.inf)
+                outputs.append(gpt_oss_attention(module, *part, mask, scaling=0.3)[0])
+            output = torch.cat(outputs, dim=1)
+        (output * torch.arange(output.numel()).view_as(output).cos()).sum().backward()
+        ways.append([output, q.grad, k.grad, v.grad, s.grad])
+    torch.testing.assert_close(*ways)
+
+
+@pytest.mark.parametrize(("name", "part"), [("sdpa", "softcap"), ("varlen", "softcap"), ("varlen", "s_aux")])
+def test_parts_of_attention_that_are_missing_are_refused(name: str, part: str):
+    other = "sdpa" if part == "s_aux" else "flash_attention_2"
+    with pytest.raises(UserError, match=f"uses {part}, .*; set learner.attention={other}$"):
+        attend(PACKED[name], tensors_of(LENGTHS), **{part: torch.ones(4)})
 
 
 BOTH = ("liger_kernel", "triton")
