@@ -21,6 +21,7 @@ from launcher.cli import GROUPS
 from launcher.config_reference import reference
 from launcher.quickstart import command, inputs
 from launcher.tasks import TASKS
+from launcher.tasks.task import QuickstartTask
 from tests.support.checks import small_model
 from tests.support.spo_command import Spo
 
@@ -99,8 +100,16 @@ def test_chaos_needs_a_checkout(spo: Spo, folder: Path, monkeypatch: pytest.Monk
 
 
 def test_what_is_prepared_can_be_run_as_the_help_says(folder: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "cached_model", lambda *_: small_model(folder / "cached", (2, 2)))
+    made = []
+
+    def cached_model(task: QuickstartTask, *_: object) -> Path:
+        made.append((task.name, task.recipe.experts))
+        return small_model(folder / f"cached {len(made)}", (2, 2))
+
+    monkeypatch.setattr(command, "cached_model", cached_model)
+    assert spo("prepare", "mixture", "--task", "code", "--experts", "4").returncode == 0
     assert spo("prepare", "small").returncode == 0
+    assert made == [("code", 4), ("arithmetic", 0)]
     config = load_config(folder / "small" / "run.yaml", (), {})
     assert all(Path(path).exists() for path in (config.model.path, config.data.train, config.data.heldout))
 

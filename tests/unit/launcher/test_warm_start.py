@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from common.errors import UserError
@@ -103,19 +104,26 @@ def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizer
     assert 0.05 < next_token[prompt[first]].item() < 0.3
 
 
-def test_the_checkpoint_is_made_once_and_loads_like_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = task(steps=2, rows=4, warmup=1)
+@pytest.mark.parametrize(
+    ("experts", "kind", "weight"),
+    [(0, "qwen3", "mlp.gate_proj.weight"), (4, "qwen3_moe", "mlp.experts.3.gate_proj.weight")],
+)
+def test_the_checkpoint_is_made_once_and_loads_like_any_model(
+    experts: int, kind: str, weight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = task(steps=2, rows=4, warmup=1, experts=experts)
     folder = cached_model(quick, cache=tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == [folder.name]
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.config.model_type == "qwen3"
+    assert model.config.model_type == kind
+    assert f"model.layers.0.{weight}" in load_file(folder / "model.safetensors")
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
     monkeypatch.setattr(cache, "_train_model", None)
     assert cached_model(quick, cache=tmp_path) == folder
 
 
 def test_another_recipe_or_task_is_another_checkpoint() -> None:
-    tasks = [task(seed=1), task(seed=2), *(one for one in TASKS.values() if not one.model_of)]
+    tasks = [task(seed=1), task(seed=2), task(experts=2), *(one for one in TASKS.values() if not one.model_of)]
     assert len({key(one) for one in tasks}) == len(tasks)
 
 
