@@ -20,6 +20,7 @@ from learner.attention import PACKED_SDPA, PACKED_VARLEN
 IMPLEMENTATIONS = {"varlen": PACKED_VARLEN, "flash_attention_2": "flash_attention_2", "sdpa": PACKED_SDPA}
 CAPABILITY = (8, 0)  # of a GPU that can run flash attention, which the first two are
 LONGEST_HEAD = 256
+WITH_SINKS = ("gpt_oss",)  # types of models whose attention only sdpa computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ def _hindrance(name: str, config: LearnerConfig, model: PreTrainedConfig) -> str
     """Why an implementation of attention cannot be used here; None: it can."""
     if name == "sdpa":
         return None
+    if has_sinks(model):
+        return "the model's attention has sinks"
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     if name == "varlen" and attention.varlen_attn is None:
@@ -110,6 +113,11 @@ def _hindrance(name: str, config: LearnerConfig, model: PreTrainedConfig) -> str
     if width > LONGEST_HEAD or width % 8:
         return f"the model's heads are {width} wide, it takes multiples of 8 up to {LONGEST_HEAD}"
     return None
+
+
+def has_sinks(model: PreTrainedConfig) -> bool:
+    """Whether scores without a value take part in every softmax of its attention."""
+    return model.get_text_config().model_type in WITH_SINKS
 
 
 def _head_width(model: PreTrainedConfig) -> int:

@@ -18,6 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from learner.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
+from learner.kernels import has_sinks
 from learner.model import Policy, own_slice
 from learner.ulysses import SequenceGroup
 
@@ -168,7 +169,7 @@ def parameter_sizes(config: PreTrainedConfig) -> list[int]:
 
 def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> Policy:
     """The learner's policy with random weights, or fake ones under a `FakeTensorMode`."""
-    attention = PACKED_VARLEN if micro.on_gpu else PACKED_SDPA
+    attention = PACKED_VARLEN if micro.on_gpu and not has_sinks(config) else PACKED_SDPA
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if micro.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

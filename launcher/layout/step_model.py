@@ -254,5 +254,5 @@ def read_shape(path: Path) -> Shape:
         config.get("tie_word_embeddings", False),
         experts,
         config["num_experts_per_tok"] if experts > 1 else 1,
-        config.get("shared_expert_intermediate_size", 0),
+        config.get("shared_expert_intermediate_size", 0) if experts > 1 else 0,
     )

@@ -30,7 +30,6 @@ from tests.support.whole_run import kill, settled_counters, started, wait_for_ve
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SAME = 1e-4  # mean |difference| of log-probs in float32
-ADAPTED = ("Qwen3-MoE", "Qwen2-MoE")  # the second has linear layers beside attention: a shared expert
 
 
 def config_of(folder: Path, **learner: Any) -> Config:
@@ -63,7 +62,7 @@ def test_engine_and_learner_agree_before_and_after_updates(family: str, deltas: 
     asyncio.run(with_engine(config, scene))
 
 
-@pytest.mark.parametrize("family", ADAPTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_is_added_to_the_weights_around_experts(family: str, tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", family)
     config = config_of(tmp_path, lora={"rank": 4, "alpha": 8, "serve": "merged"})

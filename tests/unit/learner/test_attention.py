@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, modeling_flash_attention_utils
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config, modeling_flash_attention_utils
 from transformers.integrations import flash_attention
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
@@ -210,6 +210,12 @@ def test_auto_takes_the_first_that_can_be_used_and_says_why(
     choice = choose_attention(LearnerConfig(dtype=dtype), model_with(head_dim))
     assert choice.name == chosen
     assert because in choice.reason
+
+
+def test_a_model_with_sinks_is_computed_where_sinks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, packages=FLASH)
+    choice = choose_attention(LearnerConfig(dtype="bfloat16"), GptOssConfig())
+    assert (choice.name, choice.reason) == ("sdpa", "varlen, flash_attention_2: the model's attention has sinks")
 
 
 @pytest.mark.parametrize(
