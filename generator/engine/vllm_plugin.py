@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.keeper import die_with_parent
+from generator.engine.cpu_experts import tell_experts
 
 BACKEND = "spo"  # what vLLM calls our weight transfer engine
 ENGINE = ("generator.weights.weight_engine", "SharedMemoryWeightEngine")  # its module and class
@@ -22,11 +23,13 @@ def register() -> None:
     """Make our weight transfer engine known; vLLM may call this several times.
 
     It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
-    generator that is killed could do neither itself. On a CPU it mends sampling with seeds.
+    generator that is killed could do neither itself. On a CPU it mends sampling with seeds, and adds what a mixture of
+    experts chose.
     """
     _die_with_parent()
     _unlink_mapped_memory()
     _hold_generators()
+    tell_experts()
     # A forked process has the plugin already and does not load it again.
     multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
