@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any
@@ -19,8 +19,9 @@ from common.unpack import unpack
 
 TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
+EXPERT_IDS = (np.dtype("<u1"), np.dtype("<u2"))  # of mixtures with up to 256 experts, and with more
 MAX_PAYLOAD = 256 << 20  # bytes
-VALUES = 7  # schema, five arrays, and the list of them
+VALUES = 10  # schema, five arrays or eight, and the list of them
 # A log-prob exceeds 0 only by rounding in low precision; no engine's logits differ by more than 1e5.
 MOST, LEAST = 0.01, -1e5
 MAX_LINE = MAX_RECORD - 4096  # bytes of a line, so that it fits compressed or not
@@ -45,6 +46,9 @@ class Payload:
         version_spans: (weight version, start, end) over the model tokens, int32 [V, 3], covering all M; no version is
             negative.
         row_lengths: tokens of each row, int32 [R], each at least 1; empty: one row.
+        experts: ids of the experts that the engine chose in each layer for the first tokens of each row, uint8 or
+            uint16 [E, layers, k]; those of layers without experts count nothing.
+        expert_lengths: how many tokens of each row have experts, int32 [R]; empty: none, as with every dense model.
     """
 
     token_ids: np.ndarray
@@ -52,6 +56,8 @@ class Payload:
     logprobs: np.ndarray
     version_spans: np.ndarray
     row_lengths: np.ndarray = field(default_factory=partial(np.empty, 0, TOKEN))
+    experts: np.ndarray = field(default_factory=partial(np.empty, (0, 0, 0), EXPERT_IDS[0]))
+    expert_lengths: np.ndarray = field(default_factory=partial(np.empty, 0, TOKEN))
 
     def mask(self) -> np.ndarray:
         """True where the model sampled the token, bool [T]."""
@@ -71,36 +77,46 @@ class Payload:
             return [self]
         ends = np.cumsum(self.row_lengths, dtype=np.int64).tolist()
         spans_of_rows = np.split(self.model_spans, np.searchsorted(self.model_spans[:, 0], ends[:-1]))
+        experts = np.split(self.experts, np.cumsum(self.expert_lengths)[:-1]) if len(self.expert_lengths) else []
         rows, start, sampled = [], 0, 0
-        for end, spans in zip(ends, spans_of_rows, strict=True):
+        for number, (end, spans) in enumerate(zip(ends, spans_of_rows, strict=True)):
             before, sampled = sampled, sampled + int((spans[:, 1] - spans[:, 0]).sum())
             first = np.searchsorted(self.version_spans[:, 2], before, "right")
             last = np.searchsorted(self.version_spans[:, 2], sampled)
             versions = self.version_spans[first : last + 1].copy()
             versions[:, 1:] = versions[:, 1:].clip(before, sampled) - before
-            rows.append(Payload(self.token_ids[start:end], spans - start, self.logprobs[before:sampled], versions))
+            row = Payload(self.token_ids[start:end], spans - start, self.logprobs[before:sampled], versions)
+            if experts:
+                row = replace(row, experts=experts[number], expert_lengths=self.expert_lengths[number : number + 1])
+            rows.append(row)
             start = end
         return rows
 
 
 def encode_payload(payload: Payload) -> bytes:
-    """Pack a payload: about 4 bytes a token and 4 more a model token."""
-    return msgpack.packb(
-        (
-            SCHEMA,
-            np.ascontiguousarray(payload.token_ids, TOKEN).data.cast("B"),
-            np.ascontiguousarray(payload.model_spans, TOKEN).tobytes(),
-            np.ascontiguousarray(payload.logprobs, LOGPROB).data.cast("B"),
-            np.ascontiguousarray(payload.version_spans, TOKEN).tobytes(),
-            np.ascontiguousarray(payload.row_lengths, TOKEN).tobytes(),
-        )
-    )
+    """Pack a payload: about 4 bytes a token and 4 more a model token, and with experts one or two for each id."""
+    arrays = [
+        np.ascontiguousarray(payload.token_ids, TOKEN).data.cast("B"),
+        np.ascontiguousarray(payload.model_spans, TOKEN).tobytes(),
+        np.ascontiguousarray(payload.logprobs, LOGPROB).data.cast("B"),
+        np.ascontiguousarray(payload.version_spans, TOKEN).tobytes(),
+        np.ascontiguousarray(payload.row_lengths, TOKEN).tobytes(),
+    ]
+    if len(payload.experts):
+        experts = np.ascontiguousarray(payload.experts)
+        arrays += [
+            np.ascontiguousarray(payload.expert_lengths, TOKEN).tobytes(),
+            np.asarray(experts.shape[1:], TOKEN).tobytes(),
+            experts.astype(experts.dtype.newbyteorder("<"), copy=False).tobytes(),
+        ]
+    return msgpack.packb((SCHEMA, *arrays))
 
 
 def decode_payload(data: bytes) -> Payload:
     """Unpack and check a payload; the arrays are views of `data`. Raises `InvalidMessage`."""
     try:
-        schema, tokens, spans, logprobs, versions, rows = unpack(data, MAX_PAYLOAD, VALUES)
+        values = unpack(data, MAX_PAYLOAD, VALUES)
+        schema, tokens, spans, logprobs, versions, rows = values[:6]
         if schema != SCHEMA:
             raise InvalidMessage(f"Payload: schema {schema!r}, this process reads {SCHEMA}")
         payload = Payload(
@@ -109,6 +125,7 @@ def decode_payload(data: bytes) -> Payload:
             np.frombuffer(logprobs, LOGPROB),
             np.frombuffer(versions, TOKEN).reshape(-1, 3),
             np.frombuffer(rows, TOKEN),
+            *(_decode_experts(*values[6:]) if len(values) > 6 else ()),
         )
     except InvalidMessage:
         raise
@@ -116,6 +133,19 @@ def decode_payload(data: bytes) -> Payload:
         raise InvalidMessage(f"Payload: not a payload ({error or type(error).__name__})") from None
     _check(payload)
     return payload
+
+
+def _decode_experts(lengths: bytes, shape: bytes, ids: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Experts and how many tokens of each row have them."""
+    counts = np.frombuffer(lengths, TOKEN)
+    tokens, (layers, chosen) = int(counts.sum(dtype=np.int64)), np.frombuffer(shape, TOKEN).tolist()
+    for dtype in EXPERT_IDS:
+        if min(tokens, layers, chosen) > 0 and len(ids) == tokens * layers * chosen * dtype.itemsize:
+            return np.frombuffer(ids, dtype).reshape(tokens, layers, chosen), counts
+    raise InvalidMessage(
+        f"Payload: {len(ids)} bytes of experts, which {tokens} tokens, {layers} layers and {chosen} experts in each "
+        "cannot have"
+    )
 
 
 def decode_if_valid(data: bytes | None) -> Payload | None:
@@ -133,6 +163,8 @@ def _check(payload: Payload) -> None:
         raise InvalidMessage("Payload: model spans overlap or leave the tokens")
     if len(payload.row_lengths):
         _check_rows(payload)
+    if len(payload.expert_lengths):
+        _check_expert_lengths(payload)
     sampled = sum(borders[2:-1:2]) - sum(borders[1:-1:2])
     if sampled != len(payload.logprobs):
         raise InvalidMessage(f"Payload: {sampled} model tokens but {len(payload.logprobs)} log-probs")
@@ -167,6 +199,13 @@ def _check_rows(payload: Payload) -> None:
     starts, stops = payload.model_spans.T
     if (np.searchsorted(ends, starts, "right") < np.searchsorted(ends, stops, "left")).any():
         raise InvalidMessage("Payload: a model span goes from one row into the next")
+
+
+def _check_expert_lengths(payload: Payload) -> None:
+    rows = payload.row_lengths.tolist() or [len(payload.token_ids)]
+    lengths = payload.expert_lengths.tolist()
+    if len(lengths) != len(rows) or any(not 0 <= told <= tokens for told, tokens in zip(lengths, rows, strict=True)):
+        raise InvalidMessage(f"Payload: experts of {lengths} tokens in rows of {rows} tokens")
 
 
 def pack_record(episode: dict[str, Any]) -> bytes:

@@ -82,6 +82,7 @@ class Row:
         spans: half-open ranges of the tokens that the model sampled, one per turn.
         logprobs: of each turn's tokens.
         versions: (weight version, start, end) over the sampled tokens.
+        experts: what the engine chose for the first tokens, piece by piece; see `Completion.experts`.
         length: number of all tokens.
         sampled: tokens the model sampled.
     """
@@ -90,6 +91,7 @@ class Row:
     spans: list[tuple[int, int]] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     versions: list[tuple[int, int, int]] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
     length: int = 0
     sampled: int = 0
 
@@ -115,8 +117,15 @@ class Row:
                 self.versions[-1] = (version, self.versions[-1][1], self.sampled + end)
             else:
                 self.versions.append((version, self.sampled + start, self.sampled + end))
+        if turn.experts is not None:
+            self.experts.append(turn.experts)
         self.append(turn.token_ids)
         self.sampled += len(turn.token_ids)
+
+    @property
+    def routed(self) -> int:
+        """Number of tokens, from the first on, whose experts are known."""
+        return sum(map(len, self.experts))
 
     def tokens(self) -> np.ndarray:
         """All token ids, int32 [T]; a view that later turns do not change."""
@@ -203,7 +212,18 @@ class Episode:
             np.concatenate([logprobs for row in rows for logprobs in row.logprobs]),
             np.asarray(versions, np.int32).reshape(-1, 3),
             np.asarray(self.row_tokens, np.int32),
+            **self._experts(),
         )
+
+    def _experts(self) -> dict[str, np.ndarray]:
+        """The payload's fields about experts; empty where the engine told none."""
+        pieces = [piece for row in self.rows for piece in row.experts]
+        if not pieces:
+            return {}
+        return {
+            "experts": np.concatenate(pieces),
+            "expert_lengths": np.asarray([row.routed for row in self.rows], np.int32),
+        }
 
 
 def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: bool = True) -> bytes:

@@ -158,6 +158,8 @@ class _EpisodeRun:
         room = self.limit - self.row.length
         if self.prefix_epoch is not None:
             limits["prefix_epoch"] = self.prefix_epoch
+        if self.row.experts:
+            limits["experts_from"] = self.row.routed
         turn = await self.runner.engine.generate(self.row.tokens(), max_tokens=room, **limits)
         if self.runner.keeps_prefix:
             self.prefix_epoch = turn.prefix_epoch

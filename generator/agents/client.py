@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,7 @@ class SessionClient:
             skip_special_tokens=asked.skip_special_tokens,
             spaces_between_special_tokens=asked.spaces_between_special_tokens,
             output_kind=asked.output_kind,
+            routed_experts_prompt_start=node.routed,
             logprobs=0,
             flat_logprobs=True,
             skip_clone=True,
@@ -84,11 +86,8 @@ def _joined(parts: list[Completion]) -> Completion:
     last = parts[-1]
     if len(parts) == 1:
         return last
-    return Completion(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        last.versions,
-        last.finish_reason,
-        last.prefix_epoch,
-        last.cached_tokens,
+    return replace(
+        last,
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
     )

@@ -68,6 +68,22 @@ class Node:
             parts += [node.turn.token_ids, node.tail]
         return np.concatenate(parts[::-1])
 
+    def experts(self) -> list[np.ndarray]:
+        """What the engine chose for the first ids of the prompt, piece by piece, in the requests that this one
+        continues."""
+        pieces: list[np.ndarray] = []
+        node = self.parent
+        while node is not None:
+            assert node.turn is not None
+            pieces += [] if node.turn.experts is None else [node.turn.experts]
+            node = node.parent
+        return pieces[::-1]
+
+    @property
+    def routed(self) -> int:
+        """Number of ids of the prompt, from the first on, whose experts are known."""
+        return sum(map(len, self.experts()))
+
     def conversation(self) -> Iterator[Node]:
         """This request and those that continue it, as far as something was sampled."""
         waiting = [self]
@@ -168,7 +184,7 @@ class Tree:
                 continue
             if node.parent is None or node.parent in continued:
                 row_of[node] = len(rows)
-                rows.append(Row(node.prompt_ids()))
+                rows.append(Row(node.prompt_ids(), experts=node.experts()))
             else:
                 row_of[node] = row_of[node.parent]
                 rows[row_of[node]].append(node.tail)

@@ -38,6 +38,7 @@ OWN_NAMES = {
     "weight_transfer_config": "learner.weights",
     "enable_lora": "learner.lora",
     "lora_target_modules": "learner.lora.targets",
+    "enable_return_routed_experts": "learner.router_replay",
     "logprobs_mode": None,
 }
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
@@ -218,6 +219,8 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     lora = config.learner.lora
     if lora is not None and lora.serve == "adapter" and config.run.has_learner:
         defaults |= lora_arguments(lora, config)
+    if config.learner.router_replay == "rollout" and config.run.has_learner:
+        defaults["enable_return_routed_experts"] = True
     if config.run.deterministic:
         # Results must depend on the request alone.
         defaults["enable_prefix_caching"] = False

@@ -21,11 +21,11 @@ def tell_experts() -> None:
         return
     from vllm.v1.worker import cpu_worker
 
-    if hasattr(cpu_worker.CPUModelRunner, "aux_output"):
-        return
-    cpu_worker.CPUModelRunner = _runner(cpu_worker.CPUModelRunner)
-    owner: Any = VllmConfig
-    owner._verify_aux_output_compatibility = _as_own_platform(owner._verify_aux_output_compatibility)
+    module: Any = cpu_worker
+    config: Any = VllmConfig
+    if not hasattr(module.CPUModelRunner, "aux_output"):
+        module.CPUModelRunner = _runner(module.CPUModelRunner)
+        config._verify_aux_output_compatibility = _as_own_platform(config._verify_aux_output_compatibility)
 
 
 def _as_own_platform(verify: Any) -> Any:

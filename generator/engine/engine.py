@@ -40,6 +40,9 @@ class Completion:
         finish_reason: `stop`, `length`, or `time` if the request was cut after its `seconds`.
         prefix_epoch: keys the prefix cache's blocks of prompt and tokens (see `Engine.generate`).
         cached_tokens: prompt tokens taken from the prefix cache.
+        experts: with `learner.router_replay`, ids of the experts that tokens went through, uint8 or uint16
+            [E, layers, k]: those of the prompt from `experts_from` on, and all sampled ones but the last, which no
+            expert has seen yet.
     """
 
     token_ids: np.ndarray
@@ -48,6 +51,7 @@ class Completion:
     finish_reason: str
     prefix_epoch: int = 0
     cached_tokens: int = 0
+    experts: np.ndarray | None = None
 
 
 class NewWeights(Protocol):
@@ -118,6 +122,7 @@ class Engine:
         stop: Sequence[str] = (),
         seconds: float | None = None,
         prefix_epoch: int | None = None,
+        experts_from: int = 0,
     ) -> Completion:
         """Continue a prompt [T] until its end-of-turn token, a stop token, a stop string, or `max_tokens`.
 
@@ -127,6 +132,7 @@ class Engine:
             prefix_epoch: reuse the keys and values of the earlier completion with this epoch, even if other weights
                 have been loaded since; by default only those of the present weights. No effect with a LoRA adapter,
                 for which vLLM keeps those of each version apart.
+            experts_from: number of prompt tokens whose experts are known already.
 
         Raises:
             EngineDied, EngineFailed: see the classes.
@@ -149,6 +155,7 @@ class Engine:
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            routed_experts_prompt_start=experts_from,
             skip_clone=True,  # saves a deep copy: nothing else refers to them
         )
         cut = asyncio.Event()
@@ -171,7 +178,8 @@ class Engine:
     ) -> AsyncGenerator[tuple[Any, Completion], None]:
         """Continue a prompt [T] and yield vLLM's outputs, each with what was sampled since the one before.
 
-        Only the last one has `versions`, over all that was sampled, and a `finish_reason`; it may have no tokens.
+        Only the last one has `versions` and `experts`, over all that was sampled, and a `finish_reason`; it may have no
+        tokens.
 
         Args:
             params: vLLM's `SamplingParams`, with `logprobs=0` and `flat_logprobs=True`. Their `output_kind` says
@@ -187,17 +195,10 @@ class Engine:
                     spans = [(adapter.version, 0, spans[-1][-1])]
                 # An output without a token, or with one joined to it, repeats earlier log-probs at its end.
                 logprobs = sampled.logprobs.logprobs[: len(sampled.token_ids)]
-                yield (
-                    output,
-                    Completion(
-                        np.asarray(sampled.token_ids, np.int32),
-                        np.asarray(logprobs, np.float32),
-                        spans,
-                        "time" if sampled.finish_reason == "abort" else sampled.finish_reason or "",
-                        epoch,
-                        output.num_cached_tokens or 0,
-                    ),
-                )
+                ids, logprobs = np.asarray(sampled.token_ids, np.int32), np.asarray(logprobs, np.float32)
+                reason = "time" if sampled.finish_reason == "abort" else sampled.finish_reason or ""
+                cached, experts = output.num_cached_tokens or 0, sampled.routed_experts
+                yield output, Completion(ids, logprobs, spans, reason, epoch, cached, experts)
 
     async def score(self, token_ids: TokenIds) -> np.ndarray:
         """Return the log-prob of each token given those before it, under the current weights at temperature 1, [T].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import tracemalloc
 import zlib
@@ -67,6 +68,11 @@ def payloads(draw: st.DrawFn) -> Payload:
             spans.append((length, length + sampled))
             length += sampled + draw(st.integers(0, 5))
         ends.append(length)
+    rows, chosen = np.diff(ends, prepend=0).astype(np.int32), np.zeros((0, 0, 0), np.uint8)
+    told = np.array(draw(st.sampled_from([[], [draw(st.integers(0, tokens)) for tokens in rows.tolist()]])), np.int32)
+    if told.sum():
+        dtype = draw(st.sampled_from([np.uint8, np.uint16]))
+        chosen = np.arange(told.sum() * 6).astype(dtype).reshape(-1, 3, 2)
     total = sum(end - start for start, end in spans)
     cuts = sorted(draw(st.sets(st.integers(1, max(total - 1, 1)), max_size=3)) & set(range(1, total)))
     borders = [0, *cuts, total] if total else [0]
@@ -76,15 +82,18 @@ def payloads(draw: st.DrawFn) -> Payload:
         np.asarray(spans, np.int32).reshape(-1, 2),
         np.linspace(-3, 0, total, dtype=np.float32),
         np.asarray(versions, np.int32).reshape(-1, 3),
-        np.diff(ends, prepend=0).astype(np.int32) if len(ends) > 1 else np.zeros(0, np.int32),
+        rows if len(ends) > 1 else np.zeros(0, np.int32),
+        chosen,
+        told if told.sum() else np.zeros(0, np.int32),
     )
 
 
 @given(payloads())
 def test_a_payload_comes_back_the_same(payload: Payload) -> None:
     decoded = decode_payload(encode_payload(payload))
-    for name in ("token_ids", "model_spans", "logprobs", "version_spans", "row_lengths"):
+    for name in (field.name for field in dataclasses.fields(Payload)):
         np.testing.assert_array_equal(getattr(decoded, name), getattr(payload, name))
+    assert decoded.experts.dtype == payload.experts.dtype
     assert decoded.mask().sum() == len(decoded.logprobs) == len(decoded.versions())
 
 
@@ -92,19 +101,38 @@ def test_a_payload_comes_back_the_same(payload: Payload) -> None:
 def test_rows_of_a_payload_are_payloads_that_join_to_it(payload: Payload) -> None:
     rows = [decode_payload(encode_payload(row)) for row in payload.rows()]
     assert [len(row.token_ids) for row in rows] == (payload.row_lengths.tolist() or [len(payload.token_ids)])
+    if len(payload.expert_lengths):
+        assert [len(row.experts) for row in rows] == payload.expert_lengths.tolist()
+        told = [row.experts for row in rows if len(row.experts)]
+        np.testing.assert_array_equal(np.concatenate(told), payload.experts)
     for part in (lambda row: row.token_ids, lambda row: row.logprobs, Payload.mask, Payload.versions):
         np.testing.assert_array_equal(np.concatenate([part(row) for row in rows]), part(payload))
     assert [span for row in rows for span in np.diff(row.model_spans)] == np.diff(payload.model_spans).tolist()
 
 
 def broken(**changes: Any) -> bytes:
-    fields: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         "token_ids": np.arange(6),
         "model_spans": np.array([[2, 4], [5, 6]]),
         "logprobs": np.zeros(3),
         "version_spans": np.array([[0, 0, 2], [1, 2, 3]]),
     }
-    return encode_payload(Payload(**(fields | changes)))
+    return encode_payload(Payload(**(arrays | changes)))
+
+
+def replayed(lengths: list[int], shape: tuple[int, ...], dtype: Any = np.uint8, **changes: Any) -> bytes:
+    """A payload with experts."""
+    return broken(experts=np.zeros(shape, dtype), expert_lengths=np.array(lengths), **changes)
+
+
+def test_experts_take_a_byte_each_and_nothing_where_there_are_none() -> None:
+    plain = broken()
+    assert len(msgpack.unpackb(plain)) == 6
+    for dtype, width in ((np.uint8, 1), (np.uint16, 2)):
+        long = np.zeros((1000, 48, 8), dtype)
+        ids = {"token_ids": np.arange(1001), "experts": long, "expert_lengths": np.array([1000])}
+        without = broken(token_ids=np.arange(1001))
+        assert 0 < len(broken(**ids)) - len(without) - 1000 * 48 * 8 * width < 32
 
 
 @pytest.mark.parametrize(
@@ -130,6 +158,16 @@ def broken(**changes: Any) -> bytes:
         (broken(row_lengths=np.array([8, -2])), "the shortest of -2"),
         (broken(row_lengths=np.array([4, 1])), "2 rows, the shortest of 1 tokens, have 5 of 6"),
         (encode_payload(Payload(*(np.zeros(0),) * 4))[:-1] + b"\x03abc", "not a payload"),
+        (replayed([4], (4, 3, 2), np.uint32), "96 bytes of experts, which 4 tokens, 3 layers and 2 experts in each"),
+        (replayed([5], (4, 3, 2)), "24 bytes of experts, which 5 tokens"),
+        (replayed([5, -1], (4, 3, 2)), "experts of \\[5, -1\\] tokens in rows of \\[6\\]"),
+        (
+            replayed([5, -1], (4, 3, 2), row_lengths=np.array([4, 2])),
+            "experts of \\[5, -1\\] tokens in rows of \\[4, 2\\]",
+        ),
+        (replayed([7], (7, 3, 2)), "experts of \\[7\\] tokens in rows of \\[6\\]"),
+        (replayed([2], (2, 3, 2), row_lengths=np.array([4, 2])), "experts of \\[2\\] tokens in rows of \\[4, 2\\]"),
+        (msgpack.packb([*msgpack.unpackb(broken()), b""]), "not a payload"),
     ],
 )
 def test_a_payload_that_contradicts_itself_is_refused(data: bytes, reason: str) -> None:

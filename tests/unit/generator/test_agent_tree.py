@@ -76,7 +76,8 @@ class Agent:
 
     def answer(self, node: Node, reply: dict[str, Any], tokens: int = 3, version: int = 0) -> Node:
         ids = self.fresh(tokens)
-        node.turn = Completion(ids, np.zeros(tokens, np.float32) - ids, [(version, 0, tokens)], "stop")
+        seen = np.concatenate([node.prompt_ids(), ids])[node.routed : -1]
+        node.turn = Completion(ids, np.zeros(tokens, np.float32) - ids, [(version, 0, tokens)], "stop", experts=seen)
         self.tree.answer(node, reply)
         return node
 
@@ -260,6 +261,10 @@ def test_each_sampled_token_is_in_one_row_after_its_prompt(agent: Agent) -> None
         versions = [version for version, low, high in row.versions for _ in range(low, high)]
         before = sum(high - low for low, high in row.spans[:index])
         assert versions[before : before + len(ids)] == [node.turn.versions[0][0]] * len(ids)
+    # Experts travel with their tokens; of a row's last token, which nobody has read, none are known.
+    for row in rows:
+        assert row.routed == row.length - 1
+        assert np.concatenate(row.experts).tolist() == row.tokens()[:-1].tolist()
 
 
 @settings(max_examples=150, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,23 @@ def test_turns_read_the_first_ones_cache_only_if_asked(keep: str, epochs: list[A
     engine = ScriptedEngine(CALL, CALL, ANSWER)  # each turn with newer weights
     play(engine, keep_prefix=keep)
     assert [limits.get("prefix_epoch") for limits in engine.limits] == epochs
+
+
+class Mixture(ScriptedEngine):
+    """Tells experts that are the tokens' own ids."""
+
+    async def generate(self, prompt_ids: Any, **limits: Any) -> Completion:
+        turn = await super().generate(prompt_ids, **limits)
+        ids = np.concatenate([prompt_ids, turn.token_ids])
+        told = ids[limits.get("experts_from", 0) : -1].astype(np.uint16)
+        return replace(turn, experts=np.broadcast_to(told[:, None, None], (len(told), 3, 2)))
+
+
+def test_each_token_keeps_the_experts_that_were_told_first() -> None:
+    payload = decode_payload(encode_payload(play(Mixture(CALL, CALL, ANSWER)).payload()))
+    assert payload.expert_lengths.tolist() == [len(payload.token_ids) - 1]
+    np.testing.assert_array_equal(payload.experts[:, 2, 1], payload.token_ids[:-1])
+    assert len(play(ScriptedEngine(CALL, ANSWER)).payload().experts) == 0
 
 
 def test_each_turn_has_the_next_seed() -> None:
