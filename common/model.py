@@ -24,9 +24,9 @@ MEANING = (
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file, for its fingerprint
 LFS = b"version https://git-lfs"
-# How model configurations name the number of their experts: num_experts, num_local_experts, n_routed_experts, ...
 WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 HEADER_LIMIT = 100 << 20  # of the safetensors format
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of a mixture's experts in a layer
 # Names of the context length in model configurations; where there are several, the least counts.
 KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Kinds of rotary embeddings whose models state the length after scaling.
@@ -221,6 +221,12 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     # A model may allow more than it was made for.
     allowed = text.get("model_max_length")
     return max(min(lengths), allowed if isinstance(allowed, int) else 0)
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the content of a `config.json` is that of a mixture of experts."""
+    text = config.get("text_config", config)
+    return isinstance(text, Mapping) and any(isinstance(n := text.get(key), int) and n > 1 for key in EXPERTS)
 
 
 def hub_answers() -> bool:

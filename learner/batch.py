@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from common.config import LearnerConfig
-from common.messages import Batch
+from common.messages import Batch, InvalidMessage
 from common.payload import Payload
 from learner.attention import PackedSequences, pack_sequences
 from learner.correction import Layout
+from learner.routers import ExpertShape
 from learner.world import World
 
 # A row: the index of its sample in the batch, and its number in the sample.
@@ -98,6 +99,8 @@ class MicroBatch:
         rollout_logprobs: log pi_rollout of the model tokens, float32 [N].
         advantages: float32 [N].
         versions: weight version that sampled each model token, int64 [N].
+        experts: ids that the engine chose, uint8 or int16 [T, layers, k]; None where it told none.
+        known: tokens for which it told them, bool [T]; None with `experts`.
         names: sample id and number of each row, in order; empty if not needed.
     """
 
@@ -111,6 +114,8 @@ class MicroBatch:
     advantages: torch.Tensor
     versions: torch.Tensor
     names: Sequence[tuple[str, int]] = ()
+    experts: torch.Tensor | None = None
+    known: torch.Tensor | None = None
 
     @property
     def model_tokens(self) -> int:
@@ -132,6 +137,7 @@ class RolloutBatch:
         samples: samples of the whole batch, over all ranks.
         tokens: prompt and response tokens of this rank's rows.
         left_out: samples without a usable payload whose first row is this rank's.
+        reason: why one of this rank's samples cannot be used; empty: all can, or have no payload.
         rewards: of the whole batch.
     """
 
@@ -140,28 +146,51 @@ class RolloutBatch:
     samples: int
     tokens: int
     left_out: int = 0
+    reason: str = ""
     rewards: Sequence[float] = field(default_factory=list)
 
 
-def usable_rows(payload: Payload, advantage: Advantage, vocabulary: int) -> list[tuple[Payload, Advantage]]:
-    """A payload's rows and their advantages; none if a model of this many token ids cannot train on all of them."""
+def usable_rows(
+    payload: Payload, advantage: Advantage, vocabulary: int, experts: ExpertShape | None = None
+) -> list[tuple[Payload, Advantage]]:
+    """A payload's rows and their advantages.
+
+    Args:
+        vocabulary: number of the model's token ids.
+        experts: numbers of the model's experts, if those of the payload are replayed.
+
+    Raises:
+        InvalidMessage: such a model cannot train on all rows; says why.
+    """
     rows = payload.rows()
-    if not all(_is_usable(row, vocabulary) for row in rows):
-        return []
+    for row in rows:
+        _check_row(row, vocabulary, experts)
     if not isinstance(advantage, Sequence):
         return [(row, advantage) for row in rows]
     if len(advantage) != len(payload.model_spans):
-        return []
+        raise InvalidMessage(f"{len(advantage)} advantages of {len(payload.model_spans)} turns")
     of_turns = iter(advantage)
     return [(row, list(islice(of_turns, len(row.model_spans)))) for row in rows]
 
 
-def _is_usable(row: Payload, vocabulary: int) -> bool:
+def _check_row(row: Payload, vocabulary: int, experts: ExpertShape | None) -> None:
     if len(row.logprobs) == 0:
-        return False
-    ids = row.token_ids
-    # No token comes before token 0 to predict it.
-    return bool(not row.mask()[0] and ids.min() >= 0 and ids.max() < vocabulary)
+        raise InvalidMessage("no token of the model's")
+    if row.mask()[0]:
+        raise InvalidMessage("no token before the model's first, to predict it")
+    least, most = int(row.token_ids.min()), int(row.token_ids.max())
+    if least < 0 or most >= vocabulary:
+        raise InvalidMessage(f"token ids from {least} to {most}; the model has {vocabulary}")
+    if experts is None or not len(row.experts):
+        return
+    if row.experts.shape[1:] != (experts.layers, experts.chosen):
+        layers, chosen = row.experts.shape[1:]
+        raise InvalidMessage(
+            f"{chosen} experts a token in each of {layers} layers; the model has {experts.chosen} in each of "
+            f"{experts.layers}"
+        )
+    if row.experts.max() >= experts.experts:
+        raise InvalidMessage(f"expert {row.experts.max()}; the model has {experts.experts} in a layer, from 0 on")
 
 
 def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
@@ -177,12 +206,14 @@ def micro_batch(
     device: torch.device | str = "cpu",
     names: Sequence[tuple[str, int]] = (),
     shares: Sequence[float] | None = None,
+    experts: ExpertShape | None = None,
 ) -> MicroBatch:
     """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
 
     Args:
         names: sample id and number of each row.
         shares: of each row in its sample's model tokens; by default each row is a sample.
+        experts: numbers of the model's experts, if those of the payloads are replayed.
     """
     if not rows:
         return _idle(device)
@@ -205,7 +236,18 @@ def micro_batch(
         advantages=joined([token_advantages(*row) for row in rows], np.float32),
         versions=joined([row.versions() for row, _ in rows], np.int64),
         names=names,
+        **(_replayed([row for row, _ in rows], experts, device) if experts else {}),
     )
+
+
+def _replayed(rows: Sequence[Payload], shape: ExpertShape, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """The fields `experts` and `known` of a micro-batch; none where no row has experts."""
+    if not any(len(row.experts) for row in rows):
+        return {}
+    known = np.concatenate([np.arange(len(row.token_ids)) < len(row.experts) for row in rows])
+    experts = np.zeros((len(known), shape.layers, shape.chosen), np.uint8 if shape.experts <= 256 else np.int16)
+    experts[known] = np.concatenate([row.experts for row in rows if len(row.experts)])
+    return {"experts": torch.from_numpy(experts).to(device), "known": torch.from_numpy(known).to(device)}
 
 
 def _idle(device: torch.device | str) -> MicroBatch:
@@ -231,6 +273,7 @@ def rollout_batch(
     vocabulary: int,
     device: torch.device | str = "cpu",
     sample_ids: Sequence[str] | None = None,
+    experts: ExpertShape | None = None,
 ) -> RolloutBatch:
     """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
 
@@ -241,18 +284,26 @@ def rollout_batch(
         payloads: by sample index.
         advantages: of the whole batch [B].
         sample_ids: of the whole batch [B], if its micro-batches need them.
+        experts: numbers of the model's experts, if those of the payloads are replayed.
     """
     rows: dict[Place, tuple[Payload, Advantage]] = {}
     shares: dict[Place, float] = {}
+    reason = ""
     for sample, payload in payloads.items():
-        if payload is not None:
-            for number, row in enumerate(usable_rows(payload, advantages[sample], vocabulary)):
-                rows[sample, number], shares[sample, number] = row, len(row[0].logprobs) / len(payload.logprobs)
+        if payload is None:
+            continue
+        try:
+            usable = usable_rows(payload, advantages[sample], vocabulary, experts)
+        except InvalidMessage as error:
+            reason = str(error)
+            continue
+        for number, row in enumerate(usable):
+            rows[sample, number], shares[sample, number] = row, len(row[0].logprobs) / len(payload.logprobs)
 
     def packed(held: Sequence[Place]) -> MicroBatch:
         held = [place for place in held if place in rows]
         names = [(sample_ids[sample], number) for sample, number in held] if sample_ids else ()
-        return micro_batch([rows[place] for place in held], device, names, [shares[place] for place in held])
+        return micro_batch([rows[place] for place in held], device, names, [shares[place] for place in held], experts)
 
     placed = [place for micro_batches in places for held in micro_batches for place in held]
     return RolloutBatch(
@@ -261,6 +312,7 @@ def rollout_batch(
         samples=len(advantages),
         tokens=sum(len(rows[place][0].token_ids) for place in placed if place in rows),
         left_out=sum(number == 0 and (sample, number) not in rows for sample, number in placed),
+        reason=reason,
         rewards=rewards,
     )
 
@@ -271,12 +323,14 @@ def own_share(
     config: LearnerConfig,
     world: World,
     vocabulary: int,
+    experts: ExpertShape | None = None,
 ) -> RolloutBatch:
     """This rank's share of a batch that the sampler has sent.
 
     Args:
         fetch: payloads of samples by their ids, None for one that is gone.
         vocabulary: number of the model's token ids.
+        experts: numbers of the model's experts, if those of the payloads are replayed.
     """
     of_samples = batch.row_tokens or [[]] * len(batch.tokens)
     row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
@@ -298,5 +352,13 @@ def own_share(
         as_planned = {sample: payload for sample, payload in as_planned.items() if not is_missing[sample]}
     advantages = batch.advantages if batch.turn_advantages is None else batch.turn_advantages
     return rollout_batch(
-        batch.batch_id, places, as_planned, advantages, batch.rewards, vocabulary, world.device, batch.sample_ids
+        batch.batch_id,
+        places,
+        as_planned,
+        advantages,
+        batch.rewards,
+        vocabulary,
+        world.device,
+        batch.sample_ids,
+        experts,
     )

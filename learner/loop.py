@@ -228,8 +228,8 @@ class Learner:
         """
         self._set_state("training")
         with phases("payload"):
-            vocabulary = self.trainer.policy.vocabulary
-            rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, vocabulary)
+            vocabulary, experts = self.trainer.policy.vocabulary, self.trainer.replayed_experts
+            rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, vocabulary, experts)
         record = TokenRecord(batch)
         metrics = self.trainer.train(rollouts, phases, record)
         if self.trainer.not_finite >= DIVERGED_AFTER:
@@ -240,7 +240,8 @@ class Learner:
                 lambda: record.write(run.folder, batch.batch_id, world.share, run.keep) if world.counts_share else None
             )
         if metrics["batch/left_out"]:
-            self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]))
+            why = {"reason": rollouts.reason} if rollouts.reason else {}
+            self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]), **why)
         with phases("publish"):
             self.publisher.wait()
             copy = self._copy_weights(self.version + 1)

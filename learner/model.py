@@ -19,6 +19,7 @@ from learner.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
 from learner.kernels import AttentionChoice, apply_kernels, choose_attention
 from learner.logprobs import LogprobHead
 from learner.lora import adapter_weights, add_adapter
+from learner.routers import Routers, Routing, check_routers
 from learner.ulysses import SequenceGroup
 
 # Parts of a model's output that a plain projection and softmax would silently leave out.
@@ -47,6 +48,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.routers = Routers.of(model)
         self.has_adapter = has_adapter
         self.attention = attention
         LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature, float32_head)
@@ -66,6 +68,7 @@ class Policy(nn.Module):
         targets: torch.Tensor,
         entropy: bool = False,
         temperature: float | None = None,
+        routing: Routing | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of `targets` [N], each predicted at a packed position; float32 [N] both.
 
@@ -74,15 +77,18 @@ class Policy(nn.Module):
             sequences: where the packed sequences begin and end.
             predict: positions [N] whose next tokens are the targets.
             temperature: by default the temperature of training responses.
+            routing: what the routers of a mixture are to take; they note there what they did.
         """
         counts: list[int] = []
         if self.group is not None:
             input_ids, position_ids, sequences, predict, targets, counts = own_slice(
                 self.group, input_ids, position_ids, sequences, predict, targets
             )
-        attention_arguments = sequences.flash_arguments() if self._flash else {"sequences": sequences}
+        arguments: dict[str, Any] = sequences.flash_arguments() if self._flash else {"sequences": sequences}
+        if routing is not None:
+            arguments["routing"] = routing
         hidden_1TH = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention_arguments
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments
         ).last_hidden_state
         head = self.model.get_output_embeddings()
         logprobs, entropies = head(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature)
@@ -170,7 +176,7 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
     if lora is not None:
         add_adapter(model, lora, path, config.run.seed)
     model.train()
-    return Policy(
+    policy = Policy(
         model,
         config.learner.logprob_chunk,
         config.generator.temperature,
@@ -178,6 +184,11 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         float32_head=config.model.head_dtype == "float32",
         attention=attention,
     )
+    for name in ("router_replay", "router_balance"):
+        value = getattr(config.learner, name)
+        if value != type(config.learner).model_fields[name].default:
+            check_routers(policy.routers, f"learner.{name} = {value!r}", path, type(model).__name__)
+    return policy
 
 
 def _check(config: PreTrainedConfig, path: str) -> None:

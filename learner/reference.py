@@ -36,7 +36,7 @@ def load_reference(config: Config, world: World, engine: Any) -> Callable[[Micro
     settings = config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": path}),
-            "learner": config.learner.model_copy(update={"lora": None}),
+            "learner": config.learner.model_copy(update={"lora": None, "router_replay": "none", "router_balance": 0.0}),
         }
     )
     policy: Any = load_on_ranks(settings, world).eval().requires_grad_(False)

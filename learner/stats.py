@@ -39,7 +39,8 @@ class Statistic(NamedTuple):
 
     Attributes:
         sums: of values, of values and their squares, or extremes; float64 [K], by age bucket [A, K + 1], whose last
-            column is the number of values. A minimum is kept as the maximum of the negative values.
+            column is the number of values; of loads [layers, experts]. A minimum is kept as the maximum of the negative
+            values.
         metrics: the metrics that the columns become.
         extremes: whether the largest is kept instead of the sum.
     """
@@ -136,6 +137,14 @@ class Stats:
         metrics = tuple(Metric(name, kind, column) for column, (name, kind) in enumerate(kinds))
         self._add(Statistic(tops, metrics, extremes=True))
 
+    def loads(self, name: str, counts: torch.Tensor) -> None:
+        """The loads of experts relative to the mean of their layer, from how often each was taken [layers, experts].
+
+        `NAME/load_max` and `NAME/load_min` are the largest and the smallest of all, `NAME/load_max_mean` and
+        `NAME/load_min_mean` the means over the layers of each layer's. Left out where none was taken.
+        """
+        self._add(Statistic(counts.double(), tuple(Metric(f"{name}/{kind}", kind) for kind in LOADS)))
+
     def update(self, other: Stats) -> None:
         for entry in other._entries.values():
             self._add(entry)
@@ -150,6 +159,9 @@ class Stats:
         values: dict[str, float] = {}
         for first, entry in entries.items():
             sums = sums_by_entry[first]
+            if entry.metrics[0].kind in LOADS:
+                values |= _load_values(entry, sums)
+                continue
             if entry.sums.ndim == 2:
                 values |= _by_age_values(entry, sums, sums_by_entry)
                 continue
@@ -222,6 +234,18 @@ def _by_age_values(entry: Statistic, table: list[float], totals: dict[str, list[
     return values
 
 
+def _load_values(entry: Statistic, sums: list[float]) -> dict[str, float]:
+    """The metrics of loads; a layer's mean load is the same in all layers."""
+    layers, experts = entry.sums.shape
+    mean = sum(sums) / len(sums)
+    if not mean:
+        return {}
+    rows = [sums[start : start + experts] for start in range(0, len(sums), experts)]
+    largest, smallest = [max(row) / mean for row in rows], [min(row) / mean for row in rows]
+    figures = (max(largest), min(smallest), sum(largest) / layers, sum(smallest) / layers)
+    return {metric.name: figure for metric, figure in zip(entry.metrics, figures, strict=True)}
+
+
 def _mean(sums: list[float], count: float, around: float) -> float:
     return around + sums[0] / count if count else 0.0
 
@@ -238,6 +262,7 @@ def _effective_sample_size(sums: list[float], count: float, around: float) -> fl
     return min(1.0, sums[0] ** 2 / (count * sums[1])) if sums[1] > 0 else 0.0
 
 
+LOADS = ("load_max", "load_min", "load_max_mean", "load_min_mean")
 VALUES: dict[str, Callable[[list[float], float, float], float]] = {
     "total": lambda sums, count, around: sums[0],
     "mean": _mean,

@@ -13,16 +13,22 @@ from common.config.stages import LOG_RATIO_BOUND
 from learner.batch import MicroBatch
 from learner.correction import TokenCorrection, correct_tokens
 from learner.losses import Denominators, PolicyTokens, TokenLoss, aggregate_tokens, row_lengths
+from learner.routers import Routing
 from learner.stats import Stats
 
 K3_BOUND = 10.0
 
 
 class PolicyOutput(NamedTuple):
-    """The policy's answer for the model tokens: log pi_theta and the entropy of pi_theta, both [N]."""
+    """The policy's answer for the model tokens: log pi_theta and the entropy of pi_theta, both [N].
+
+    Attributes:
+        routing: what the routers of a mixture of experts did; None with other models.
+    """
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from learner.lora import merged_weights
 from learner.losses import Denominators, load_loss
 from learner.model import Policy
 from learner.reference import load_reference
+from learner.routers import ExpertShape, Routing, routing_statistics
 from learner.stats import Phases, Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, proximal_logprobs, step_loss
 from learner.token_record import TokenRecord
@@ -53,6 +55,12 @@ class Trainer:
     @property
     def policy(self) -> Policy:
         return self.engine.module
+
+    @property
+    def replayed_experts(self) -> ExpertShape | None:
+        """Numbers of a mixture's experts, if those that the engine chose are replayed."""
+        routers = self.policy.routers
+        return routers.shape if routers is not None and self.config.learner.router_replay == "rollout" else None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights for generators: whole, as the model's files have them, or the adapter alone by peft's names.
@@ -136,6 +144,8 @@ class Trainer:
                 record.add(position.mini_batch, micro, policy)
             loss, micro_parts = step_loss(micro, policy, values, position, self.token_loss, config, step_stats)
             parts += micro_parts
+            if policy.routing is not None:
+                loss = loss + self._balance_loss(policy.routing, denominators, step_stats)
             is_last = micro is mini_batch[-1]
             if is_last:
                 left = step_stats.reduce(self.world, LEFT)
@@ -188,11 +198,21 @@ class Trainer:
         return [[replace(values, weight_mean=mean) for values in mini_batch] for mini_batch in precomputed]
 
     def _forward(self, micro: MicroBatch, entropy: bool = False) -> PolicyOutput:
-        """Log-probs and entropies of the model tokens [N]."""
+        """Log-probs and entropies of the model tokens [N]; the routers of a mixture take what was replayed."""
+        named: dict[str, Any] = {"entropy": entropy}
+        if self.policy.routers is not None:
+            balanced = self.config.learner.router_balance > 0
+            named["routing"] = Routing(micro.predict[: micro.model_tokens], micro.experts, micro.known, balanced)
         logprobs, entropies = self.engine(
-            micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, entropy=entropy
+            micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, **named
         )
-        return PolicyOutput(logprobs[: micro.model_tokens], entropies[: micro.model_tokens])
+        return PolicyOutput(logprobs[: micro.model_tokens], entropies[: micro.model_tokens], named.get("routing"))
+
+    def _balance_loss(self, routing: Routing, denominators: Denominators, stats: Stats) -> torch.Tensor:
+        """A micro-batch's share of the routers' balance loss, by its share of the mini-batch's model tokens."""
+        learner, balance = self.config.learner, routing.balance_loss()
+        routing_statistics(routing, balance, learner.router_replay == "rollout", stats)
+        return learner.router_balance * balance * len(routing.positions) / denominators.tokens
 
     @torch.no_grad()
     def _weight_mean(self, batch: RolloutBatch, precomputed: list[list[Precomputed]]) -> float:

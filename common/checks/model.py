@@ -11,7 +11,7 @@ from pathlib import Path
 from common.checks.check import Context, Finding, ok, problem, warning
 from common.checks.computing import cpu_build
 from common.checks.machine import format_bytes
-from common.model import ModelSize, check_model_folder, context_length, model_size
+from common.model import ModelSize, check_model_folder, context_length, has_experts, model_size
 from common.process import Role
 
 PROCESS = 3 << 29  # bytes of memory of a process with torch and vLLM or DeepSpeed, before it loads a model
@@ -35,8 +35,25 @@ def model(context: Context) -> Finding:
     if not Path(path).is_dir():
         offline = context.machine.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         return ok(f"{path} is no folder here; {'taken from the cache' if offline else 'downloaded at the start'}")
+    if without := _without_experts(context):
+        return problem(without)
     size = model_size(Path(path))
     return ok(f"{path}: {size.parameters:,} parameters, {format_bytes(size.stored)}" if size else path)
+
+
+def _without_experts(context: Context) -> str | None:
+    """Why a model without experts cannot have a setting about their routers; None where it has none."""
+    learner, path = context.config.learner, context.config.model.path
+    for name in ("router_replay", "router_balance"):
+        value = getattr(learner, name)
+        if value != type(learner).model_fields[name].default:
+            if has_experts(json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))):
+                return None
+            return (
+                f"learner.{name} = {value!r} is for the routers of a mixture of experts, and {path} has no experts; "
+                f"leave it out"
+            )
+    return None
 
 
 def _too_long(context: Context) -> str | None:

@@ -136,6 +136,13 @@ def _run(config: Config) -> Iterator[Rule]:
         f"broker.dead_after = {config.broker.dead_after} s must be at least twice broker.heartbeat = "
         f"{config.broker.heartbeat} s, or living processes are taken for dead",
     )
+    cache = "run.deterministic" if config.run.deterministic else "generator.engine.enable_prefix_caching = False"
+    yield (
+        learner.router_replay == "rollout"
+        and (config.run.deterministic or generator.engine.get("enable_prefix_caching") is False),
+        "learner.router_replay = 'rollout' needs vLLM's prefix cache, with which vLLM keeps the experts of tokens, and "
+        f"{cache} switches it off; leave one of the two out",
+    )
     if learner.lora is not None:
         limit, rank = generator.engine.get("max_lora_rank"), learner.lora.rank
         yield (

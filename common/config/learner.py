@@ -128,6 +128,16 @@ class LearnerConfig(Section):
         description="What computes norms, rotary positions and gated layers; `liger`: fused kernels on a GPU (extra "
         "`liger`).",
     )
+    router_replay: Literal["none", "rollout"] = Field(
+        "none",
+        description="Which experts of a mixture tokens go through when they are trained on. `none`: those that the "
+        "learner's routers choose; `rollout`: those that vLLM chose, which travel with the tokens (docs/mixtures.md).",
+    )
+    router_balance: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of a loss that balances the load of a mixture's experts (docs/mixtures.md); 0: none.",
+    )
     logprob_chunk: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
     checkpoint_every: int = Field(
         20, ge=1, description="Steps between checkpoints; batches are kept until two checkpoints contain their update."

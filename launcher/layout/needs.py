@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from common.checks.check import PARALLEL_SIZES
 from common.config import Config
 from common.errors import first_line
+from common.model import has_experts
 from launcher.layout.gpus import Gpu
 from launcher.layout.step_model import Rates, Shape, StepTime, Workload, read_shape, step
 

@@ -98,6 +98,17 @@ SECTIONS = [
     ("learner: {lora: {targets: q_proj}}", "'q_proj' is neither all-linear nor a list of names"),
     ("learner: {lora: {targets: []}}", "[] is neither all-linear nor a list of names"),
     ("{learner: {lora: {}}, generator: {engine: {max_lora_rank: 8}}}", "max_lora_rank = 8 is below learner.lora.rank"),
+    # Mixtures of experts.
+    (
+        "{learner: {router_replay: rollout}, generator: {engine: {enable_prefix_caching: false}}}",
+        "learner.router_replay = 'rollout' needs vLLM's prefix cache | generator.engine.enable_prefix_caching = False",
+    ),
+    (
+        "{learner: {router_replay: rollout}, run: {deterministic: true}}",
+        "learner.router_replay = 'rollout' needs vLLM's prefix cache | run.deterministic switches it off",
+    ),
+    ("learner: {router_replay: all}", "learner.router_replay = 'all'"),
+    ("learner: {router_balance: -1}", "learner.router_balance = -1"),
     # Data.
     ("data: {train: []}", "data.train"),
     ("data: {train: [a.jsonl]}", "data.train"),

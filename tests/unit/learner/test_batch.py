@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from common.files import Keep
 from common.messages import Batch
 from common.payload import Payload
 from learner.batch import RolloutBatch, micro_batch, own_share, plan_micro_batches, rollout_batch
+from learner.routers import ExpertShape
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput
 from learner.token_record import TokenRecord, discard
@@ -32,6 +34,10 @@ def payload(ids: Any, spans: Any, logprobs: Any, versions: Any) -> Payload:
     arrays = (np.array(values, np.int32) for values in (ids, spans, versions))
     token_ids, model_spans, version_runs = arrays
     return Payload(token_ids, model_spans, np.array(logprobs, np.float32), version_runs)
+
+
+def with_experts(one: Payload, lengths: list[int], experts: np.ndarray) -> Payload:
+    return replace(one, experts=experts, expert_lengths=np.array(lengths, np.int32))
 
 
 ONE = payload([5, 6, 7, 8, 9], [[2, 3], [4, 5]], [-1, -2], [[0, 0, 1], [3, 1, 2]])
@@ -71,15 +77,43 @@ UNUSABLE: dict[str, tuple[Payload | None, Any]] = {
     "no advantages": (ONE, []),
     "fewer advantages than turns": (ONE, [0.5]),
     "more advantages than turns": (ONE, [0.5, 1.0, 2.0]),
+    "experts of other layers": (with_experts(ONE, [4], np.zeros((4, 2, 2), np.uint8)), 2.0),
+    "another number of experts": (with_experts(ONE, [4], np.zeros((4, 3, 1), np.uint8)), 2.0),
+    "an unknown expert": (with_experts(ONE, [4], np.full((4, 3, 2), 8, np.uint8)), 2.0),
 }
+REASONS = {
+    "missing": "",
+    "unknown token id": "token ids from 1 to 99; the model has 50",
+    "experts of other layers": "2 experts a token in each of 2 layers; the model has 2 in each of 3",
+    "another number of experts": "1 experts a token in each of 3 layers; the model has 2 in each of 3",
+    "an unknown expert": "expert 8; the model has 8 in a layer, from 0 on",
+}
+SHAPE = ExpertShape(layers=3, chosen=2, experts=8)
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
 def test_what_cannot_be_trained_on_is_left_out_and_counted(kind):
     unusable, advantage = UNUSABLE[kind]
-    batch = rollout_batch(4, [[[(0, 0), (1, 0)]]], {0: unusable, 1: TWO}, [advantage, [2.0]], [0.0, 1.0], 50)
+    batch = rollout_batch(
+        4, [[[(0, 0), (1, 0)]]], {0: unusable, 1: TWO}, [advantage, [2.0]], [0.0, 1.0], 50, experts=SHAPE
+    )
     assert batch.left_out == 1
+    assert batch.reason == REASONS.get(kind, batch.reason)
+    assert bool(batch.reason) == (unusable is not None)
     assert batch.mini_batches[0][0].advantages.tolist() == [2.0, 2.0]
+
+
+def test_experts_are_packed_with_their_tokens():
+    ids = np.arange(18, dtype=np.uint8).reshape(3, 3, 2) % 8
+    rows = [(with_experts(ONE, [3], ids), 1.0), (TWO, 1.0), (with_experts(LONG, [3], ids + 0), 1.0)]
+    micro = micro_batch(rows, experts=SHAPE)
+    assert micro.known.tolist() == [True] * 3 + [False] * 2 + [False] * 3 + [True] * 3 + [False]
+    assert torch.equal(micro.experts[micro.known], torch.from_numpy(np.concatenate([ids, ids])))
+    assert micro.experts.dtype == torch.uint8
+    many = micro_batch(rows, experts=SHAPE._replace(experts=300))
+    assert torch.equal(many.experts, micro.experts.to(torch.int16))
+    for without in (micro_batch(rows), micro_batch([(ONE, 1.0)], experts=SHAPE), micro_batch([], experts=SHAPE)):
+        assert (without.experts, without.known) == (None, None)
 
 
 def test_token_ages_are_counted_by_bucket():

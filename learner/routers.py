@@ -1,0 +1,185 @@
+"""The routers of a mixture of experts: what they choose, and how they take what the engine chose.
+
+Router replay (`learner.router_replay`): a rollout's tokens go through the experts that the engine chose for them. The
+weights of these experts come from the learner's own router, which so gets its gradient. Where the engine told none,
+and in the reference policy, the router chooses itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from common.errors import UserError
+from learner.stats import Stats
+
+# transformers' classes. Each computes probabilities of all experts by a softmax, takes the k largest, and may make them
+# add up to 1. Their outputs are logits [T, experts], weights [T, k] and ids [T, k].
+ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+
+
+class ExpertShape(NamedTuple):
+    """Numbers of a mixture's layers, those without experts included, of experts that a token goes through in a layer,
+    and of experts in a layer."""
+
+    layers: int
+    chosen: int
+    experts: int
+
+
+@dataclass(slots=True)
+class RoutedLayer:
+    """What the router of one layer did where model tokens [N] are predicted.
+
+    Attributes:
+        counts: tokens that went through each expert, int64 [experts].
+        entropies: of the router's probabilities, float32 [N].
+        differs: whether the router itself would have chosen other experts than it was given, bool [N].
+        probabilities: of each expert, the mean over the tokens, float32 [experts].
+    """
+
+    counts: torch.Tensor
+    entropies: torch.Tensor
+    differs: torch.Tensor
+    probabilities: torch.Tensor
+
+
+@dataclass(slots=True)
+class Routing:
+    """One forward pass: what the routers are to take, and what they did, by layer.
+
+    Attributes:
+        positions: packed positions that predict the model tokens, int64 [N].
+        experts: ids that the engine chose [T, layers, k]; None: the routers choose themselves.
+        known: tokens for which it told them, bool [T]; None with `experts`.
+        balanced: whether `balance_loss` is to have a gradient.
+    """
+
+    positions: torch.Tensor
+    experts: torch.Tensor | None = None
+    known: torch.Tensor | None = None
+    balanced: bool = False
+    layers: dict[int, RoutedLayer] = field(default_factory=dict)
+
+    def replayed(self) -> torch.Tensor:
+        """Model tokens for whose prediction the engine told experts, bool [N]."""
+        if self.known is None:
+            return torch.zeros_like(self.positions, dtype=torch.bool)
+        return self.known[self.positions]
+
+    def balance_loss(self) -> torch.Tensor:
+        """Load-balancing loss, the mean over the layers: 1 if all experts have the same load; 0 without model tokens.
+
+        Of a layer with E experts, E sum_i f_i P_i: f_i is the share of expert i in all choices, P_i its mean
+        probability, which has the gradient (Switch Transformer, arXiv 2101.03961, equations 4 to 6; with k choices
+        of a token f_i is divided by k).
+        """
+        losses = [
+            len(layer.counts) * (layer.counts / layer.counts.sum().clamp(min=1)) @ layer.probabilities
+            for layer in self.layers.values()
+        ]
+        return torch.stack(losses).mean()
+
+
+class Routers:
+    """The routers of a model whose families are `ROUTERS`, made by `of`.
+
+    A forward pass of the model takes its `Routing` as the keyword argument `routing`. Each layer hands it to its
+    router, so that an activation that is computed again in the backward pass goes through the same experts.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], routers: dict[int, Any], shape: ExpertShape) -> None:
+        self.shape = shape
+        self._routing: Routing | None = None  # of the layer that is computed now
+        for layer in layers:
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for number, router in routers.items():
+            router.register_forward_hook(partial(self._route, number))
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Routers | None:
+        """None for a model without such routers: a dense one, or another family."""
+        layers = getattr(model.base_model, "layers", ())
+        routers = {
+            number: part
+            for number, layer in enumerate(layers)
+            for part in layer.modules()
+            if type(part).__name__ in ROUTERS
+        }
+        if not routers:
+            return None
+        first = next(iter(routers.values()))
+        return cls(layers, routers, ExpertShape(len(layers), first.top_k, first.num_experts))
+
+    def _enter(self, layer: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._routing = named.pop("routing", None)
+        return arguments, named
+
+    def _route(self, number: int, router: Any, arguments: Any, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """Note what a router chose, and replace it by what is to be replayed."""
+        routing = self._routing
+        if routing is None:
+            return None
+        logits, weights, own = outputs
+        learns = routing.experts is not None or routing.balanced
+        probabilities = (logits if learns else logits.detach()).softmax(-1, dtype=torch.float32)
+        taken = own
+        if routing.experts is not None and routing.known is not None:
+            taken = torch.where(routing.known[:, None], routing.experts[:, number].long(), own)
+        # What a backward pass computes again it frees again, so it is not kept here.
+        routing.layers.setdefault(number, _routed(probabilities, own, taken, routing.positions))
+        if routing.experts is None:
+            return None
+        replayed = probabilities.gather(-1, taken)
+        if getattr(router, "norm_topk_prob", True):  # Mixtral always does, and has no such setting
+            replayed = replayed / replayed.sum(-1, keepdim=True)
+        return logits, replayed.to(weights.dtype), taken
+
+
+def check_routers(routers: Routers | None, setting: str, path: str, architecture: str) -> None:
+    """Refuse a setting about routers for a model whose routers are not known; raises `UserError`."""
+    if routers is None:
+        families = ", ".join(name.removesuffix("TopKRouter") for name in ROUTERS)
+        raise UserError(
+            f"{setting} needs a mixture of experts with the router of one of these families: {families}; "
+            f"model.path = {path!r} is of {architecture}"
+        )
+
+
+def routing_statistics(routing: Routing, balance: torch.Tensor, replays: bool, stats: Stats) -> None:
+    """Report load, entropy and balance of a micro-batch's routers, and how they differ from the engine's.
+
+    Args:
+        balance: the balance loss.
+        replays: whether experts are replayed in this run.
+    """
+    layers = routing.layers.values()
+    stats.loads("router", torch.stack([layer.counts for layer in layers]))
+    stats.mean("router/entropy", torch.stack([layer.entropies for layer in layers]).mean(0), over="tokens")
+    stats.mean("router/balance", balance.detach() * len(routing.positions), over="tokens")
+    if replays:
+        replayed = routing.replayed()
+        differs = torch.stack([layer.differs for layer in layers]).double().mean(0)
+        stats.total("replayed_tokens", replayed)
+        stats.mean("router/replayed", replayed, over="tokens")
+        stats.mean("router/differs", differs, over="replayed_tokens")
+
+
+def _routed(
+    probabilities: torch.Tensor, own: torch.Tensor, taken: torch.Tensor, positions: torch.Tensor
+) -> RoutedLayer:
+    probabilities, own, taken = (values.index_select(0, positions) for values in (probabilities, own, taken))
+    constant = probabilities.detach()
+    every = torch.arange(probabilities.shape[-1], device=taken.device)
+    return RoutedLayer(
+        counts=(taken[..., None] == every).sum((0, 1)),
+        entropies=-torch.special.xlogy(constant, constant).sum(-1),
+        differs=(own.sort(-1).values != taken.sort(-1).values).any(-1),
+        probabilities=probabilities.sum(0) / max(len(positions), 1),
+    )
