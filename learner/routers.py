@@ -7,7 +7,7 @@ and in the reference policy, the router chooses itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,10 +19,6 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 from learner.stats import Stats
 
-# transformers' classes. Each computes probabilities of all experts by a softmax, takes the k largest, and may make them
-# add up to 1. Their outputs are logits [T, experts], weights [T, k] and ids [T, k].
-ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
-
 
 class ExpertShape(NamedTuple):
     """Numbers of a mixture's layers, those without experts included, of experts that a token goes through in a layer,
@@ -31,6 +27,27 @@ class ExpertShape(NamedTuple):
     layers: int
     chosen: int
     experts: int
+
+
+def weights_of_all(router: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Weights of these experts [T, k]: their probabilities among all, which are made to add up to 1 or not."""
+    weights = logits.softmax(-1, dtype=torch.float32).gather(-1, ids)
+    # Mixtral has no such setting, and always does it.
+    return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
+
+
+def weights_of_chosen(router: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Weights of these experts [T, k]: their probabilities among each other."""
+    return logits.gather(-1, ids).softmax(-1)
+
+
+# transformers' classes, whose outputs are logits [T, experts], weights [T, k] and ids [T, k], and how each weighs.
+ROUTERS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "GptOssTopKRouter": weights_of_chosen,
+    "MixtralTopKRouter": weights_of_all,
+    "Qwen2MoeTopKRouter": weights_of_all,
+    "Qwen3MoeTopKRouter": weights_of_all,
+}
 
 
 @dataclass(slots=True)
@@ -127,19 +144,15 @@ class Routers:
         if routing is None:
             return None
         logits, weights, own = outputs
-        learns = routing.experts is not None or routing.balanced
-        probabilities = (logits if learns else logits.detach()).softmax(-1, dtype=torch.float32)
         taken = own
         if routing.experts is not None and routing.known is not None:
             taken = torch.where(routing.known[:, None], routing.experts[:, number].long(), own)
         # What a backward pass computes again it frees again, so it is not kept here.
-        routing.layers.setdefault(number, _routed(probabilities, own, taken, routing.positions))
+        noted = _routed(logits if routing.balanced else logits.detach(), own, taken, routing.positions)
+        routing.layers.setdefault(number, noted)
         if routing.experts is None:
             return None
-        replayed = probabilities.gather(-1, taken)
-        if getattr(router, "norm_topk_prob", True):  # Mixtral always does, and has no such setting
-            replayed = replayed / replayed.sum(-1, keepdim=True)
-        return logits, replayed.to(weights.dtype), taken
+        return logits, ROUTERS[type(router).__name__](router, logits, taken).to(weights.dtype), taken
 
 
 def check_routers(routers: Routers | None, setting: str, path: str, architecture: str) -> None:
@@ -171,10 +184,9 @@ def routing_statistics(routing: Routing, balance: torch.Tensor, replays: bool, s
         stats.mean("router/differs", differs, over="replayed_tokens")
 
 
-def _routed(
-    probabilities: torch.Tensor, own: torch.Tensor, taken: torch.Tensor, positions: torch.Tensor
-) -> RoutedLayer:
-    probabilities, own, taken = (values.index_select(0, positions) for values in (probabilities, own, taken))
+def _routed(logits: torch.Tensor, own: torch.Tensor, taken: torch.Tensor, positions: torch.Tensor) -> RoutedLayer:
+    logits, own, taken = (values.index_select(0, positions) for values in (logits, own, taken))
+    probabilities = logits.softmax(-1, dtype=torch.float32)
     constant = probabilities.detach()
     every = torch.arange(probabilities.shape[-1], device=taken.device)
     return RoutedLayer(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from common.checks.check import PARALLEL_SIZES
 from common.config import Config
 from common.errors import first_line
-from common.model import has_experts
 from launcher.layout.gpus import Gpu
 from launcher.layout.step_model import Rates, Shape, StepTime, Workload, read_shape, step
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 GB = 1e9
 RESERVED = 5e9  # of a rank: CUDA's context, NCCL's buffers, and what the allocator cannot use
 ENGINE = 3e9  # of a generator's GPU: its context, activations, and captured graphs
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in a mixture's config.json
 GPU_MEMORY_UTILIZATION = 0.9  # vLLM's default
 # What the data sheets say, where they differ from an H100's: FLOP/s in bfloat16, bytes/s of memory and between GPUs.
 RATES = {

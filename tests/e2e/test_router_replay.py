@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from common.config import Config, parse_config
 from common.payload import Payload, decode_payload, encode_payload
 from generator.engine.engine import Completion, Engine
 from generator.episode import Episode, Row, Transcript
 from learner.batch import micro_batch
+from learner.disk_names import DiskNames
 from learner.routers import Routing
 from learner.trainer import Trainer
 from learner.world import start
@@ -25,6 +30,7 @@ from tests.support.mixtures import FAMILIES, save_mixture, tiny_mixture
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SAME = 1e-4  # mean |difference| of log-probs in float32
+FEW = 1e-3  # share of choices that rounding changes
 REPLAYED = [family for family in FAMILIES if family != "gpt-oss"]
 
 
@@ -64,6 +70,126 @@ def difference(trainer: Trainer, payloads: list[Payload], replay: bool = True) -
     inputs = packed.input_ids, packed.position_ids, packed.sequences, packed.predict, packed.targets
     logprobs, _ = trainer.policy(*inputs, routing=routing)
     return float((logprobs - packed.rollout_logprobs).abs().mean())
+
+
+def others(model: Any, ids: list[int], experts: np.ndarray) -> float:
+    """Share of the layers of a sequence's first tokens whose experts are not those of transformers' routers."""
+    chosen: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda *call: chosen.append(call[2][2])) for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    expected = torch.stack(chosen, 1).sort(-1).values.numpy()
+    return float((np.sort(experts, -1) != expected[: len(experts)]).any(-1).mean())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    save_mixture(folder, "Qwen3-MoE")
+    return folder
+
+
+BLOCKS = 7  # of 128 tokens, of which one is vLLM's own
+# However vLLM computes: in parts of 48 tokens, or with so small a cache that requests are taken out and read again.
+ENGINES: dict[str, dict[str, Any]] = {
+    "parts": {"max_num_batched_tokens": 48},
+    "preempted": {"num_gpu_blocks_override": BLOCKS, "gpu_memory_utilization": 0.1},
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_engine_tells_the_experts_of_every_token(kind: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, preempted = tiny_mixture("Qwen3-MoE", 0), multiprocessing.Value("i", 0)
+    preempt: Any = Scheduler._preempt_request
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        with preempted.get_lock():
+            preempted.value += 1
+        return preempt(*arguments, **named)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)  # vLLM's process is a fork of this one
+
+    async def scene() -> None:
+        engine = await start_engine(model, 4, enable_return_routed_experts=True, **ENGINES[kind])
+        try:
+            prompts = [random_prompt(seed, 100 + seed) for seed in range(4)]
+            for prompt, turn in zip(
+                prompts, await asyncio.gather(*(sample(engine, one) for one in prompts)), strict=True
+            ):
+                ids = prompt + turn.token_ids.tolist()
+                assert len(turn.experts) == len(ids) - 1
+                assert others(reference, ids, turn.experts) < FEW
+                # The next turn reads what is cached, and tells the rest.
+                again = [*ids, *random_prompt(9, 5)]
+                rest = await sample(engine, again, 3, experts_from=len(turn.experts))
+                whole = np.concatenate([turn.experts, rest.experts])
+                assert len(whole) == len(again) + 2
+                assert others(reference, again + rest.token_ids.tolist(), whole) < FEW
+                # Another request with this beginning tells what was computed for the first.
+                cached = await sample(engine, again, 3)
+                assert cached.cached_tokens >= 128
+                assert others(reference, again + cached.token_ids.tolist(), cached.experts) < FEW
+        finally:
+            await engine.close()
+
+    asyncio.run(scene())
+    assert (preempted.value > 0) == (kind == "preempted")
+
+
+def test_a_request_keeps_the_experts_that_older_weights_chose(model: Path) -> None:
+    before, after = tiny_mixture("Qwen3-MoE", 0), tiny_mixture("Qwen3-MoE", 1)
+    weights = SimpleNamespace(named_parameters=lambda: DiskNames(after).of(after.named_parameters()))
+
+    async def scene() -> None:
+        engine = await start_engine(model, 4, enable_return_routed_experts=True)
+
+        async def until_sampled() -> None:
+            requests = engine.llm.output_processor.request_states
+            while not any(len(state.routed_experts_chunks) > 20 for state in requests.values()):
+                await asyncio.sleep(0)
+
+        try:
+            prompt, cut = random_prompt(1, 30), asyncio.Event()
+            running = asyncio.create_task(sample(engine, prompt))
+            await until_sampled()
+            await load(engine, 1, weights)
+            turn = await running
+            ids, (old, *_) = prompt + turn.token_ids.tolist(), [span[2] for span in turn.versions]
+            assert [version for version, _, _ in turn.versions] == [0, 1]
+            assert len(turn.experts) == len(ids) - 1
+            assert others(before, ids, turn.experts[: len(prompt) + old - 1]) < FEW
+            assert others(before, ids, turn.experts) > FEW
+            # A request that is cut has the experts of what it has sampled.
+            running = asyncio.create_task(sample(engine, prompt, cut=cut))
+            await until_sampled()
+            cut.set()
+            turn = await running
+            assert turn.finish_reason == "time"
+            assert len(turn.experts) == len(prompt) + len(turn.token_ids) - 1
+            assert others(after, prompt + turn.token_ids.tolist(), turn.experts) < FEW
+        finally:
+            await engine.close()
+
+    asyncio.run(scene())
+
+
+async def sample(engine: Engine, prompt: list[int], tokens: int = 280, experts_from: int = 0, **how: Any) -> Completion:
+    """So many tokens, whichever they are."""
+    params = SamplingParams(
+        max_tokens=tokens,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        routed_experts_prompt_start=experts_from,
+    )
+    async for _, part in engine.stream(prompt, params, **how):
+        completion = part
+    return completion
 
 
 @pytest.mark.parametrize("family", REPLAYED)

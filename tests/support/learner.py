@@ -19,6 +19,7 @@ from common.payload import Payload
 from learner.attention import pack_sequences
 from learner.batch import Advantage, MicroBatch, RolloutBatch, plan_micro_batches, rollout_batch
 from learner.correction import Layout
+from learner.routers import ExpertShape
 from tests.support.ranks import on_ranks
 
 VOCABULARY = 97
@@ -86,6 +87,13 @@ def make_payload(rng: np.random.Generator, length: int, version: int = 0) -> Pay
     )
 
 
+def with_experts(payload: Payload, layers: int, chosen: int, experts: int) -> Payload:
+    """A payload of one row whose tokens, but for the last, went through any experts."""
+    rng, told = np.random.default_rng(len(payload.token_ids)), len(payload.token_ids) - 1
+    ids = rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (told, layers, 1)), axis=-1)[..., :chosen]
+    return replace(payload, experts=ids, expert_lengths=np.array([told], np.int32))
+
+
 def joined(rows: Sequence[Payload]) -> Payload:
     """A sample of these rows."""
     tokens = np.cumsum([0, *(len(row.token_ids) for row in rows)])
@@ -139,13 +147,14 @@ def make_batch(
     version: int = 0,
     rank: int = 0,
     ranks: int = 1,
+    experts: ExpertShape | None = None,
 ) -> RolloutBatch:
     """One rank's share of a batch of payloads."""
     row_tokens = [[len(row.token_ids) for row in payload.rows()] if payload else [20] for payload in payloads]
     learner = config.learner
     places = plan_micro_batches(row_tokens, learner.mini_batches, ranks, learner.token_budget).of_rank(rank)
     mine = {index: payloads[index] for micros in places for held in micros for index, _ in held}
-    return rollout_batch(version, places, mine, advantages, [0.5] * len(payloads), VOCABULARY)
+    return rollout_batch(version, places, mine, advantages, [0.5] * len(payloads), VOCABULARY, experts=experts)
 
 
 def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequence[Advantage]]:
@@ -155,10 +164,13 @@ def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequenc
     turn has an advantage of its own; age: how many versions before this one the tokens were made; far: `{version:
     indices}` of samples, or "all", that the generating policy found next to impossible, so that a correction with any
     bound rejects them; infinite: `{version: indices}` of samples whose advantage is infinite; lengths: see
-    `make_samples`.
+    `make_samples`; experts: layers, experts a token and experts of a layer, of which each token but a row's last has
+    some.
     """
     seed, made = job["seed"] + version * (not job.get("repeat")), version - job.get("age", 0)
     payloads, advantages = make_samples(job["samples"], seed, made, job.get("lengths", (9, 60)))
+    if "experts" in job:
+        payloads = [with_experts(payload, *job["experts"]) for payload in payloads]
     far = job.get("far", {}).get(str(version), [])
     for index in range(len(payloads)) if far == "all" else far:
         payloads[index] = replace(payloads[index], logprobs=payloads[index].logprobs - np.float32(40))

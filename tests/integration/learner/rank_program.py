@@ -81,7 +81,8 @@ def train(job: dict[str, Any], trainer: Trainer, checkpoints: Checkpoints, left:
     inspect()
     while version < job["steps"]:
         payloads, advantages = job_batch(job, version)
-        batch = make_batch(config, payloads, advantages, version=version, rank=world.share, ranks=world.shares)
+        share, experts = {"rank": world.share, "ranks": world.shares}, trainer.replayed_experts
+        batch = make_batch(config, payloads, advantages, version=version, **share, experts=experts)
         if version not in job.get("skip", []):
             with capture_logs() as logs:
                 left["metrics"].append(trainer.train(batch))

@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import nn
 
+from launcher.quickstart.tiny_model import build_model, build_tokenizer
 from learner.attention import PACKED_SDPA, pack_sequences
 from learner.model import Policy
-from learner.routers import Routers, Routing, routing_statistics
+from learner.routers import ROUTERS, Routers, Routing, routing_statistics
 from learner.stats import Stats
 from tests.support.mixtures import FAMILIES, tiny_mixture
 
 LENGTHS, TOKENS, LAYERS, CHOSEN = [9, 5], 14, 2, 2
 POSITIONS = torch.tensor([2, 3, 4, 9, 12])  # that predict model tokens
-ROUTED = [family for family in FAMILIES if family != "gpt-oss"]
-EXPERTS = {"Qwen3-MoE": 8, "Qwen2-MoE": 8, "Mixtral": 4}
+EXPERTS = {"Qwen3-MoE": 8, "Qwen2-MoE": 8, "Mixtral": 4, "gpt-oss": 8}
 
 
 def policy_of(family: str, checkpointing: bool = False) -> Policy:
     model = tiny_mixture(family, seed=0)
-    model.set_attn_implementation(PACKED_SDPA)
+    model.set_attn_implementation("eager" if family == "gpt-oss" else PACKED_SDPA)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(model.train(), chunk=8, temperature=1.0)
@@ -47,8 +47,8 @@ def gradients(policy: Policy, loss: torch.Tensor) -> list[torch.Tensor]:
 def router_outputs(policy: Policy, act: Callable[[], Any]) -> list[tuple[torch.Tensor, ...]]:
     """What each layer's router gives to its experts while `act` runs: logits, weights and ids."""
     outputs: list[tuple[torch.Tensor, ...]] = []
-    layers = policy.model.base_model.layers
-    hooks = [layer.mlp.gate.register_forward_hook(lambda *call: outputs.append(call[2])) for layer in layers]
+    routers = [part for part in policy.modules() if type(part).__name__ in ROUTERS]
+    hooks = [router.register_forward_hook(lambda *call: outputs.append(call[2])) for router in routers]
     act()
     for hook in hooks:
         hook.remove()
@@ -62,7 +62,7 @@ def some_experts(family: str, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.array(ids, np.uint8))
 
 
-@pytest.mark.parametrize("family", ROUTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_routers_own_choice_changes_nothing_if_replayed(family: str) -> None:
     policy = policy_of(family)
     plain = Routing(POSITIONS)
@@ -76,7 +76,7 @@ def test_the_routers_own_choice_changes_nothing_if_replayed(family: str) -> None
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("family", ROUTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_replayed_experts_get_the_routers_own_weights(family: str) -> None:
     policy = policy_of(family)
     experts, known = some_experts(family), torch.arange(TOKENS) % 5 != 4
@@ -86,9 +86,15 @@ def test_replayed_experts_get_the_routers_own_weights(family: str) -> None:
     block.register_forward_hook(lambda module, arguments, output: seen.append((arguments[0], output)))
     own = router_outputs(policy, lambda: forward(policy, None))[1][2]
     seen.clear()
-    taken = router_outputs(policy, lambda: forward(policy, routing))[1][2]
+    logits, weights, taken = router_outputs(policy, lambda: forward(policy, routing))[1]
     assert torch.equal(taken[known], experts[known, 1].long())
     assert not torch.equal(taken[known], own[known])
+    expected_weights = logits.softmax(-1).gather(-1, taken)
+    if getattr(block, "gate", None) is None or getattr(block.gate, "norm_topk_prob", True):
+        expected_weights = expected_weights / expected_weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, expected_weights)
+    if family == "gpt-oss":
+        return
     (hidden, output) = seen[0]
     hidden = hidden[0].detach().requires_grad_()
     expected = brute_force(block, hidden, taken)
@@ -192,6 +198,6 @@ def test_statistics_of_routers_add_up_over_micro_batches() -> None:
     )
 
 
-def test_models_without_known_routers_are_left_as_they_are() -> None:
-    assert Routers.of(tiny_mixture("gpt-oss", seed=0)) is None
+def test_dense_models_have_no_routers() -> None:
+    assert Routers.of(build_model(build_tokenizer(), seed=0)) is None
     assert policy_of("Mixtral").routers.shape == (LAYERS, CHOSEN, 4)
