@@ -107,7 +107,7 @@ def encode_payload(payload: Payload) -> bytes:
         arrays += [
             np.ascontiguousarray(payload.expert_lengths, TOKEN).tobytes(),
             np.asarray(experts.shape[1:], TOKEN).tobytes(),
-            experts.astype(experts.dtype.newbyteorder("<"), copy=False).tobytes(),
+            experts.astype(experts.dtype.newbyteorder("<"), copy=False).data.cast("B"),
         ]
     return msgpack.packb((SCHEMA, *arrays))
 

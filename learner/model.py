@@ -164,7 +164,10 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         failure = download_failure(path, error)
         if failure:
             raise UserError(failure) from error
-        raise UserError(f"model.path = {path!r} cannot be loaded: {first_line(error)}") from error
+        # What transformers says then is about an argument of its own.
+        mismatch = "its weights have other shapes than its config.json says (the table above names them)"
+        reason = mismatch if "ignore_mismatched_sizes" in str(error) else first_line(error)
+        raise UserError(f"model.path = {path!r} cannot be loaded: {reason}") from error
     if not getattr(model, "_supports_attention_backend", False):
         raise UserError(f"model.path = {path!r}: {type(model).__name__} has no exchangeable attention in transformers")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -184,10 +187,7 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         float32_head=config.model.head_dtype == "float32",
         attention=attention,
     )
-    for name in ("router_replay", "router_balance"):
-        value = getattr(config.learner, name)
-        if value != type(config.learner).model_fields[name].default:
-            check_routers(policy.routers, f"learner.{name} = {value!r}", path, type(model).__name__)
+    check_routers(policy.routers, config.learner, path, type(model).__name__)
     return policy
 
 

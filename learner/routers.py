@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from common.config import LearnerConfig
 from common.errors import UserError
 from learner.stats import Stats
 
@@ -155,13 +156,21 @@ class Routers:
         return logits, ROUTERS[type(router).__name__](router, logits, taken).to(weights.dtype), taken
 
 
-def check_routers(routers: Routers | None, setting: str, path: str, architecture: str) -> None:
-    """Refuse a setting about routers for a model whose routers are not known; raises `UserError`."""
-    if routers is None:
+def check_routers(routers: Routers | None, config: LearnerConfig, path: str, architecture: str) -> None:
+    """Refuse settings about routers for a model without known ones, and routers that cannot choose.
+
+    Raises:
+        UserError: says why, and names the model.
+    """
+    if routers is not None:
+        _, chosen, experts = routers.shape
+        if chosen > experts:
+            raise UserError(f"model.path = {path!r}: its config.json sends each token to {chosen} of {experts} experts")
+    elif config.router_setting is not None:
         families = ", ".join(name.removesuffix("TopKRouter") for name in ROUTERS)
         raise UserError(
-            f"{setting} needs a mixture of experts with the router of one of these families: {families}; "
-            f"model.path = {path!r} is of {architecture}"
+            f"{config.router_setting} needs a mixture of experts with routers of one of these families: {families}; "
+            f"model.path = {path!r} is a {architecture}"
         )
 
 

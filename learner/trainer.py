@@ -145,7 +145,7 @@ class Trainer:
             loss, micro_parts = step_loss(micro, policy, values, position, self.token_loss, config, step_stats)
             parts += micro_parts
             if policy.routing is not None:
-                loss = loss + self._balance_loss(policy.routing, denominators, step_stats)
+                loss = loss + self._routing_loss(policy.routing, denominators, step_stats)
             is_last = micro is mini_batch[-1]
             if is_last:
                 left = step_stats.reduce(self.world, LEFT)
@@ -208,8 +208,11 @@ class Trainer:
         )
         return PolicyOutput(logprobs[: micro.model_tokens], entropies[: micro.model_tokens], named.get("routing"))
 
-    def _balance_loss(self, routing: Routing, denominators: Denominators, stats: Stats) -> torch.Tensor:
-        """A micro-batch's share of the routers' balance loss, by its share of the mini-batch's model tokens."""
+    def _routing_loss(self, routing: Routing, denominators: Denominators, stats: Stats) -> torch.Tensor:
+        """Report what the routers did with a micro-batch, and give its share of their balance loss.
+
+        It has as large a share as of the mini-batch's model tokens.
+        """
         learner, balance = self.config.learner, routing.balance_loss()
         routing_statistics(routing, balance, learner.router_replay == "rollout", stats)
         return learner.router_balance * balance * len(routing.positions) / denominators.tokens

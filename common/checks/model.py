@@ -43,17 +43,10 @@ def model(context: Context) -> Finding:
 
 def _without_experts(context: Context) -> str | None:
     """Why a model without experts cannot have a setting about their routers; None where it has none."""
-    learner, path = context.config.learner, context.config.model.path
-    for name in ("router_replay", "router_balance"):
-        value = getattr(learner, name)
-        if value != type(learner).model_fields[name].default:
-            if has_experts(json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))):
-                return None
-            return (
-                f"learner.{name} = {value!r} is for the routers of a mixture of experts, and {path} has no experts; "
-                f"leave it out"
-            )
-    return None
+    setting, path = context.config.learner.router_setting, context.config.model.path
+    if setting is None or has_experts(json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))):
+        return None
+    return f"{setting} is for the routers of a mixture of experts, and {path} has no experts; leave it out"
 
 
 def _too_long(context: Context) -> str | None:

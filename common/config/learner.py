@@ -164,3 +164,12 @@ class LearnerConfig(Section):
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Merged into the DeepSpeed configuration.", json_schema_extra=LOCAL
     )
+
+    @property
+    def router_setting(self) -> str | None:
+        """A setting in use that only a mixture of experts can have, as key and value; None: there is none."""
+        for name in ("router_replay", "router_balance"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                return f"learner.{name} = {value!r}"
+        return None

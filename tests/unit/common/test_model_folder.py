@@ -97,6 +97,26 @@ def test_a_length_above_the_models_is_one_line_with_all_limits(tmp_path: Path) -
     start(VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
 
 
+def test_settings_of_routers_need_experts(tmp_path: Path) -> None:
+    folder = small_model(tmp_path / "model", (2, 2))
+    (tmp_path / "train.jsonl").write_text("{}\n")
+
+    def start(content: str, **learner: Any) -> None:
+        (folder / "config.json").write_text(content)
+        config = config_of(
+            model={"path": str(folder)}, run={"output_dir": str(tmp_path)}, learner=learner,
+            data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16},
+        )  # fmt: skip
+        check_start(Role.LEARNER, config, Machine(cpu_flags=AVX512))
+
+    for name, value in (("router_replay", "rollout"), ("router_balance", 0.1)):
+        with pytest.raises(UserError, match=rf"learner.{name} = '?{value}'? is for .* and {folder} has no experts"):
+            start('{"model_type": "qwen3"}', **{name: value})
+        start('{"model_type": "qwen3_moe", "num_experts": 8}', **{name: value})
+        start('{"text_config": {"num_local_experts": 8}}', **{name: value})
+    start('{"model_type": "qwen3"}')
+
+
 @pytest.mark.parametrize(
     ("message", "line"),
     [

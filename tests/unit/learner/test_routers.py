@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from common.errors import UserError
 from launcher.quickstart.tiny_model import build_model, build_tokenizer
 from learner.attention import PACKED_SDPA, pack_sequences
-from learner.model import Policy
+from learner.model import Policy, load_policy
 from learner.routers import ROUTERS, Routers, Routing, routing_statistics
 from learner.stats import Stats
-from tests.support.mixtures import FAMILIES, tiny_mixture
+from tests.support.learner import learner_config
+from tests.support.mixtures import FAMILIES, save_mixture, tiny_mixture
 
 LENGTHS, TOKENS, LAYERS, CHOSEN = [9, 5], 14, 2, 2
 POSITIONS = torch.tensor([2, 3, 4, 9, 12])  # that predict model tokens
@@ -196,6 +200,29 @@ def test_statistics_of_routers_add_up_over_micro_batches() -> None:
         },
         rel=1e-5,
     )
+
+
+@pytest.mark.parametrize(("name", "value"), [("router_replay", "rollout"), ("router_balance", 0.1)])
+def test_settings_about_routers_need_known_ones(name: str, value: Any, model: str) -> None:
+    families = "GptOss, Mixtral, Qwen2Moe, Qwen3Moe"
+    line = rf"learner.{name} = '?{value}'? needs .* {families}; model.path = '{model}' is a Qwen3ForCausalLM$"
+    with pytest.raises(UserError, match=line):
+        load_policy(learner_config(model, "runs", **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("num_local_experts", 6, "cannot be loaded: its weights have other shapes than its config.json says"),
+        ("num_experts_per_tok", 9, "its config.json sends each token to 9 of 8 experts$"),
+    ],
+)
+def test_a_mixture_that_is_not_as_its_file_says_is_refused(key: str, value: int, line: str, tmp_path: Path) -> None:
+    save_mixture(tmp_path, "Qwen3-MoE")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*{line}"):
+        load_policy(learner_config(str(tmp_path), "runs"))
 
 
 def test_dense_models_have_no_routers() -> None:
