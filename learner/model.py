@@ -80,13 +80,16 @@ class Policy(nn.Module):
             routing: what the routers of a mixture are to take; they note there what they did.
         """
         counts: list[int] = []
+        own_routing = routing
         if self.group is not None:
+            if routing is not None:
+                own_routing = routing.divided(self.group, input_ids.shape[1])
             input_ids, position_ids, sequences, predict, targets, counts = own_slice(
                 self.group, input_ids, position_ids, sequences, predict, targets
             )
         arguments: dict[str, Any] = sequences.flash_arguments() if self._flash else {"sequences": sequences}
-        if routing is not None:
-            arguments["routing"] = routing
+        if own_routing is not None:
+            arguments["routing"] = own_routing
         hidden_1TH = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments
         ).last_hidden_state
@@ -94,6 +97,8 @@ class Policy(nn.Module):
         logprobs, entropies = head(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature)
         if self.group is None:
             return logprobs, entropies
+        if routing is not None and own_routing is not None:
+            routing.join(self.group, own_routing)
         return self.group.join(logprobs, counts), self.group.join(entropies, counts)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -124,9 +129,7 @@ def own_slice(
     padding = length * group.size - input_ids.shape[1]
     start = group.rank * length
     ids, positions = (F.pad(tensor, (0, padding))[:, start : start + length] for tensor in (input_ids, position_ids))
-    counts = (predict // length).bincount(minlength=group.size).tolist()
-    first = sum(counts[: group.rank])
-    mine = slice(first, first + counts[group.rank])
+    counts, mine = group.among_slices(predict, length)
     return ids, positions, sequences.divided(group, padding), predict[mine] - start, targets[mine], counts
 
 

@@ -13,12 +13,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from common.config import LearnerConfig
 from common.errors import UserError
 from learner.stats import Stats
+from learner.ulysses import SequenceGroup
 
 
 class ExpertShape(NamedTuple):
@@ -84,12 +86,35 @@ class Routing:
     known: torch.Tensor | None = None
     balanced: bool = False
     layers: dict[int, RoutedLayer] = field(default_factory=dict)
+    _counts: list[int] = field(default_factory=list)  # model tokens of each rank, once it is divided
 
     def replayed(self) -> torch.Tensor:
         """Model tokens for whose prediction the engine told experts, bool [N]."""
         if self.known is None:
             return torch.zeros_like(self.positions, dtype=torch.bool)
         return self.known[self.positions]
+
+    def divided(self, group: SequenceGroup, tokens: int) -> Routing:
+        """This pass for a rank's slice of its `tokens`, which are padded as `own_slice` pads them."""
+        length = -(-tokens // group.size)
+        start, (self._counts, mine) = group.rank * length, group.among_slices(self.positions, length)
+        own = Routing(self.positions[mine] - start, balanced=self.balanced)
+        if self.experts is not None and self.known is not None:
+            padding = length * group.size - tokens
+            own.experts = F.pad(self.experts, (0, 0, 0, 0, 0, padding))[start : start + length]
+            own.known = F.pad(self.known, (0, padding))[start : start + length]
+        return own
+
+    def join(self, group: SequenceGroup, own: Routing) -> None:
+        """Note what the routers did for all tokens, of which each rank of a group computed its `own`."""
+        numbers, layers = own.layers.keys(), own.layers.values()
+        share = len(own.positions) / max(len(self.positions), 1)
+        counts = group.total(torch.stack([layer.counts for layer in layers]))
+        entropies = group.join(torch.stack([layer.entropies for layer in layers]), self._counts)
+        differs = group.join(torch.stack([layer.differs for layer in layers]).byte(), self._counts).bool()
+        probabilities = group.total(torch.stack([layer.probabilities for layer in layers]) * share)
+        joined = map(RoutedLayer, counts, entropies, differs, probabilities)
+        self.layers = dict(zip(numbers, joined, strict=True))
 
     def balance_loss(self) -> torch.Tensor:
         """Load-balancing loss, the mean over the layers: 1 if all experts have the same load; 0 without model tokens.

@@ -36,7 +36,7 @@ class SequenceGroup:
         return received
 
     def join(self, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """The ranks' lists, `counts[r]` values of rank r, one after another.
+        """The ranks' lists [..., counts[r]], one after another.
 
         The gradient of a rank's own values is the only one that goes on from here. Each rank computes the whole loss,
         so the sum of the ranks' gradients is the gradient of one loss.
@@ -44,7 +44,19 @@ class SequenceGroup:
         before, after = sum(counts[: self.rank]), sum(counts[self.rank + 1 :])
         whole = F.pad(own.detach(), (before, after))
         dist.all_reduce(whole, group=self.group)
-        return torch.cat([whole[:before], own, whole[before + len(own) :]])
+        return torch.cat([whole[..., :before], own, whole[..., before + own.shape[-1] :]], dim=-1)
+
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' values; as with `join`, only the gradient of a rank's own goes on from here."""
+        whole = own.detach().clone()
+        dist.all_reduce(whole, group=self.group)
+        return whole + (own - own.detach())
+
+    def among_slices(self, positions: torch.Tensor, length: int) -> tuple[list[int], slice]:
+        """How many of these ascending positions each rank's slice of `length` tokens has, and which this one's."""
+        counts = (positions // length).bincount(minlength=self.size).tolist()
+        first = sum(counts[: self.rank])
+        return counts, slice(first, first + counts[self.rank])
 
     def all_tokens(self, query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of this rank's slice to those of all tokens.
