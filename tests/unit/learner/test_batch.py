@@ -25,6 +25,7 @@ from learner.stats import Stats
 from learner.step_loss import PolicyOutput
 from learner.token_record import TokenRecord, discard
 from learner.trainer import batch_statistics
+from learner.ulysses import SequenceGroup
 from learner.world import World
 from tests.support.golden import GOLDEN
 from tests.support.learner import joined
@@ -136,6 +137,18 @@ def test_a_payload_of_another_length_is_left_out():
     share = own_share(batch, lambda ids: [payloads.get(sample) for sample in ids], config, world, 50)
     assert (share.left_out, share.version, share.samples) == (2, 4, 3)
     assert share.mini_batches[0][0].advantages.tolist() == [1.0, 1.0]
+
+
+def test_ranks_of_one_sequence_leave_out_what_one_of_them_misses(monkeypatch):
+    """The other rank of the group did not get the second sample."""
+    monkeypatch.setattr(World, "all_reduce_max", lambda world, missing: [max(missing[0], 0.0), max(missing[1], 1.0)])
+    tokens = [len(ONE.token_ids), len(TWO.token_ids)]
+    batch = Batch(batch_id=4, sample_ids=["one", "two"], advantages=[1.0, 2.0], rewards=[0.0] * 2, tokens=tokens)
+    config = LearnerConfig(mini_batches=1, token_budget=100)
+    world = World(1, 2, torch.device("cpu"), sequence=SequenceGroup(1, 2, None))
+    share = own_share(batch, lambda ids: [ONE, TWO], config, world, 50)
+    assert share.left_out == 1
+    assert share.mini_batches[0][0].names == [("one", 0)]
 
 
 MIXED = joined([ONE, LONG])  # 2 and 3 model tokens
