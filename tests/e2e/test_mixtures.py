@@ -87,7 +87,7 @@ def test_adapters_beside_the_weights_of_a_mixture_are_refused(tmp_path: Path) ->
 
 def test_an_exported_mixture_is_the_one_that_was_trained(tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", "Qwen3-MoE")
-    trainer = Trainer(config_of(tmp_path, lora={"rank": 4, "alpha": 8}), start())
+    trainer = Trainer(config_of(tmp_path), start())
     move(trainer)
     export_model(trainer, tmp_path / "exported" / "model")()
 
