@@ -36,7 +36,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SAME = 1e-4  # mean |difference| of log-probs in float32
 FEW = 1e-3  # share of choices that rounding changes
-REPLAYED = [family for family in FAMILIES if family != "gpt-oss"]
 
 
 def replaying(folder: Path, **model: Any) -> Config:
@@ -197,7 +196,7 @@ async def sample(engine: Engine, prompt: list[int], tokens: int = 280, experts_f
     return completion
 
 
-@pytest.mark.parametrize("family", REPLAYED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_replayed_experts_give_the_engines_logprobs(family: str, tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", family)
     config = replaying(tmp_path)
@@ -245,7 +244,7 @@ def test_a_run_replays_every_token_of_two_turns(tmp_path: Path, redis_server: Re
         assert 0 < step["router/entropy"] < np.log(8)
 
 
-@pytest.mark.parametrize("family", REPLAYED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_replay_narrows_the_gap_that_other_experts_make(family: str, tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", family)
     config = replaying(tmp_path, dtype="bfloat16")
