@@ -263,6 +263,8 @@ def across_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
         if group is None:
             return attend(module, query, key, value, attention_mask, sequences=sequences, **options)
         query, key, value = group.all_tokens(query, key, value)
+        if options.get("s_aux") is not None:
+            options["s_aux"] = options["s_aux"].chunk(group.size)[group.rank]  # of the heads that are here now
         output, _ = attend(module, query, key, value, attention_mask, sequences=sequences, **options)
         return group.own_tokens(output), None
 

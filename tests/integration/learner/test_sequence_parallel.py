@@ -37,8 +37,9 @@ CASES: dict[str, tuple[Job, Job]] = {
         {"zero_stage": 2, "router_replay": "rollout", "gradient_checkpointing": True},
         {"experts": [2, 2, 8]},
     ),
+    "sinks": ({"zero_stage": 1}, {}),
 }
-MIXTURES = ("balanced experts", "replayed experts")
+MIXTURES = {"balanced experts": "Qwen3-MoE", "replayed experts": "Qwen3-MoE", "sinks": "gpt-oss"}
 # They depend on the clock, and on how tokens are divided into micro-batches.
 OWN = ("tokens/per_second", "router/balance")
 # Ranks, and how many of them divide a sequence.
@@ -50,15 +51,15 @@ def results(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
     """What each case leaves on one rank, and on every number of ranks."""
     folder = tmp_path_factory.mktemp("sequences")
     other = save_tiny_model(folder / "other", seed=1)
-    mixture = str(folder / "mixture")
-    save_mixture(mixture, "Qwen3-MoE", num_attention_heads=4, num_key_value_heads=2)
+    for family in set(MIXTURES.values()):
+        save_mixture(folder / family, family, num_attention_heads=4, num_key_value_heads=2)
 
     def job(name: str, size: int) -> Job:
         learner, batch = CASES[name]
         settings = {"token_budget": 100, "sequence_parallel": size} | learner
         if "kl_coef" in settings.get("algorithm", {}):
             settings["algorithm"] = settings["algorithm"] | {"reference": other}
-        path = mixture if name in MIXTURES else model
+        path = str(folder / MIXTURES[name]) if name in MIXTURES else model
         return {**JOB, "model": path, "learner": settings, "gradients_only": True, **batch}
 
     left = {(1, 1): run_ranks(1, {name: job(name, 1) for name in CASES}, folder)}

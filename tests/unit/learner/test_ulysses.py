@@ -17,6 +17,8 @@ from learner.model import load_policy, own_slice
 from learner.ulysses import SequenceGroup
 from tests.support.learner import save_tiny_model
 
+SINKS = torch.linspace(-2, 2, 8, dtype=torch.float64)  # of eight heads
+
 
 @dataclass(frozen=True, slots=True)
 class Thread(SequenceGroup):
@@ -43,7 +45,7 @@ def on_threads(size: int, act: Any) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("lengths", [[7, 12, 1, 9], [3], [8, 8]], ids=str)
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"s_aux": SINKS}], ids=["all", "window", "sinks"])
 def test_attention_over_slices_is_attention_over_all(size, lengths, options):
     """Also with fewer heads of keys than ranks, fewer tokens than ranks, and values of another width."""
     tokens, attention = sum(lengths), across_ranks(packed_sdpa)
