@@ -33,7 +33,7 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 quickstart: setup ## Train a tiny model to use a calculator, in a whole run on this machine, in minutes
 	$(BIN)/spo quickstart $(ARGS)
 
-test-fast: setup ## Run the tests that start no process and wait for no timer, with fewer examples, in less than a minute
+test-fast: setup ## Run the tests that start no process, wait for no timer and take moments, with fewer examples, in less than a minute
 	$(PYTEST) --numprocesses 2 --hypothesis-profile quick tests/unit -m "not integration" $(ARGS)
 
 test: setup ## Run unit and integration tests and five whole runs on real vLLM, DeepSpeed and Redis, in minutes

@@ -66,7 +66,7 @@ def test_agents_of_each_kind_are_judged_once(tmp_path: Path, own_redis: RedisSer
             data[side].append({"path": str(path), "name": name, "episode": episode})
     (tmp_path / "agent.py").write_text(PROGRAM)
     # A model that asks the calculator now and then.
-    task = replace(TASK, recipe=Recipe(steps=60, rows=32, warmup=5))
+    task = replace(TASK, recipe=Recipe(steps=100, rows=32, warmup=5))
     sections = {
         "run": {"steps": STEPS},
         "model": {"path": str(cached_model(task, cache=tmp_path / "cache")), "max_model_len": 256},
@@ -92,16 +92,13 @@ def test_agents_of_each_kind_are_judged_once(tmp_path: Path, own_redis: RedisSer
         (source,) = [name for name in EPISODES if episode["input"] in prompts[name]]
         episodes[source].append(episode)
     assert sum(map(len, episodes.values())) == counters["counted"]
-    for name in ("openai", "anthropic"):
-        results = [
-            message for episode in episodes[name] for message in episode["messages"] if message["role"] == "tool"
-        ]
-        assert len(results) > 0, name
-        for episode in episodes[name]:
-            last = episode["messages"][-1]
-            assert last["role"] == "assistant"
-            answered = episode["reason"] == "stop" and last["content"].strip() == episode["gts"]
-            assert episode["reward"] == float(answered), episode
+    asked = [*episodes["openai"], *episodes["anthropic"]]
+    assert any(message["role"] == "tool" for episode in asked for message in episode["messages"])
+    for episode in asked:
+        last = episode["messages"][-1]
+        assert last["role"] == "assistant"
+        answered = episode["reason"] == "stop" and last["content"].strip() == episode["gts"]
+        assert episode["reward"] == float(answered), episode
     assert {(episode["reason"], episode["reward"]) for episode in episodes["program"]} == {("stop", 0.25)}
 
 

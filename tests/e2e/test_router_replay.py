@@ -6,7 +6,6 @@ import asyncio
 import json
 import multiprocessing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from common.payload import Payload, decode_payload, encode_payload
 from generator.engine.engine import Completion, Engine
 from generator.episode import Episode, Row, Transcript
 from learner.batch import micro_batch
-from learner.disk_names import DiskNames
 from learner.routers import Routing
 from learner.trainer import Trainer
 from learner.world import start
@@ -146,7 +144,6 @@ def test_the_engine_tells_the_experts_of_every_token(kind: str, model: Path, mon
 
 def test_a_request_keeps_the_experts_that_older_weights_chose(model: Path) -> None:
     before, after = tiny_mixture("Qwen3-MoE", 0), tiny_mixture("Qwen3-MoE", 1)
-    weights = SimpleNamespace(named_parameters=lambda: DiskNames(after).of(after.named_parameters()))
 
     async def scene() -> None:
         engine = await start_engine(model, 4, enable_return_routed_experts=True)
@@ -160,7 +157,7 @@ def test_a_request_keeps_the_experts_that_older_weights_chose(model: Path) -> No
             prompt, cut = random_prompt(1, 30), asyncio.Event()
             running = asyncio.create_task(sample(engine, prompt))
             await until_sampled()
-            await load(engine, 1, weights)
+            await load(engine, 1, after)
             turn = await running
             ids, (old, *_) = prompt + turn.token_ids.tolist(), [span[2] for span in turn.versions]
             assert [version for version, _, _ in turn.versions] == [0, 1]

@@ -198,6 +198,7 @@ READERS = {
 }
 
 
+@pytest.mark.integration  # computes for seconds
 @pytest.mark.parametrize("reader", READERS)
 def test_too_much_is_refused_before_it_is_built(reader: str) -> None:
     for name, data in TOO_MUCH.items():
@@ -319,6 +320,7 @@ def test_what_json_does_not_have_becomes_text() -> None:
     assert "..." in json.dumps(opened({"metadata": loop}))
 
 
+@pytest.mark.integration  # computes for seconds
 def test_too_long_an_episode_loses_tokens_then_texts() -> None:
     tokens = {"token_ids": list(range(500_000)), "logprobs": [0.5], "model_spans": [[0, 1]]}
     assert opened({"output": "x" * 1000, **tokens}) == {"output": "x" * 1000, "left_out": ["tokens"]}

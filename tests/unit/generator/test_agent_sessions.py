@@ -421,6 +421,7 @@ async def test_replies_that_no_retry_can_ask_for_are_forgotten() -> None:
     assert len(one.exchanges) == session.REMEMBERED
 
 
+@pytest.mark.integration  # computes for seconds
 @in_event_loop
 async def test_a_flood_ends_its_own_session_and_no_other() -> None:
     """Most of it comes after the session's end, at its limit of turns."""

@@ -204,6 +204,7 @@ def test_conversations_are_connected_through_others() -> None:
     assert len(agent.tree.rows("connected")) == 3
 
 
+@pytest.mark.integration  # computes for seconds
 def test_thousands_of_conversations_are_connected_at_once() -> None:
     agent = Agent()
     for number in range(3000):

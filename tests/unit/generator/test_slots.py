@@ -53,6 +53,7 @@ def test_a_number_that_is_configured_stays() -> None:
     assert slots.limit == 7
 
 
+@pytest.mark.integration  # computes for seconds
 @pytest.mark.parametrize(
     ("shortest", "longest", "number"),
     [(200, 400, 300), (200, 1000, 180), (200, LONGEST, 30), (2000, LONGEST, 30), (LONGEST, LONGEST, 10)],

@@ -79,6 +79,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.integration  # computes for seconds
 @pytest.mark.parametrize("kind", ZERO)
 def test_deepspeed_reads_every_kind_of_setting_untouched(kind: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig

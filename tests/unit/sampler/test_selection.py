@@ -76,6 +76,7 @@ def test_a_draw_repeats_nothing_and_takes_blocked_ones_last(
         assert not blocked.intersection(drawn[: size - len(blocked)])
 
 
+@pytest.mark.integration  # computes for seconds
 @pytest.mark.parametrize("small", [0, 4096], ids=["by proposals", "by keys"])
 def test_both_ways_to_draw_have_the_probabilities_of_one_by_one(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "SMALL_POOL", small)

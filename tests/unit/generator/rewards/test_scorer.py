@@ -167,6 +167,7 @@ PARTS = ("boxed", "boxed_think", "format", "length")
 PERFECT = Outcome(r"\boxed{7}", response=r"<a></think>\boxed{7}", answer=7, tokens=0, limit=10)
 
 
+@pytest.mark.integration  # computes for seconds
 def test_a_perfect_answer_has_the_full_reward_for_any_split() -> None:
     pairs = ((a, b) for a in range(1, 18, 2) for b in range(1, 19 - a, 2))
     splits = [(a / 20, b / 20, c / 20, (20 - a - b - c) / 20) for a, b in pairs for c in range(1, 20 - a - b)]
