@@ -21,7 +21,7 @@ TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
 EXPERT_IDS = (np.dtype("<u1"), np.dtype("<u2"))  # of mixtures with up to 256 experts, and with more
 MAX_PAYLOAD = 256 << 20  # bytes
-VALUES = 10  # schema, five arrays or eight, and the list of them
+VALUES = 20  # schema, five arrays, and the names and arrays of the optional parts, in their lists
 # A log-prob exceeds 0 only by rounding in low precision; no engine's logits differ by more than 1e5.
 MOST, LEAST = 0.01, -1e5
 MAX_LINE = MAX_RECORD - 4096  # bytes of a line, so that it fits compressed or not
@@ -49,6 +49,9 @@ class Payload:
         experts: ids of the experts that the engine chose in each layer for the first tokens of each row, uint8 or
             uint16 [E, layers, k]; those of layers without experts count nothing.
         expert_lengths: how many tokens of each row have experts, int32 [R]; empty: none, as with every dense model.
+        teacher_logprobs: a teacher's log-probs at each model token, float32 [M, K]: of that token (K = 1), or of the
+            teacher's K likeliest in its place; empty: it was not scored.
+        teacher_ids: ids of the likeliest tokens, int32 [M, K]; empty where the scores are of the model's own tokens.
     """
 
     token_ids: np.ndarray
@@ -58,6 +61,8 @@ class Payload:
     row_lengths: np.ndarray = field(default_factory=partial(np.empty, 0, TOKEN))
     experts: np.ndarray = field(default_factory=partial(np.empty, (0, 0, 0), EXPERT_IDS[0]))
     expert_lengths: np.ndarray = field(default_factory=partial(np.empty, 0, TOKEN))
+    teacher_logprobs: np.ndarray = field(default_factory=partial(np.empty, (0, 0), LOGPROB))
+    teacher_ids: np.ndarray = field(default_factory=partial(np.empty, (0, 0), TOKEN))
 
     def mask(self) -> np.ndarray:
         """True where the model sampled the token, bool [T]."""
@@ -88,13 +93,19 @@ class Payload:
             row = Payload(self.token_ids[start:end], spans - start, self.logprobs[before:sampled], versions)
             if experts:
                 row = replace(row, experts=experts[number], expert_lengths=self.expert_lengths[number : number + 1])
+            if len(self.teacher_logprobs):
+                scores, ids = self.teacher_logprobs[before:sampled], self.teacher_ids[before:sampled]
+                row = replace(row, teacher_logprobs=scores, teacher_ids=ids)
             rows.append(row)
             start = end
         return rows
 
 
 def encode_payload(payload: Payload) -> bytes:
-    """Pack a payload: about 4 bytes a token and 4 more a model token, and with experts one or two for each id."""
+    """Pack a payload: about 4 bytes a token and 4 more a model token; experts have one or two for each id.
+
+    A teacher's scores have 4 bytes a model token, or 8 for each of its likeliest ones.
+    """
     arrays = [
         np.ascontiguousarray(payload.token_ids, TOKEN).data.cast("B"),
         np.ascontiguousarray(payload.model_spans, TOKEN).tobytes(),
@@ -102,14 +113,21 @@ def encode_payload(payload: Payload) -> bytes:
         np.ascontiguousarray(payload.version_spans, TOKEN).tobytes(),
         np.ascontiguousarray(payload.row_lengths, TOKEN).tobytes(),
     ]
+    parts = {}
     if len(payload.experts):
         experts = np.ascontiguousarray(payload.experts)
-        arrays += [
+        parts["experts"] = (
             np.ascontiguousarray(payload.expert_lengths, TOKEN).tobytes(),
             np.asarray(experts.shape[1:], TOKEN).tobytes(),
             experts.astype(experts.dtype.newbyteorder("<"), copy=False).data.cast("B"),
-        ]
-    return msgpack.packb((SCHEMA, *arrays))
+        )
+    if len(payload.teacher_logprobs):
+        parts["teacher"] = (
+            payload.teacher_logprobs.shape[1],
+            np.ascontiguousarray(payload.teacher_logprobs, LOGPROB).data.cast("B"),
+            np.ascontiguousarray(payload.teacher_ids, TOKEN).tobytes(),
+        )
+    return msgpack.packb((SCHEMA, *arrays, parts) if parts else (SCHEMA, *arrays))
 
 
 def decode_payload(data: bytes) -> Payload:
@@ -117,6 +135,7 @@ def decode_payload(data: bytes) -> Payload:
     try:
         values = unpack(data, MAX_PAYLOAD, VALUES)
         schema, tokens, spans, logprobs, versions, rows = values[:6]
+        parts = values[6] if len(values) > 6 else {}
         if schema != SCHEMA:
             raise InvalidMessage(f"Payload: schema {schema!r}, this process reads {SCHEMA}")
         payload = Payload(
@@ -125,7 +144,8 @@ def decode_payload(data: bytes) -> Payload:
             np.frombuffer(logprobs, LOGPROB),
             np.frombuffer(versions, TOKEN).reshape(-1, 3),
             np.frombuffer(rows, TOKEN),
-            *(_decode_experts(*values[6:]) if len(values) > 6 else ()),
+            **(_decode_experts(*parts["experts"]) if "experts" in parts else {}),
+            **(_decode_teacher(*parts["teacher"]) if "teacher" in parts else {}),
         )
     except InvalidMessage:
         raise
@@ -135,17 +155,23 @@ def decode_payload(data: bytes) -> Payload:
     return payload
 
 
-def _decode_experts(lengths: bytes, shape: bytes, ids: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Experts and how many tokens of each row have them."""
+def _decode_experts(lengths: bytes, shape: bytes, ids: bytes) -> dict[str, np.ndarray]:
+    """The fields of experts, and of how many tokens of each row have them."""
     counts = np.frombuffer(lengths, TOKEN)
     tokens, (layers, chosen) = int(counts.sum(dtype=np.int64)), np.frombuffer(shape, TOKEN).tolist()
     for dtype in EXPERT_IDS:
         if min(tokens, layers, chosen) > 0 and len(ids) == tokens * layers * chosen * dtype.itemsize:
-            return np.frombuffer(ids, dtype).reshape(tokens, layers, chosen), counts
+            return {"experts": np.frombuffer(ids, dtype).reshape(tokens, layers, chosen), "expert_lengths": counts}
     raise InvalidMessage(
         f"Payload: {len(ids)} bytes of experts, which {tokens} tokens, {layers} layers and {chosen} experts in each "
         "cannot have"
     )
+
+
+def _decode_teacher(scores: int, logprobs: bytes, ids: bytes) -> dict[str, np.ndarray]:
+    """The fields of a teacher's scores, of which each token has as many."""
+    fields = {"teacher_logprobs": np.frombuffer(logprobs, LOGPROB).reshape(-1, scores)}
+    return fields | ({"teacher_ids": np.frombuffer(ids, TOKEN).reshape(-1, scores)} if ids else {})
 
 
 def decode_if_valid(data: bytes | None) -> Payload | None:
@@ -168,12 +194,9 @@ def _check(payload: Payload) -> None:
     sampled = sum(borders[2:-1:2]) - sum(borders[1:-1:2])
     if sampled != len(payload.logprobs):
         raise InvalidMessage(f"Payload: {sampled} model tokens but {len(payload.logprobs)} log-probs")
-    if sampled:
-        least, most = payload.logprobs.min().item(), payload.logprobs.max().item()
-        if not (math.isfinite(least) and math.isfinite(most)):
-            raise InvalidMessage("Payload: log-probs are not finite")
-        if least < LEAST or most > MOST:
-            raise InvalidMessage(f"Payload: log-probs from {least:g} to {most:g}; those of a model are {LEAST:g} to 0")
+    _check_logprobs(payload.logprobs, "log-probs")
+    if len(payload.teacher_logprobs):
+        _check_teacher(payload)
     if len(payload.token_ids) and payload.token_ids.min() < 0:
         raise InvalidMessage("Payload: negative token ids")
     covered = 0
@@ -187,6 +210,31 @@ def _check(payload: Payload) -> None:
         covered = end
     if covered != sampled:
         raise InvalidMessage("Payload: version spans do not cover the model tokens")
+
+
+def _check_logprobs(logprobs: np.ndarray, what: str) -> None:
+    if logprobs.size == 0:
+        return
+    least, most = logprobs.min().item(), logprobs.max().item()
+    if not (math.isfinite(least) and math.isfinite(most)):
+        raise InvalidMessage(f"Payload: {what} are not finite")
+    if least < LEAST or most > MOST:
+        raise InvalidMessage(f"Payload: {what} from {least:g} to {most:g}; those of a model are {LEAST:g} to 0")
+
+
+def _check_teacher(payload: Payload) -> None:
+    (tokens, scores), ids = payload.teacher_logprobs.shape, payload.teacher_ids
+    if tokens != len(payload.logprobs):
+        raise InvalidMessage(
+            f"Payload: a teacher's scores of {tokens} tokens, but {len(payload.logprobs)} model tokens"
+        )
+    if ids.size and ids.shape != (tokens, scores):
+        raise InvalidMessage(f"Payload: a teacher's scores of {tokens} tokens and ids of {len(ids)}")
+    if ids.size == 0 and scores != 1:
+        raise InvalidMessage(f"Payload: a teacher's scores of {scores} tokens a place, without their ids")
+    if ids.size and ids.min() < 0:
+        raise InvalidMessage("Payload: negative token ids of a teacher's")
+    _check_logprobs(payload.teacher_logprobs, "a teacher's log-probs")
 
 
 def _check_rows(payload: Payload) -> None:

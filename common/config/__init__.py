@@ -19,11 +19,13 @@ from common.config.sampler import (
     TrackerConfig,
 )
 from common.config.shared import Difference, differences, dump_config, shared_values
+from common.config.teacher import TeacherConfig
 
 __all__ = [
     "AGE_BUCKETS", "AdvantageConfig", "AgentConfig", "AlgorithmConfig", "BrokerConfig", "Config",
     "CorrectionConfig", "Criterion", "DataConfig", "DataSource", "Deltas", "Difference", "DriftConfig",
     "EpisodeConfig", "EvalConfig", "GeneratorConfig", "LearnerConfig", "LoraConfig", "ModelConfig", "RunConfig",
     "RunTrackerConfig", "SamplerConfig", "SandboxConfig", "SelectionConfig", "SkyRLCorrection", "Source",
-    "TrackerConfig", "WeightsConfig", "differences", "dump_config", "load_config", "parse_config", "shared_values",
+    "TeacherConfig", "TrackerConfig", "WeightsConfig", "differences", "dump_config", "load_config", "parse_config",
+    "shared_values",
 ]  # fmt: skip

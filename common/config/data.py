@@ -80,7 +80,7 @@ class Source:
         name: its name in tasks and metrics.
         weight: its share of the training tasks, relative to the other sources'.
         answer_after: the answer is what follows the last of these marks; None: all of the column.
-        episode: keys of the section `episode` that differ for its tasks.
+        episode, teacher: keys of these sections that differ for its tasks.
     """
 
     key: str
@@ -97,6 +97,7 @@ class Source:
     system_prompt: str | None
     prompt_markup: bool
     episode: Mapping[str, Any]
+    teacher: Mapping[str, Any]
 
     def shown(self) -> str:
         """The path, and the configuration and split of a dataset; for messages."""
@@ -140,6 +141,10 @@ class DataSource(Section):
         default_factory=dict,
         description="Keys of the section `episode` that differ for this source's tasks: tools, reward, user, limits. "
         "Each replaces the run's value as a whole.",
+    )
+    teacher: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keys of the section `teacher` that differ for this source's tasks; `{model: null}`: none.",
     )
 
     @field_validator("format")
@@ -217,6 +222,7 @@ class DataConfig(Section):
             system_prompt=self.system_prompt if item.system_prompt is None else item.system_prompt,
             prompt_markup=self.prompt_markup if item.prompt_markup is None else item.prompt_markup,
             episode=item.episode,
+            teacher=item.teacher,
         )
 
 

@@ -18,6 +18,7 @@ from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfi
 from common.config.learner import LearnerConfig
 from common.config.sampler import EvalConfig, SamplerConfig
 from common.config.section import LOCAL, NUMBERS, Section
+from common.config.teacher import TeacherConfig
 from common.files import Keep
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -49,6 +50,12 @@ class RunConfig(Section):
         None,
         description="GPUs of the generators under `spo run`, as many for each as `generator.engine` says; null: the "
         "others.",
+        json_schema_extra=LOCAL,
+    )
+    teacher_gpus: Annotated[str | None, NUMBERS] = Field(
+        None,
+        description="GPUs of the teachers under `spo run`, as many for each process as `teacher.engine` says; null: "
+        "the last ones.",
         json_schema_extra=LOCAL,
     )
     steps: int = Field(
@@ -151,6 +158,7 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     episode: EpisodeConfig = EpisodeConfig()
+    teacher: TeacherConfig = TeacherConfig()
     sandbox: SandboxConfig = SandboxConfig()
     eval: EvalConfig = EvalConfig()
     broker: BrokerConfig = BrokerConfig()
@@ -168,14 +176,16 @@ class Config(Section):
         return data
 
     def for_source(self, source: Source) -> Config:
-        """The configuration for the tasks of a source: with its episodes, and its own columns and settings of prompts.
+        """The configuration for the tasks of a source: its episodes and teacher, its columns and settings of prompts.
 
         Raises:
-            UserError: a key or a value of the source's `episode` is wrong; the message names the source.
+            UserError: a key or a value of the source's `episode` or `teacher` is wrong; the message names the source.
         """
         own = ("prompt_column", "answer_column", "system_prompt", "prompt_markup")
         data = self.data.model_copy(update={key: getattr(source, key) for key in own})
-        return self.model_copy(update={"episode": self.episode.with_changes(source.episode, source.key), "data": data})
+        episode = self.episode.with_changes(source.episode, source.key)
+        teacher = self.teacher.with_changes(source.teacher, source.key)
+        return self.model_copy(update={"episode": episode, "teacher": teacher, "data": data})
 
     def episodes_in_use(self) -> dict[str, EpisodeConfig]:
         """The distinct episode sections of all sources, each by the key of its first source."""
@@ -185,6 +195,15 @@ class Config(Section):
             if episode not in episodes.values():
                 episodes["episode" if episode is self.episode else f"{source.key}.episode"] = episode
         return episodes
+
+    def teachers_in_use(self) -> dict[str, TeacherConfig]:
+        """The distinct teachers of the training data, each by the name of the first source that has it."""
+        teachers: dict[str, TeacherConfig] = {}
+        for source in self.data.sources("train"):
+            teacher = self.teacher.with_changes(source.teacher, source.key)
+            if teacher.is_set and teacher not in teachers.values():
+                teachers[source.name] = teacher
+        return teachers
 
 
 def _value(tree: Mapping[str, Any], section: str, key: str) -> Any:

@@ -26,7 +26,7 @@ def test_a_string_is_one_source_with_the_sections_settings() -> None:
         Source(
             key="data.train", name="maths", path="data/maths.parquet", split="train", config="hard", options={},
             weight=1.0, prompt_column="q", answer_column="answer", id_column="uid", answer_after="####",
-            system_prompt="be brief", prompt_markup=False, episode={},
+            system_prompt="be brief", prompt_markup=False, episode={}, teacher={},
         )
     ]  # fmt: skip
     (heldout,) = config.data.sources("heldout")

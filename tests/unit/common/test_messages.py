@@ -77,6 +77,10 @@ def payloads(draw: st.DrawFn) -> Payload:
     cuts = sorted(draw(st.sets(st.integers(1, max(total - 1, 1)), max_size=3)) & set(range(1, total)))
     borders = [0, *cuts, total] if total else [0]
     versions = [(i, a, b) for i, (a, b) in enumerate(pairwise(borders))]
+    likeliest = draw(st.integers(0, 3)) if total else 0
+    scores = np.zeros((0, 0), np.float32)
+    if total and draw(st.booleans()):
+        scores = np.linspace(-9, 0, total * max(likeliest, 1), dtype=np.float32).reshape(total, -1)
     return Payload(
         np.arange(length, dtype=np.int32),
         np.asarray(spans, np.int32).reshape(-1, 2),
@@ -85,6 +89,10 @@ def payloads(draw: st.DrawFn) -> Payload:
         rows if len(ends) > 1 else np.zeros(0, np.int32),
         chosen,
         told if told.sum() else np.zeros(0, np.int32),
+        scores,
+        np.arange(scores.size, dtype=np.int32).reshape(scores.shape)
+        if likeliest and scores.size
+        else np.zeros((0, 0), np.int32),
     )
 
 
@@ -105,7 +113,11 @@ def test_rows_of_a_payload_are_payloads_that_join_to_it(payload: Payload) -> Non
         assert [len(row.experts) for row in rows] == payload.expert_lengths.tolist()
         told = [row.experts for row in rows if len(row.experts)]
         np.testing.assert_array_equal(np.concatenate(told), payload.experts)
-    for part in (lambda row: row.token_ids, lambda row: row.logprobs, Payload.mask, Payload.versions):
+    parts = [lambda row: row.token_ids, lambda row: row.logprobs, Payload.mask, Payload.versions]
+    if len(payload.teacher_logprobs):
+        parts.append(lambda row: row.teacher_logprobs.ravel())
+        parts.append(lambda row: row.teacher_ids.ravel())
+    for part in parts:
         np.testing.assert_array_equal(np.concatenate([part(row) for row in rows]), part(payload))
     assert [span for row in rows for span in np.diff(row.model_spans)] == np.diff(payload.model_spans).tolist()
 
@@ -168,6 +180,12 @@ def test_experts_take_a_byte_each_and_nothing_where_there_are_none() -> None:
         (replayed([7], (7, 3, 2)), "experts of \\[7\\] tokens in rows of \\[6\\]"),
         (replayed([2], (2, 3, 2), row_lengths=np.array([4, 2])), "experts of \\[2\\] tokens in rows of \\[4, 2\\]"),
         (msgpack.packb([*msgpack.unpackb(broken()), b""]), "not a payload"),
+        (broken(teacher_logprobs=np.zeros((2, 1))), "a teacher's scores of 2 tokens, but 3 model tokens"),
+        (broken(teacher_logprobs=np.zeros((3, 2))), "2 tokens a place, without their ids"),
+        (broken(teacher_logprobs=np.zeros((3, 1)), teacher_ids=np.zeros((2, 1))), "3 tokens and ids of 2"),
+        (broken(teacher_logprobs=np.zeros((3, 1)), teacher_ids=np.full((3, 1), -1)), "negative token ids of a teacher"),
+        (broken(teacher_logprobs=np.array([[0.0], [np.nan], [0.0]])), "a teacher's log-probs are not finite"),
+        (broken(teacher_logprobs=np.array([[0.0], [0.5], [0.0]])), "a teacher's log-probs from 0 to 0.5"),
     ],
 )
 def test_a_payload_that_contradicts_itself_is_refused(data: bytes, reason: str) -> None:

@@ -1,0 +1,107 @@
+"""Settings of a teacher: a stronger model, or the policy told more, that scores what the policy sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from common.config.section import LOCAL, Section, explain
+from common.errors import UserError
+
+# Who the teacher is; at most one of them is set.
+WHO = ("model", "url", "context")
+# What all sources share, because the learner does not know which source a sample is of.
+OF_THE_RUN = ("top_k", "form", "weight", "decay_steps", "reward")
+
+
+class TeacherConfig(Section):
+    """Who scores the tokens of finished episodes, and what the learner makes of the scores (docs/teacher.md).
+
+    There is a teacher where one of `model`, `url` and `context` is set.
+    """
+
+    model: str | None = Field(
+        None, description="Model folder or Hugging Face name of a teacher that `spo-teacher` serves with vLLM."
+    )
+    url: str | None = Field(
+        None,
+        description="Or the address, up to `/v1`, of an OpenAI-compatible server that returns the log-probs of a "
+        "prompt's tokens, as vLLM's own does; `spo-teacher` asks it.",
+        json_schema_extra=LOCAL,
+    )
+    url_model: str | None = Field(None, description="Name of the model at `url`; null: the first that it serves.")
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key for `url`.", json_schema_extra=LOCAL
+    )
+    context: str | None = Field(
+        None,
+        description="Or what the policy is told beside the prompt, to be its own teacher: a text with the fields "
+        "`{answer}`, `{feedback}` and `{COLUMN}` of the row.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="Type in which `model` computes; null: `model.dtype`."
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Passed to vLLM's engine arguments for `model` untouched.",
+        json_schema_extra=LOCAL,
+    )
+    processes: int = Field(
+        1, ge=0, description="Processes that `spo run` starts for each teacher.", json_schema_extra=LOCAL
+    )
+    max_concurrency: int = Field(
+        64, ge=1, description="Samples that one process scores at once.", json_schema_extra=LOCAL
+    )
+    top_k: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="Compare policy and teacher on the teacher's k likeliest tokens and all others together; 0: on the "
+        "sampled token.",
+    )
+    form: Literal["advantage", "loss"] = Field(
+        "advantage",
+        description="The reverse KL of each token becomes a part of its advantage (only with `top_k: 0`), or of the "
+        "loss.",
+    )
+    weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="Weight of the reverse KL.")
+    decay_steps: int | None = Field(
+        None, ge=1, description="Steps over which the weight falls to 0 in a line; null: it stays."
+    )
+    reward: bool = Field(True, description="Learn from the reward's advantage too; false: from the teacher alone.")
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a teacher."""
+        return any(getattr(self, key) is not None for key in WHO)
+
+    @property
+    def has_process(self) -> bool:
+        """Whether `spo-teacher` scores; otherwise a generator does, or nobody."""
+        return self.model is not None or self.url is not None
+
+    def with_changes(self, changes: Mapping[str, Any], source: str) -> TeacherConfig:
+        """The section for the tasks of a source; one that names another teacher names it in place of the run's.
+
+        Args:
+            changes: the source's own values.
+            source: key of the source, for messages.
+
+        Raises:
+            UserError: a key or a value is wrong.
+        """
+        if not changes:
+            return self
+        for key in OF_THE_RUN:
+            if key in changes:
+                raise UserError(f"{source}.teacher.{key} cannot be set for one source; set teacher.{key}, for all")
+        merged = self.model_dump()
+        if any(key in changes for key in WHO):
+            merged |= dict.fromkeys(WHO)
+        merged |= changes
+        try:
+            return TeacherConfig.model_validate(merged)
+        except ValidationError as error:
+            raise UserError(explain(error, merged, TeacherConfig, f"{source}.teacher")) from None
