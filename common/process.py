@@ -24,6 +24,7 @@ class Role(StrEnum):
     SAMPLER = "sampler"
     GENERATOR = "generator"
     LEARNER = "learner"
+    TEACHER = "teacher"
     RELAY = "relay"
     SANDBOX = "sandbox"
 

@@ -110,7 +110,7 @@ class Context:
 
 Findings = Finding | Iterable[Finding] | None
 COMPUTING = (Role.GENERATOR, Role.LEARNER)
-IN_A_RUN = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER, Role.RELAY)
+IN_A_RUN = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER, Role.TEACHER, Role.RELAY)
 
 
 @dataclass(frozen=True, slots=True)

