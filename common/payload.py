@@ -113,7 +113,7 @@ def encode_payload(payload: Payload) -> bytes:
         np.ascontiguousarray(payload.version_spans, TOKEN).tobytes(),
         np.ascontiguousarray(payload.row_lengths, TOKEN).tobytes(),
     ]
-    parts = {}
+    parts: dict[str, Any] = {}
     if len(payload.experts):
         experts = np.ascontiguousarray(payload.experts)
         parts["experts"] = (

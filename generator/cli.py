@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
@@ -15,7 +14,6 @@ from common import log as logs
 from common.checks.list import check_start
 from common.config import Config, load_config
 from common.config.warnings import episode_warnings
-from common.errors import UserError
 from common.log import Timeline
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
@@ -76,12 +74,13 @@ async def _serve(config: Config, name: str) -> int:
             log.warning(line)
         # vLLM takes seconds to import, so this waits until the configuration is known to be good.
         from generator.agents.endpoint import Endpoint
-        from generator.concurrency import exit_after, tune_interpreter, watch
+        from generator.concurrency import exit_after
         from generator.engine.engine import Engine
         from generator.loop import Generator
         from generator.metrics import GeneratorMetrics
         from generator.services import Services
         from generator.weights.weight_client import WeightClient
+        from generator.worker import serve
 
         presence.status(state="starting engine")
         log.info("starting engine", model=config.model.path)
@@ -102,27 +101,12 @@ async def _serve(config: Config, name: str) -> int:
         loop = asyncio.get_running_loop()
         # For tools and simulated users that block; one that hangs keeps its thread for good.
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.most_episodes, "blocking"))
-
-        def stop() -> None:
-            generator.stop.set()
-            broker.patience.end()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
-        tune_interpreter()
-        watching = asyncio.create_task(watch())
         code = 1
         try:
             agree_on_download(broker, config)
-            await generator.run()
+            await serve(generator, broker, log)
             code = 0
-        except UserError:
-            raise  # `entry_point` says it
-        except Exception as error:
-            log.error("failed", error=f"{type(error).__name__}: {error}")
-            raise
         finally:
-            watching.cancel()
             if weights is not None:
                 weights.close()
             if endpoint is not None:

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from common.config import Config
 from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader, Step, Task
+from common.streams import scoring
 from common.streams.batches import StepReader
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import LearnerWatch, Presence
@@ -68,7 +69,7 @@ class Sampler:
         self.snapshots = Snapshots(config, self.state, ledger, log)
         self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every, config.run.keep)
         self.failures, self.equal_rewards = FailureLimit(config.sampler), EqualRewards(log)
-        self.lost = LostTasks(ledger)
+        self.lost = LostTasks(ledger, scoring.streams(config))
         self.learner = LearnerWatch(ledger.broker, log)
         self.metrics = SamplerMetrics(config, self.state, log)
         self.timeline = SamplerTimeline(config.run.folder)

@@ -1,15 +1,15 @@
--- Take over tasks of generators whose heartbeat has stopped.
+-- Take over tasks of processes whose heartbeat has stopped.
 --
--- A heartbeat renews everything that its generator has leased, so this looks for silent generators, not at all leases.
--- A generator that loses tasks in this way is told so by a counter at its next heartbeat, should it wake up.
--- Tasks that Redis has delivered to the searching generator in a reply that was lost are leased to it once more.
+-- A heartbeat renews everything that its process has leased, so this looks for silent processes, not at all leases.
+-- A process that loses tasks in this way is told so by a counter at its next heartbeat, should it wake up.
+-- Tasks that Redis has delivered to the searching process in a reply that was lost are leased to it once more.
 --
--- KEYS: stream to take from, tasks, state, holders, takeovers
+-- KEYS: stream to take from, the stage's stream, state, holders, takeovers
 -- ARGV: group, consumer, silence in ms, most tasks, most leases of its own to look at, least and most ms that Redis'
--- clock should show, then ids of the entries that the generator knows of
+-- clock should show, then ids of the entries that the process knows of
 -- Returns: ms that the clock shows; (entry id, fields, times delivered before) of each task; 1 if Redis did not know of
--- the searching generator
-local FORGET = 60 -- times the silence: longer than a generator may repeat a call while Redis is away
+-- the searching process
+local FORGET = 60 -- times the silence: longer than a process may repeat a call while Redis is away
 local stream, tasks, state, holders, takeovers = unpack(KEYS)
 local group, consumer, silence, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local look, least, latest = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -31,7 +31,7 @@ end
 -- A full Redis goes on with a script whose first write frees memory.
 local unknown = 1 - redis.call('ZREM', holders, consumer)
 redis.call('ZADD', holders, number(now), consumer)
--- If Redis' clock was set, every generator counts as just heard from; those that are dead are found a silence later.
+-- If Redis' clock was set, every process counts as just heard from; those that are dead are found a silence later.
 local from = (now < least or now > latest) and '-inf' or number(now + silence / 2)
 for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, from, '+inf')) do
   redis.call('ZADD', holders, number(now), holder)

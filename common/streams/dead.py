@@ -13,7 +13,7 @@ from common.unpack import MAX_BYTES, unpack
 
 MAX_LETTERS = 10_000
 MAX_LETTER = 2 * MAX_BYTES
-COUNTED = ("tasks", "samples")  # streams whose entries the sampler counts
+COUNTED = ("tasks", "scoring:", "samples")  # beginnings of streams whose entries the sampler counts in the end
 
 
 def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> bytes:
@@ -50,6 +50,6 @@ def replay(broker: Broker, entry_id: str) -> str:
     note = unpack(entries[0][1][b"letter"], MAX_LETTER)
     fields = [item for pair in note["fields"].items() for item in pair]
     keys = [broker.key(name) for name in ("dead", note["stream"], "counters")]
-    if not broker.script("replay")(keys, [entry_id, int(note["stream"] in COUNTED), *fields]):
+    if not broker.script("replay")(keys, [entry_id, int(note["stream"].startswith(COUNTED)), *fields]):
         raise UserError(f"dead letter {entry_id} of run {broker.run!r} has been replayed already")
     return str(note["stream"])

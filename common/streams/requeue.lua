@@ -1,17 +1,26 @@
--- Put tasks back for any generator: acknowledge the old entry and add a new one, or neither.
--- Only tasks that this generator still holds: a generator that took one over finishes it.
+-- Put tasks back for any process of their stage: acknowledge the old entry and add it anew, or neither.
+-- Only tasks that this process still holds: one that took a task over finishes it.
 --
--- KEYS: tasks
--- ARGV: group, consumer, then four for each task: entry id, task id, task, attempt
-local tasks, group, consumer, moved = KEYS[1], ARGV[1], ARGV[2], 0
-if redis.call('EXISTS', tasks) == 0 then return 0 end -- an evaluation that is over
-for i = 3, #ARGV, 4 do
-  local lease = redis.call('XPENDING', tasks, group, ARGV[i], ARGV[i], 1)[1]
+-- KEYS: stream
+-- ARGV: group, consumer, then two for each task: entry id, attempt
+local stream, group, consumer, moved = KEYS[1], ARGV[1], ARGV[2], 0
+if redis.call('EXISTS', stream) == 0 then return 0 end -- an evaluation that is over
+for i = 3, #ARGV, 2 do
+  local lease = redis.call('XPENDING', stream, group, ARGV[i], ARGV[i], 1)[1]
   if lease and lease[2] == consumer then
-    redis.call('XACK', tasks, group, ARGV[i])
+    local entry = redis.call('XRANGE', stream, ARGV[i], ARGV[i])[1]
+    redis.call('XACK', stream, group, ARGV[i])
     -- An entry that was deleted by hand stays deleted: the sampler sends its task again.
-    if redis.call('XDEL', tasks, ARGV[i]) == 1 then
-      redis.call('XADD', tasks, '*', 'id', ARGV[i + 1], 'task', ARGV[i + 2], 'attempt', ARGV[i + 3])
+    if entry then
+      local fields = {}
+      for j = 1, #entry[2], 2 do
+        if entry[2][j] ~= 'attempt' then
+          fields[#fields + 1] = entry[2][j]
+          fields[#fields + 1] = entry[2][j + 1]
+        end
+      end
+      redis.call('XDEL', stream, ARGV[i])
+      redis.call('XADD', stream, '*', 'attempt', ARGV[i + 1], unpack(fields))
       moved = moved + 1
     end
   end

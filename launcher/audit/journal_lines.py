@@ -12,7 +12,7 @@ from sampler.records import tracker_rows
 
 SHOWN = 3  # examples of what is wrong
 # The scripts add to these too, for each task or result that they see.
-BY_SCRIPTS = ("counted", "finished", "finished_twice", "superseded", "batches_released", "dead")
+BY_SCRIPTS = ("counted", "finished", "finished_twice", "to_teachers", "superseded", "batches_released", "dead")
 
 
 def commits(run: Evidence) -> str:

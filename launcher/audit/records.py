@@ -21,7 +21,7 @@ from launcher.trace import read_timelines
 from sampler.metrics_file import NOT_WRITTEN
 
 # Streams, hashes and prefixes of keys that are empty or gone once a run is over.
-EMPTIED = ("tasks", "samples", "batches", "outstanding", "open", "payload:", "pin:", "tasks:")
+EMPTIED = ("tasks", "samples", "batches", "outstanding", "open", "payload:", "pin:", "tasks:", "scoring:")
 
 
 @dataclass(frozen=True, slots=True)

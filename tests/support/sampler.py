@@ -12,7 +12,8 @@ from common.messages import Batch, SampleHeader, Step, Task
 from common.payload import pack_record
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from common.streams.tasks import Delivery, Finished, TaskInbox
+from common.streams.inbox import Delivery, Finished
+from common.streams.tasks import TaskInbox
 from sampler.prompt_drift import PromptDrift
 from sampler.tracker import ValueTracker
 from tests.support.streams import payload
@@ -47,10 +48,14 @@ def reward_of(task: Task) -> float:
 
 
 class NoopGenerator:
-    """Answers tasks at once, by the newest version it knows of, or the one that it keeps for an evaluation."""
+    """Answers tasks at once, by the newest version it knows of, or the one that it keeps for an evaluation.
 
-    def __init__(self, broker: Broker, name: str = "noop") -> None:
-        self.inbox = TaskInbox(broker, name)
+    Args:
+        teacher: name of the one that scores the answers to training tasks before the sampler hears of them.
+    """
+
+    def __init__(self, broker: Broker, name: str = "noop", teacher: str = "") -> None:
+        self.inbox, self.teacher = TaskInbox(broker, name), teacher
         self.version = 0
         self.loaded = 0
         self.headers: list[SampleHeader] = []  # in the order of arrival
@@ -94,7 +99,9 @@ class NoopGenerator:
             header = SampleHeader(**(values | changes))
             self.headers.append(header)
             self.tasks.append(task)
-            results.append(Finished(delivery.entry_id, header, payload() if task.kind == "train" else None))
+            trains = task.kind == "train"
+            tokens, teacher = (payload(), self.teacher) if trains else (None, "")
+            results.append(Finished(delivery.entry_id, header, tokens, teacher=teacher))
         return self.inbox.finish(results)
 
 

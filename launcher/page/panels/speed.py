@@ -18,8 +18,9 @@ NO_STEP = "The learner has not finished a step yet."
 NO_ANSWER = "No generator has answered a task yet."
 SHOWN = ("process/cpu_seconds", "process/memory_mb", "generator/tokens_per_second", "generator/episodes")
 SILENT = 60.0  # seconds without an entry, much longer than a living process pauses
-QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "samples": "answers to count",
-          "batches": "batches to train on", "evaluation": "evaluation's tasks", "dead": "dead letters"}  # fmt: skip
+QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "scoring": "answers to score",
+          "samples": "answers to count", "batches": "batches to train on", "evaluation": "evaluation's tasks",
+          "dead": "dead letters"}  # fmt: skip
 
 
 def throughput_panel(metrics: Metrics) -> dict[str, Any]:

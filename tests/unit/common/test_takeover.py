@@ -13,11 +13,13 @@ import pytest
 from common.messages import Batch, Step
 from common.streams.batches import BatchInbox, RedisBehind, RunLost, latest
 from common.streams.broker import Broker
+from common.streams.inbox import Delivery
 from common.streams.lease import LeaseLost, Replaced
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
-from common.streams.tasks import GROUP, Delivery, TaskInbox
+from common.streams.tasks import GROUP, TaskInbox
 from tests.support.streams import (
+    Crew,
     dispatch,
     evaluate,
     finished,
@@ -38,23 +40,28 @@ def names(deliveries: list[Delivery]) -> list[str]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock of all processes except Redis; event loops in other threads keep theirs, or they would sleep on."""
     now = [1000.0]
-    for module in ("tasks", "ledger"):
+    for module in ("inbox", "ledger"):
         monkeypatch.setattr(f"common.streams.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
-def test_takeover_begins_again_at_the_front(broker: Broker, ledger: SamplerLedger) -> None:
-    dying, _ = leased(ledger, 30, "dying")
+@pytest.fixture(params=["", "maths"], ids=["generators", "teachers"])
+def crew(ledger: SamplerLedger, request: pytest.FixtureRequest) -> Crew:
+    return Crew(ledger, request.param)
+
+
+def test_takeover_begins_again_at_the_front(broker: Broker, crew: Crew) -> None:
+    dying, _ = crew.leased(30, "dying")
     for name in ("heir", "next"):
-        heir = TaskInbox(broker, name)
+        heir = crew.inbox(name)
         silence(broker, dying)
         assert sorted(names([task for _ in range(8) for task in heir.adopt(4)])) == sorted(f"t{i}" for i in range(30))
         dying = heir
 
 
-def test_a_beating_generator_keeps_its_tasks(broker: Broker, ledger: SamplerLedger) -> None:
-    stopped, deliveries = leased(ledger, 3, "stopped")
-    other, ids = TaskInbox(broker, "other"), {delivery.entry_id for delivery in deliveries}
+def test_whoever_beats_keeps_its_tasks(broker: Broker, crew: Crew) -> None:
+    stopped, deliveries = crew.leased(3, "stopped")
+    other, ids = crew.inbox("other"), {delivery.entry_id for delivery in deliveries}
     silence(broker, stopped)
     assert stopped.beat(ids).lost == set()
     assert other.adopt(5) == []
@@ -68,13 +75,13 @@ def test_a_beating_generator_keeps_its_tasks(broker: Broker, ledger: SamplerLedg
     assert other.finish([finished(delivery) for delivery in taken_over]) == 2
 
 
-def test_a_task_lost_in_a_reply_is_leased_once_more(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 3)
-    generator, other = TaskInbox(broker, "unlucky"), TaskInbox(broker, "other")
-    lose_reply(broker, generator.consumer)
+def test_a_task_lost_in_a_reply_is_leased_once_more(broker: Broker, crew: Crew) -> None:
+    crew.dispatch(3)
+    generator, other = crew.inbox("unlucky"), crew.inbox("other")
+    lose_reply(broker, generator)
     (first,) = generator.take(1, 0)
     generator.beat([first.entry_id])
-    lose_reply(broker, generator.consumer, seconds=0)
+    lose_reply(broker, generator, seconds=0)
     assert other.adopt(5) == []
     (again,) = generator.adopt(5)
     assert (again.task.task_id, again.attempt) == ("t0", 2)
@@ -82,18 +89,16 @@ def test_a_task_lost_in_a_reply_is_leased_once_more(broker: Broker, ledger: Samp
     assert generator.finish([finished(first), finished(again)]) == 2
 
 
-def test_a_restarted_generator_does_not_hold_the_old_tasks(broker: Broker, ledger: SamplerLedger) -> None:
-    before, _ = leased(ledger, 2, "same")
+def test_a_restarted_process_does_not_hold_the_old_tasks(broker: Broker, crew: Crew) -> None:
+    before, _ = crew.leased(2, "same")
     silence(broker, before)
-    TaskInbox(broker, "same").beat([])
-    assert [delivery.attempt for delivery in TaskInbox(broker, "other").adopt(5)] == [2, 2]
+    crew.inbox("same").beat([])
+    assert [delivery.attempt for delivery in crew.inbox("other").adopt(5)] == [2, 2]
 
 
-def test_a_generator_that_was_cut_off_takes_nothing_over(
-    broker: Broker, ledger: SamplerLedger, clock: list[float]
-) -> None:
-    dispatch(ledger, 2)
-    other, back = TaskInbox(broker, "other"), TaskInbox(broker, "back")
+def test_a_process_that_was_cut_off_takes_nothing_over(broker: Broker, crew: Crew, clock: list[float]) -> None:
+    crew.dispatch(2)
+    other, back = crew.inbox("other"), crew.inbox("back")
     other.take(2, 0)
     back.beat([])
     clock[0] += 1.5 * broker.dead_after  # Redis was away for all of them
@@ -109,11 +114,9 @@ def test_a_generator_that_was_cut_off_takes_nothing_over(
     assert len(back.adopt(5)) == 2, "the other has not come back"
 
 
-def test_heartbeats_as_rare_as_they_may_be_are_no_outage(
-    broker: Broker, ledger: SamplerLedger, clock: list[float]
-) -> None:
-    dying, _ = leased(ledger, 1, "dying")
-    heir = TaskInbox(broker, "heir")
+def test_heartbeats_as_rare_as_they_may_be_are_no_outage(broker: Broker, crew: Crew, clock: list[float]) -> None:
+    dying, _ = crew.leased(1, "dying")
+    heir = crew.inbox("heir")
     for _ in range(3):
         heir.beat([])
         clock[0] += 0.51 * broker.dead_after
@@ -160,7 +163,7 @@ def test_a_lease_makes_a_forgotten_generator_known_again(broker: Broker, ledger:
     dispatch(ledger, 2)
     cut_off, heir = TaskInbox(broker, "cut off"), TaskInbox(broker, "heir")
     (first,) = cut_off.lease(-1, 1, 1).deliveries
-    broker.redis.delete(broker.key("holders"))
+    broker.redis.delete(broker.key("holders:tasks"))
     cut_off.lease(-1, 1, 1)
     silence(broker, cut_off)
     assert len(heir.adopt(5)) == 2
@@ -174,8 +177,8 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
     silence(broker, frozen, seconds=10_000)
     assert len(heir.adopt(5)) == 2
     heir.adopt(5)
-    assert broker.redis.zscore(broker.key("holders"), frozen.consumer) is None
-    assert broker.redis.hgetall(broker.key("takeovers")) == {}
+    assert broker.redis.zscore(broker.key("holders:tasks"), frozen.consumer) is None
+    assert broker.redis.hgetall(broker.key("takeovers:tasks")) == {}
     (consumer,) = broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)
     assert consumer["name"] == heir.consumer.encode()
     frozen.lease(-1, 0, 0)
@@ -183,10 +186,10 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
 
 
 def test_tasks_leased_during_a_heartbeat_are_checked_next_time(
-    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatch(ledger, 4)
-    slow, heir = TaskInbox(broker, "slow"), TaskInbox(broker, "heir")
+    crew.dispatch(4)
+    slow, heir = crew.inbox("slow"), crew.inbox("heir")
     before = [delivery.entry_id for delivery in slow.take(2, 0)]
     slow.beat(before)
     slow.beat(before)
