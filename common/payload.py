@@ -151,7 +151,7 @@ def decode_payload(data: bytes) -> Payload:
         raise
     except Exception as error:
         raise InvalidMessage(f"Payload: not a payload ({error or type(error).__name__})") from None
-    _check(payload)
+    check_payload(payload)
     return payload
 
 
@@ -182,7 +182,8 @@ def decode_if_valid(data: bytes | None) -> Payload | None:
         return None
 
 
-def _check(payload: Payload) -> None:
+def check_payload(payload: Payload) -> None:
+    """Raise `InvalidMessage` for arrays that do not fit together, and for numbers that no model gives."""
     # Spans are few, and plain numbers are quicker than numpy on few.
     borders = [0, *payload.model_spans.ravel().tolist(), len(payload.token_ids)]
     if any(left > right for left, right in pairwise(borders)):

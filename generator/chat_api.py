@@ -1,4 +1,4 @@
-"""A client of any OpenAI-compatible `/chat/completions`, for simulated users and judges."""
+"""A client of any OpenAI-compatible server: its chat, for simulated users and judges, and other paths for teachers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import functools
 import json
 import os
 import ssl
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import httpx
 
 from common.errors import UserError
 from common.network import Retries, RetriesExhausted, RetryableError, excerpt, read_at_most, retry_after
+
+T = TypeVar("T")
 
 MAX_BYTES = 1 << 20  # of one answer; a chat reply is short
 LONGEST_PAUSE = 30.0  # seconds between attempts, even if the server asks for more
@@ -20,15 +23,21 @@ RETRIED = frozenset({408, 409, 425, 429})  # and every 5xx
 
 
 class ChatUnavailable(Exception):
-    """The endpoint gave no usable answer. This is infrastructure: it never becomes a reward."""
+    """The endpoint gave no usable answer. This is infrastructure: it never becomes a reward.
+
+    `status` is that of a refusal; 0: there was none.
+    """
+
+    def __init__(self, reason: str, status: int = 0) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
-class ChatApi:
-    """One endpoint and model; safe to share between all episodes of an event loop.
+class ModelApi:
+    """One server; safe to share between all episodes of an event loop.
 
     Args:
-        base_url: the part before `/chat/completions`, for example http://127.0.0.1:8000/v1.
-        model: the model's name at the endpoint.
+        base_url: its address up to `/v1`, for example http://127.0.0.1:8000/v1.
         api_key_env: environment variable with the key, which is sent as a bearer token and never shown.
         concurrency: requests at the same time; more wait for their turn.
         timeout: seconds for one attempt, from sending to the last byte.
@@ -42,7 +51,6 @@ class ChatApi:
     def __init__(
         self,
         base_url: str,
-        model: str,
         *,
         api_key_env: str | None = None,
         concurrency: int = 32,
@@ -58,8 +66,7 @@ class ChatApi:
             raise UserError(
                 f"concurrency = {concurrency}, attempts = {attempts} and timeout = {timeout} must be above 0"
             )
-        self.url = f"{base_url.rstrip('/')}/chat/completions"
-        self.model = model
+        self.base_url = base_url.rstrip("/")
         self._key = os.environ[api_key_env] if api_key_env else None
         self._timeout = timeout
         self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
@@ -72,35 +79,41 @@ class ChatApi:
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
         )
 
-    async def complete(self, messages: list[dict[str, Any]], **parameters: Any) -> str:
-        """Get the model's reply to a conversation; `parameters` (temperature, max_tokens, ...) are sent unchanged.
+    async def ask(self, url: str, body: dict[str, Any] | None, read: Callable[[bytes], T], most: int = MAX_BYTES) -> T:
+        """What `read` makes of the answer to a request.
+
+        Args:
+            body: is posted as JSON; None: a GET.
+            read: raises `RetryableError` for an answer that cannot be used.
+            most: bytes of an answer.
 
         Raises:
-            ChatUnavailable: the endpoint refused, or no attempt got a usable answer.
+            ChatUnavailable: the server refused, or no attempt got a usable answer.
         """
-        body = json.dumps({"model": self.model, "messages": messages, **parameters}).encode()
+        content = None if body is None else json.dumps(body).encode()
 
-        async def attempt() -> str:
+        async def attempt() -> T:
             async with self._slots:
-                return await self._attempt(body)
+                return read(await self._attempt(url, content, most))
 
         try:
             return await self._retries(attempt)
         except RetriesExhausted as last:
-            raise self._unavailable(str(last)) from None
+            raise self._unavailable(url, str(last)) from None
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _attempt(self, body: bytes) -> str:
+    async def _attempt(self, url: str, content: bytes | None, most: int) -> bytes:
         """Send one request; raises `RetryableError` if another may help, else `ChatUnavailable`."""
+        method = "GET" if content is None else "POST"
         headers = {"Content-Type": "application/json"}
         try:
             async with (
                 asyncio.timeout(self._timeout),
-                self._client.stream("POST", self.url, content=body, headers=headers) as response,
+                self._client.stream(method, url, content=content, headers=headers) as response,
             ):
-                data = await read_at_most(response.aiter_bytes(), MAX_BYTES + 1)
+                data = await read_at_most(response.aiter_bytes(), most + 1)
         except TimeoutError:
             raise RetryableError(f"no answer within {self._timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
@@ -111,13 +124,36 @@ class ChatApi:
                 f"HTTP {status}: {excerpt(data)}", retry_after(response.headers.get("retry-after", ""))
             )
         if status != 200:
-            raise self._unavailable(f"HTTP {status}: {excerpt(data)}")
-        return _reply(data)
+            raise self._unavailable(url, f"HTTP {status}: {excerpt(data)}", status)
+        if len(data) > most:
+            raise RetryableError(f"the answer is longer than {most} bytes")
+        return data
 
-    def _unavailable(self, reason: str) -> ChatUnavailable:
+    def _unavailable(self, url: str, reason: str, status: int = 0) -> ChatUnavailable:
         # A server may quote the key in its refusal.
         shown = reason.replace(self._key, "***") if self._key else reason
-        return ChatUnavailable(f"{self.url}: {shown}")
+        return ChatUnavailable(f"{url}: {shown}", status)
+
+
+class ChatApi(ModelApi):
+    """The chat of one model at a server.
+
+    Args:
+        model: the model's name at the server.
+        connection: see `ModelApi`.
+    """
+
+    def __init__(self, base_url: str, model: str, **connection: Any) -> None:
+        super().__init__(base_url, **connection)
+        self.model = model
+
+    async def complete(self, messages: list[dict[str, Any]], **parameters: Any) -> str:
+        """Get the model's reply to a conversation; `parameters` (temperature, max_tokens, ...) are sent unchanged.
+
+        Raises `ChatUnavailable` like `ask`.
+        """
+        body = {"model": self.model, "messages": messages, **parameters}
+        return await self.ask(f"{self.base_url}/chat/completions", body, _reply)
 
 
 @functools.cache
@@ -126,8 +162,6 @@ def _certificates() -> ssl.SSLContext:
 
 
 def _reply(data: bytes) -> str:
-    if len(data) > MAX_BYTES:
-        raise RetryableError(f"the answer is longer than {MAX_BYTES} bytes")
     try:
         text = json.loads(data)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):

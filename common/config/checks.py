@@ -35,6 +35,7 @@ def check_combinations(config: Config) -> None:
             if source.episode:
                 episode = config.episode.with_changes(source.episode, source.key)
                 _refuse((wrong, f"{source.key}: {message}") for wrong, message in _episode(config, episode))
+    _refuse(_teachers(config))
     if config.run.deterministic:
         _refuse(_deterministic(config))
     _refuse(_connections(config))
@@ -57,6 +58,22 @@ def check_ranks(config: Config, ranks: int) -> None:
         raise UserError(
             f"learner.sequence_parallel = {size} does not divide the learner's ranks, of which there "
             f"{'is 1' if ranks == 1 else f'are {ranks}'}: start a multiple of {size}, or lower it"
+        )
+
+
+def _teachers(config: Config) -> Iterator[Rule]:
+    temperature = config.generator.temperature
+    for teacher in config.teachers_in_use().values():
+        url = teacher.url or ""
+        yield (
+            without_password(url) != url,
+            f"teacher.url = {without_password(url)!r} has a password, which run folders would show; give the server's "
+            "key by teacher.api_key_env",
+        )
+        yield (
+            bool(url) and temperature != 1,
+            f"teacher.url = {url!r}: a server scores prompts at temperature 1, and generator.temperature = "
+            f"{temperature}; set that to 1, or have teacher.model served by spo-teacher",
         )
 
 

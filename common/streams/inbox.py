@@ -22,7 +22,7 @@ MAX_REASON = 2000  # characters
 LEASES_A_CALL = 1000  # looked at by one call of a script
 
 T = TypeVar("T")
-Work = TypeVar("Work", Task, SampleHeader)
+Work = TypeVar("Work", bound=Task | SampleHeader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,8 @@ class Inbox(Generic[Work]):
         self._broker = broker
         # Differs at each start: the heartbeat of a restarted process must not renew what this one held.
         self.consumer = f"{name}:{os.urandom(4).hex()}"
-        self.name, self.stage = name, stage
+        self.name = name
+        self.stage: Stage[Work] = stage
         self._silence_ms = int(1000 * broker.dead_after)
         self._clock = ServerClock(broker.redis, broker.dead_after / 2)
         self._takeovers = 0  # of tasks of this process
@@ -277,7 +278,7 @@ class Inbox(Generic[Work]):
         entries: Sequence[tuple[bytes, dict[bytes, bytes]]],
         redelivered: Mapping[bytes, int] = MappingProxyType({}),
     ) -> list[Delivery[Work]]:
-        deliveries = []
+        deliveries: list[Delivery[Work]] = []
         for raw_id, fields in entries:
             entry_id = EntryId(stream, raw_id.decode())
             try:

@@ -16,6 +16,7 @@ import numpy as np
 from common.config import Config
 from generator.engine.adapters import AdapterFiles, Adapters, LoadedAdapter
 from generator.engine.arguments import check_updates, start_llm
+from generator.engine.reading import Reading
 
 SHUTDOWN_TIMEOUT = 3.0  # seconds until vLLM's processes are killed
 TokenIds = Sequence[int] | np.ndarray
@@ -205,28 +206,16 @@ class Engine:
 
         The first token's is 0. Raises like `generate`.
         """
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        return (await self._read(token_ids, 0))[1][:, 0]
 
-        # vLLM needs room for one more token. Without it, the last token is scored as one that could be sampled.
-        full = len(token_ids) == self._max_model_len
-        last = int(token_ids[-1]) if full else None
-        params = SamplingParams(
-            max_tokens=1,
-            prompt_logprobs=0,
-            logprob_token_ids=None if last is None else [last],
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
-        with self._adapters.newest() as adapter:
-            async for final, _ in self._run(token_ids[:-1] if full else token_ids, params, adapter=adapter):
-                output = final
-        scores = list(output.prompt_logprobs.logprobs)
-        if full:
-            sampled = output.outputs[0].logprobs
-            scores.append(sampled.logprobs[sampled.token_ids.index(last)])
-        return np.asarray([0.0, *scores], np.float32)
+    async def likeliest(self, token_ids: TokenIds, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the k tokens that are likeliest in the place of each token given those before it, as `score` does.
+
+        Returns:
+            Their ids, int32 [T, k], and log-probs, float32 [T, k], the likeliest first; 0 in the first token's place.
+        """
+        ids, logprobs = await self._read(token_ids, k)
+        return ids[:, 1:], logprobs[:, 1:]
 
     async def load(self, version: int, weights: NewWeights) -> float:
         """Continue with other weights: requests in flight keep their tokens and continue under the new weights.
@@ -333,6 +322,14 @@ class Engine:
         """Raise `EngineDied` if the engine is gone."""
         if self._broken or self._llm.errored:
             raise EngineDied("vLLM's engine is gone")
+
+    async def _read(self, token_ids: TokenIds, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Have vLLM read tokens; returns `Reading.places`."""
+        reading = Reading(token_ids, k, self._max_model_len)
+        with self._adapters.newest() as adapter:
+            async for final, _ in self._run(reading.prompt, reading.params(), adapter=adapter):
+                output = final
+        return reading.places(output)
 
     async def _run(
         self,

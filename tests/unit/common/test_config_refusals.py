@@ -53,6 +53,11 @@ SECTIONS = [
     ("learner: {weights: {relay: 'tcp://here:70000'}}", "a relay's tcp://host:port"),
     ("learner: {weights: {relay: node-1}}", "auto, direct, or a relay's tcp://host:port"),
     ("sandbox: {url: 'http://here:70000'}", "no valid port"),
+    (
+        "{generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}, teacher: {url: 'http://x/v1'}}",
+        "teacher.url = 'http://x/v1' | scores prompts at temperature 1, and generator.temperature = 0.7",
+    ),
+    ("teacher: {url: 'http://me:secret@x/v1'}", "teacher.url = 'http://me:***@x/v1' has a password"),
     # Methods.
     ("{algorithm: {method: grpo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
     ("algorithm: {method: rloo, turn_advantage: turn}", "algorithm.turn_advantage = 'turn' has no baseline with"),
