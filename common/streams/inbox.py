@@ -22,7 +22,7 @@ MAX_REASON = 2000  # characters
 LEASES_A_CALL = 1000  # looked at by one call of a script
 
 T = TypeVar("T")
-Work = TypeVar("Work", bound=Task | SampleHeader)
+Work = TypeVar("Work", Task, SampleHeader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +126,13 @@ class ServerClock:
 class Inbox(Generic[Work]):
     """One process's share of a stage's stream, and of the streams that evaluations have to themselves."""
 
+    stage: Stage[Work]
+
     def __init__(self, broker: Broker, name: str, stage: Stage[Work]) -> None:
         self._broker = broker
         # Differs at each start: the heartbeat of a restarted process must not renew what this one held.
         self.consumer = f"{name}:{os.urandom(4).hex()}"
-        self.name = name
-        self.stage: Stage[Work] = stage
+        self.name, self.stage = name, stage
         self._silence_ms = int(1000 * broker.dead_after)
         self._clock = ServerClock(broker.redis, broker.dead_after / 2)
         self._takeovers = 0  # of tasks of this process
@@ -237,12 +238,13 @@ class Inbox(Generic[Work]):
         if unknown:
             self._takeovers = -1
 
-    def _lost(self, entry_ids: Iterable[EntryId]) -> set[EntryId]:
+    def _lost(self, entry_ids: set[EntryId]) -> set[EntryId]:
         """Those of these tasks that are not leased to this process any more."""
-        lost = set()
-        for stream, ids in _by_stream((entry_id, entry_id.id) for entry_id in entry_ids):
-            reply = self._call("held", [stream], [self.stage.group, self.consumer, *ids])
-            lost |= {EntryId(stream, entry.decode()) for entry in reply}
+        lost: set[EntryId] = set()
+        for stream in {entry_id.stream for entry_id in entry_ids}:
+            arguments = [self.stage.group, self.consumer]
+            arguments += [entry_id.id for entry_id in entry_ids if entry_id.stream == stream]
+            lost |= {EntryId(stream, entry.decode()) for entry in self._call("held", [stream], arguments)}
         return lost
 
     def _finish(self, stream: str, results: Sequence[Finished]) -> int:

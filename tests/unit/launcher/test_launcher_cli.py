@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 import generator.cli
+import generator.teacher.cli
 import launcher.cli
 import learner.cli
 import relay.cli
@@ -141,6 +142,7 @@ APPS = {
     "spo-sampler": sampler.cli.app,
     "spo-generator": generator.cli.app,
     "spo-learner": learner.cli.app,
+    "spo-teacher": generator.teacher.cli.app,
     "spo-relay": relay.cli.app,
     "spo-sandbox": sandbox_client.cli.app,
 }
