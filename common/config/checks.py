@@ -35,7 +35,7 @@ def check_combinations(config: Config) -> None:
             if source.episode:
                 episode = config.episode.with_changes(source.episode, source.key)
                 _refuse((wrong, f"{source.key}: {message}") for wrong, message in _episode(config, episode))
-    _refuse(_teachers(config))
+    _refuse(_teacher_servers(config))
     if config.run.deterministic:
         _refuse(_deterministic(config))
     _refuse(_connections(config))
@@ -61,7 +61,7 @@ def check_ranks(config: Config, ranks: int) -> None:
         )
 
 
-def _teachers(config: Config) -> Iterator[Rule]:
+def _teacher_servers(config: Config) -> Iterator[Rule]:
     temperature = config.generator.temperature
     for teacher in config.teachers_in_use().values():
         url = teacher.url or ""

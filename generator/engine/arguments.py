@@ -41,6 +41,7 @@ OWN_NAMES = {
     "enable_return_routed_experts": "learner.router_replay",
     "logprobs_mode": None,
 }
+MAX_LOGPROBS = 20  # vLLM's default of `max_logprobs`, the likeliest tokens that a request may ask for
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
@@ -221,6 +222,8 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         defaults |= lora_arguments(lora, config)
     if config.learner.router_replay == "rollout" and config.run.has_learner:
         defaults["enable_return_routed_experts"] = True
+    if config.teacher.top_k > MAX_LOGPROBS:
+        defaults["max_logprobs"] = config.teacher.top_k
     if config.run.deterministic:
         # Results must depend on the request alone.
         defaults["enable_prefix_caching"] = False

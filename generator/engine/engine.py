@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 
@@ -201,21 +201,24 @@ class Engine:
                 cached, experts = output.num_cached_tokens or 0, sampled.routed_experts
                 yield output, Completion(ids, logprobs, spans, reason, epoch, cached, experts)
 
-    async def score(self, token_ids: TokenIds) -> np.ndarray:
+    @overload
+    async def score(self, token_ids: TokenIds) -> np.ndarray: ...
+
+    @overload
+    async def score(self, token_ids: TokenIds, top_k: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    async def score(self, token_ids: TokenIds, top_k: int = 0) -> Any:
         """Return the log-prob of each token given those before it, under the current weights at temperature 1, [T].
 
-        The first token's is 0. Raises like `generate`.
+        With `top_k` = K, instead the ids and log-probs of the K tokens that are likeliest in its place, the likeliest
+        first, [T, K] each. Those of the first token are 0. Raises like `generate`.
         """
-        return (await self._read(token_ids, 0))[1][:, 0]
-
-    async def likeliest(self, token_ids: TokenIds, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the k tokens that are likeliest in the place of each token given those before it, as `score` does.
-
-        Returns:
-            Their ids, int32 [T, k], and log-probs, float32 [T, k], the likeliest first; 0 in the first token's place.
-        """
-        ids, logprobs = await self._read(token_ids, k)
-        return ids[:, 1:], logprobs[:, 1:]
+        reading = Reading(token_ids, top_k, self._max_model_len)
+        with self._adapters.newest() as adapter:
+            async for final, _ in self._run(reading.prompt, reading.params(), adapter=adapter):
+                output = final
+        ids, logprobs = reading.places(output)
+        return (ids[:, 1:], logprobs[:, 1:]) if top_k else logprobs[:, 0]
 
     async def load(self, version: int, weights: NewWeights) -> float:
         """Continue with other weights: requests in flight keep their tokens and continue under the new weights.
@@ -322,14 +325,6 @@ class Engine:
         """Raise `EngineDied` if the engine is gone."""
         if self._broken or self._llm.errored:
             raise EngineDied("vLLM's engine is gone")
-
-    async def _read(self, token_ids: TokenIds, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Have vLLM read tokens; returns `Reading.places`."""
-        reading = Reading(token_ids, k, self._max_model_len)
-        with self._adapters.newest() as adapter:
-            async for final, _ in self._run(reading.prompt, reading.params(), adapter=adapter):
-                output = final
-        return reading.places(output)
 
     async def _run(
         self,

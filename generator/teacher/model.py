@@ -26,11 +26,7 @@ NAMES = {"generator.engine": "teacher.engine", "model.path": "teacher.model", "m
 
 def engine_config(config: Config, teacher: TeacherConfig) -> Config:
     """The configuration of a run without a learner whose policy is the teacher: what its engine is started with."""
-    arguments = {
-        "max_logprobs": max(20, teacher.top_k),  # 20 is vLLM's default
-        "max_num_batched_tokens": TOKENS_A_STEP,
-        "worker_extension_cls": WORKERS,
-    }
+    arguments = {"max_num_batched_tokens": TOKENS_A_STEP, "worker_extension_cls": WORKERS}
     model = {"path": teacher.model, "dtype": teacher.dtype or config.model.dtype}
     generator = {"engine": arguments | teacher.engine, "max_concurrency": teacher.max_concurrency}
     return config.model_copy(
@@ -87,7 +83,7 @@ class ModelScorer:
     async def score(self, token_ids: np.ndarray, top_k: int) -> Scores:
         """Scores of a row [T]; raises like `Engine.score`."""
         if top_k:
-            ids, logprobs = await self._engine.likeliest(token_ids, top_k)
+            ids, logprobs = await self._engine.score(token_ids, top_k)
             return Scores(logprobs, ids)
         logprobs = await self._engine.score(token_ids)
         return Scores(logprobs[:, None], np.empty((len(logprobs), 0), TOKEN))

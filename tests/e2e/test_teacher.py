@@ -102,16 +102,17 @@ def likeliest(model: PreTrainedModel, payload: Payload, k: int, temperature: flo
 def test_a_models_scores_are_at_the_policys_temperature(
     tmp_path: Path, models: PreTrainedModel, temperature: float
 ) -> None:
-    config = run_config(tmp_path, temperature)
+    teacher = {"model": str(tmp_path / "teacher"), "top_k": 30, "form": "loss"}  # more than vLLM's default allows
+    config = run_config(tmp_path, temperature, teacher=teacher)
     payloads = [episode(0), episode(1, MAX_MODEL_LEN)]
 
     async def score(scorer: Scorer) -> list[Payload]:
-        return [await with_scores(payload, scorer, k) for payload in payloads for k in (0, 5)]
+        return [await with_scores(payload, scorer, k) for payload in payloads for k in (0, 30)]
 
     scored = with_scorer(config, ModelScorer, score)
     for payload, own, top in zip(payloads, scored[::2], scored[1::2], strict=True):
         assert np.abs(own.teacher_logprobs[:, 0] - expected(models, payload, temperature)).max() < TOLERANCE
-        ids, logprobs = likeliest(models, payload, 5, temperature)
+        ids, logprobs = likeliest(models, payload, 30, temperature)
         assert (top.teacher_ids == ids).all()
         assert np.abs(top.teacher_logprobs - logprobs).max() < TOLERANCE
 
