@@ -275,6 +275,11 @@ def _deterministic(config: Config) -> Iterator[Rule]:
         (f"{key}.max_seconds", episode.max_seconds, None, "no clock may cut an answer")
         for key, episode in config.episodes_in_use().items()
     ]
+    needed += [
+        ("teacher.max_concurrency", teacher.max_concurrency, 1, "one episode is scored at a time")
+        for teacher in config.teachers_in_use().values()
+        if teacher.has_process
+    ]
     if config.algorithm.responses > 1 and config.sampler.drift.mode == "rescore":
         needed.append(("sampler.drift.mode", "rescore", "constant", "members of a group have no order"))
     for key, value, allowed, why in needed:

@@ -25,7 +25,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 # A tracker that only keeps count need not choose prompts, and is not worth a forward pass for drift.
 WITHOUT_BASELINE = {"sampler": {"drift": {"mode": "constant"}, "selection": {"criterion": "uniform"}}}
 # One task at a time, and each batch from the weights that train on it.
-SERIAL = {"sampler": {"max_staleness": 0}, "generator": {"max_concurrency": 1}}
+SERIAL = {"sampler": {"max_staleness": 0}, "generator": {"max_concurrency": 1}, "teacher": {"max_concurrency": 1}}
 
 
 class RunConfig(Section):
@@ -172,7 +172,7 @@ class Config(Section):
         if _value(data, "algorithm", "method") not in (None, "spo"):
             data = _beneath(data, WITHOUT_BASELINE)
         if _value(data, "run", "deterministic") is True:
-            data = _beneath(data, SERIAL)
+            data = _beneath(data, {name: SERIAL[name] for name in SERIAL if name != "teacher" or name in data})
         return data
 
     def for_source(self, source: Source) -> Config:

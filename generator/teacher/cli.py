@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,9 +23,7 @@ from common.streams.presence import Presence
 from common.streams.scoring import ScoringInbox
 from common.versions import record_versions
 from generator.metrics import WorkMetrics
-
-if TYPE_CHECKING:
-    from generator.teacher.scores import Scorer
+from generator.teacher.scores import Scorer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

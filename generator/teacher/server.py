@@ -14,6 +14,7 @@ from common.network import RetryableError, excerpt
 from common.payload import LOGPROB, TOKEN
 from generator.chat_api import MAX_BYTES, ChatUnavailable, ModelApi
 from generator.teacher.scores import Scores
+from generator.teacher.vocabulary import read_tokenizer
 
 TIMEOUT = 300.0  # seconds; a long prompt waits for its turn, and is read as a whole
 ENTRY_BYTES = 256  # of one log-prob in an answer, with its token as text
@@ -67,10 +68,7 @@ class ServerScorer:
 
     async def _compare(self, config: Config, log: Any) -> None:
         """Have both tokenizers read the same text; raises `UserError` at the first token that differs."""
-        from transformers import AutoTokenizer
-
-        trust = config.model.trust_remote_code
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=trust)
+        tokenizer = read_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
         text = PROBE + "".join(tokenizer.all_special_tokens)
         ours = tokenizer.encode(text, add_special_tokens=False)
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 from common.errors import UserError
 
@@ -13,8 +13,9 @@ def check_vocabulary(policy_path: str, teacher_path: str, trust_remote_code: boo
     Raises:
         UserError: a tokenizer cannot be read, or one of the policy's ids is another token for the teacher.
     """
-    policy = _tokens(policy_path, "model.path", trust_remote_code)
-    teacher = _tokens(teacher_path, "teacher.model", trust_remote_code)
+    paths = {"model.path": policy_path, "teacher.model": teacher_path}
+    tokenizers = (read_tokenizer(path, key, trust_remote_code) for key, path in paths.items())
+    policy, teacher = ({id_: token for token, id_ in tokenizer.get_vocab().items()} for tokenizer in tokenizers)
     for token_id, token in sorted(policy.items()):
         if teacher.get(token_id) != token:
             theirs = repr(teacher[token_id]) if token_id in teacher else "no token"
@@ -25,13 +26,12 @@ def check_vocabulary(policy_path: str, teacher_path: str, trust_remote_code: boo
             )
 
 
-def _tokens(path: str, key: str, trust_remote_code: bool) -> Mapping[int, str]:
-    """Each token of a model's tokenizer by its id."""
+def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> Any:
+    """A model's tokenizer; raises `UserError`, which names the model by the `key` of its setting."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises almost anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{key} = {path!r}: its tokenizer cannot be read: {reason}") from None
-    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
