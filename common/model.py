@@ -38,12 +38,13 @@ UNKNOWN = ("not a valid model identifier", "repository not found", "404")
 GATED = ("gated", "401", "403", "restricted")
 
 
-def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False) -> None:
-    """Check that `model.path`, where it is a folder and not a Hugging Face name, is a model that can be trained.
+def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False, key: str = "model.path") -> None:
+    """Check that a model, where it is a folder and not a Hugging Face name, is one that can be trained.
 
     Args:
         weights: whether its weights must be there and readable.
-        tokenizer: whether it must have a tokenizer, which generators need.
+        tokenizer: whether it must have a tokenizer, which generators and teachers need.
+        key: the setting that names it.
 
     Raises:
         UserError: it is not there, or its configuration or weights cannot be read.
@@ -52,41 +53,38 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
     if not folder.is_dir():
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise UserError(
-                f"model.path = {path!r}: there is no such folder, and it is no Hugging Face name (owner/name)"
-                f"{_hint(path)}"
+                f"{key} = {path!r}: there is no such folder, and it is no Hugging Face name (owner/name){_hint(path)}"
             )
         if path.count("/") == 1 and folder.parent.is_dir():
-            raise UserError(_not_there(folder))
+            raise UserError(_not_there(folder, key))
         if near := nearest(path, [place.parent.name for place in Path().glob("*/config.json")]):
-            raise UserError(f"model.path = {path!r}: there is no such folder; did you mean {near}?")
+            raise UserError(f"{key} = {path!r}: there is no such folder; did you mean {near}?")
         return
     from safetensors import SafetensorError, safe_open
 
     try:
         json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
-        raise UserError(f"model.path = {path!r} {_without_config(folder)}") from None
+        raise UserError(f"{key} = {path!r} {_without_config(folder)}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"not JSON ({error})"
-        raise UserError(
-            f"model.path = {path!r}: cannot read config.json: {reason}; copy it from the original"
-        ) from None
+        raise UserError(f"{key} = {path!r}: cannot read config.json: {reason}; copy it from the original") from None
     if not weights:
         return
     if tokenizer and not any((folder / name).exists() for name in TOKENIZERS):
         raise UserError(
-            f"model.path = {path!r} has no tokenizer ({TOKENIZERS[0]}); write it there with "
+            f"{key} = {path!r} has no tokenizer ({TOKENIZERS[0]}); write it there with "
             "AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)"
         )
     files = sorted(folder.glob("*.safetensors"))
     if not files and not any(folder.glob("*.bin")):
-        raise UserError(f"model.path = {path!r} has no weights (*.safetensors or *.bin)")
+        raise UserError(f"{key} = {path!r} has no weights (*.safetensors or *.bin)")
     for file in files:
         try:
             with safe_open(file, "numpy"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise UserError(f"model.path = {path!r}: {_unreadable(file, error)}") from None
+            raise UserError(f"{key} = {path!r}: {_unreadable(file, error)}") from None
 
 
 def _hint(path: str) -> str:
@@ -113,13 +111,13 @@ def _unreadable(file: Path, error: Exception) -> str:
     return f"cannot read {file.name}: {error}; it is damaged, or not all of it was copied: download it again"
 
 
-def _not_there(folder: Path) -> str:
+def _not_there(folder: Path, key: str) -> str:
     """Why `owner/name` is not taken for a model to download: a folder `owner` is here."""
     siblings = sorted(entry.name for entry in folder.parent.iterdir() if entry.is_dir())
     near = nearest(folder.name, siblings)
     there = f"did you mean {folder.parent / near}?" if near else f"{folder.parent} has {', '.join(siblings) or 'none'}"
     return (
-        f"model.path = '{folder}': there is no such folder; {there} (for the model of this name on the Hugging Face "
+        f"{key} = '{folder}': there is no such folder; {there} (for the model of this name on the Hugging Face "
         f"hub, start from where no folder is called {folder.parent})"
     )
 

@@ -5,13 +5,25 @@ The launcher adds checks of its own (`launcher/checks/`).
 
 from __future__ import annotations
 
-from common.checks.check import COMPUTING, IN_A_RUN, Check, Context, Level, Need, When, examine, refuse_problems
+from common.checks.check import (
+    COMPUTING,
+    IN_A_RUN,
+    Check,
+    Context,
+    Level,
+    Need,
+    When,
+    contexts,
+    examine,
+    refuse_problems,
+    roles_of,
+)
 from common.checks.computing import gpus, open_files, processor, shared_memory, threads
 from common.checks.machine import Machine, read_machine
-from common.checks.model import adapters, disk, memory, model, published_weights
+from common.checks.model import adapters, disk, memory, model, published_weights, teacher
 from common.checks.packages import packages, python, torch_relatives, trackers
 from common.checks.run import data, keys, learner_steps, port, run_folder, secrets, settings
-from common.checks.services import redis, sandbox
+from common.checks.services import redis, sandbox, teacher_server
 from common.config import Config
 from common.process import Role
 
@@ -25,23 +37,25 @@ CHECKS: tuple[Check, ...] = (
     Check("python", python, DOCTOR),
     Check("packages", packages, DOCTOR | When.RUN),
     Check("torchvision", torch_relatives, DOCTOR),
-    Check("processor", processor, ALWAYS, COMPUTING),
-    Check("gpus", gpus, ALWAYS, COMPUTING),
-    Check("shared memory", shared_memory, ALWAYS, COMPUTING),
-    Check("threads", threads, DOCTOR, COMPUTING),
+    Check("processor", processor, ALWAYS, COMPUTING, Need.DEVICE),
+    Check("gpus", gpus, ALWAYS, COMPUTING, Need.DEVICE),
+    Check("shared memory", shared_memory, ALWAYS, COMPUTING, Need.DEVICE),
+    Check("threads", threads, DOCTOR, COMPUTING, Need.DEVICE),
     Check("open files", open_files, DOCTOR),
     Check("redis", redis, DOCTOR, IN_A_RUN, Need.CONFIG | Need.REDIS),
-    Check("steps", learner_steps, ALWAYS, SAMPLER + LEARNER + RELAY, Need.CONFIG),
-    Check("memory", memory, DOCTOR, COMPUTING, Need.CONFIG),
-    Check("model", model, ALWAYS, COMPUTING, Need.CONFIG),
+    Check("steps", learner_steps, ALWAYS, SAMPLER + LEARNER + RELAY + TEACHER, Need.CONFIG),
+    Check("memory", memory, DOCTOR, COMPUTING, Need.CONFIG | Need.DEVICE),
+    Check("model", model, ALWAYS, GENERATOR + LEARNER, Need.CONFIG),
     Check("published weights", published_weights, ALWAYS, LEARNER, Need.CONFIG),
     Check("adapter", adapters, ALWAYS, GENERATOR, Need.CONFIG),
+    Check("teacher", teacher, ALWAYS | When.DRY_RUN, TEACHER, Need.CONFIG | Need.DEVICE),
+    Check("teacher server", teacher_server, DOCTOR, TEACHER, Need.CONFIG),
     Check("data", data, ALWAYS, SAMPLER, Need.CONFIG),
-    Check("output", run_folder, ALWAYS, SAMPLER + COMPUTING + TEACHER, Need.CONFIG),
+    Check("output", run_folder, ALWAYS, SAMPLER + COMPUTING, Need.CONFIG),
     Check("disk", disk, DOCTOR, LEARNER, Need.CONFIG),
     Check("trackers", trackers, ALWAYS, SAMPLER, Need.CONFIG),
     Check("secrets", secrets, ALWAYS, IN_A_RUN, Need.CONFIG),
-    Check("keys", keys, ALWAYS, COMPUTING + RELAY, Need.CONFIG),
+    Check("keys", keys, ALWAYS, GENERATOR + LEARNER + RELAY, Need.CONFIG),
     Check("weights port", port, ALWAYS, LEARNER, Need.CONFIG),
     Check("sandbox", sandbox, DOCTOR, GENERATOR, Need.CONFIG),
     # Not at a start: each process logs these warnings itself.
@@ -65,6 +79,5 @@ def check_start(role: Role, config: Config, machine: Machine | None = None) -> l
 
 def check_run(config: Config) -> None:
     """Raise `UserError` for what would keep a process of `spo run` from starting, before any is started."""
-    machine = read_machine()
-    for role in (Role.SAMPLER, Role.GENERATOR, Role.LEARNER):
-        refuse_problems(examine(CHECKS, When.RUN, Context(role, machine, config)))
+    for context in contexts(roles_of(config), read_machine(), config):
+        refuse_problems(examine(CHECKS, When.RUN, context))

@@ -8,7 +8,7 @@ import math
 import shutil
 from pathlib import Path
 
-from common.checks.check import Context, Finding, ok, problem, warning
+from common.checks.check import ENGINES, Context, Finding, ok, problem, warning
 from common.checks.computing import cpu_build
 from common.checks.machine import format_bytes
 from common.model import ModelSize, check_model_folder, context_length, has_experts, model_size
@@ -24,43 +24,64 @@ LONG_CONTEXT_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # with it vLLM accepts a
 
 def model(context: Context) -> Finding:
     """Whether `model.path` is a model that can be trained, or a name by which one can be downloaded."""
-    path = context.config.model.path
+    return _folder(context, "model.path") or _without_experts(context) or _described(context)
+
+
+def teacher(context: Context) -> Finding:
+    """Whether `teacher.model` is a model that vLLM can serve, or a name by which one can be downloaded."""
+    if not context.config.teacher.has_process:
+        return problem(
+            "no source of data.train has a teacher that scores by processes: set teacher.model or teacher.url"
+        )
+    return _folder(context, "teacher.model") or _described(context)
+
+
+def _folder(context: Context, key: str) -> Finding | None:
+    """Why a model folder cannot be used; None where it can, or is a name.
+
+    Args:
+        key: the setting that names it.
+    """
     try:
-        check_model_folder(path, tokenizer=context.role is Role.GENERATOR)
+        check_model_folder(context.model, tokenizer=context.role in ENGINES, key=key)
     except ImportError:
         return problem("the package safetensors, which reads models, is not installed")
     too_long = _too_long(context)
-    if too_long:
-        return problem(too_long)
+    return problem(too_long) if too_long else None
+
+
+def _described(context: Context) -> Finding:
+    """A model's size, or where it will come from."""
+    path = context.model
     if not Path(path).is_dir():
         offline = context.machine.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         return ok(f"{path} is no folder here; {'taken from the cache' if offline else 'downloaded at the start'}")
-    if without := _without_experts(context):
-        return problem(without)
     size = model_size(Path(path))
     return ok(f"{path}: {size.parameters:,} parameters, {format_bytes(size.stored)}" if size else path)
 
 
-def _without_experts(context: Context) -> str | None:
+def _without_experts(context: Context) -> Finding | None:
     """Why a model without experts cannot have a setting about their routers; None where it has none."""
     setting, path = context.config.learner.router_setting, context.config.model.path
-    if setting is None or has_experts(json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))):
+    if setting is None or not Path(path).is_dir():
         return None
-    return f"{setting} is for the routers of a mixture of experts, and {path} has no experts; leave it out"
+    if has_experts(json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))):
+        return None
+    return problem(f"{setting} is for the routers of a mixture of experts, and {path} has no experts; leave it out")
 
 
 def _too_long(context: Context) -> str | None:
     """Why vLLM would refuse `model.max_model_len`, in one line instead of its page; None where it would not."""
     config = context.config
-    file, wanted = Path(config.model.path) / "config.json", config.model.max_model_len
-    if context.role is not Role.GENERATOR or "max_model_len" in config.generator.engine or not file.is_file():
+    file, wanted = Path(context.model) / "config.json", config.model.max_model_len
+    if context.role not in ENGINES or "max_model_len" in context.engine or not file.is_file():
         return None
     length = context_length(json.loads(file.read_text(encoding="utf-8")))
     if length is None or wanted <= length or context.machine.environ.get(LONG_CONTEXT_ALLOWED, "0") not in ("0", ""):
         return None
     prompts, responses = config.data.max_prompt_tokens, config.episode.max_response_tokens
     return (
-        f"model.max_model_len = {wanted}, and {config.model.path} was made for {length} tokens; set "
+        f"model.max_model_len = {wanted}, and {context.model} was made for {length} tokens; set "
         f"model.max_model_len={length}, of which prompts may take data.max_prompt_tokens = {prompts} and responses "
         f"episode.max_response_tokens = {responses}"
     )
@@ -96,7 +117,7 @@ def published_weights(context: Context) -> Finding | None:
 
 def memory(context: Context) -> Finding | None:
     """Whether the model fits into the memory of the machine or container; an estimate, so at most a warning."""
-    size = model_size(Path(context.config.model.path))
+    size = model_size(Path(context.model))
     if size is None:
         return None
     needed, machine = memory_needed(context, size), context.machine
@@ -113,18 +134,19 @@ def memory(context: Context) -> Finding | None:
 def memory_needed(context: Context, size: ModelSize) -> float:
     """Bytes of host memory a process needs, roughly.
 
-    Every process holds the weights once more for their transfer. On the CPU, a generator also holds the KV cache; a
-    learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks share. An
-    adapter's own share of these is too small to count.
+    Every process but a teacher holds the weights once more for their transfer. On the CPU, an engine also holds the KV
+    cache; a learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks
+    share. An adapter's own share of these is too small to count.
     """
     config = context.config
     has_adapter = config.learner.lora is not None
-    weights = size.parameters * (4 if config.model.dtype == "float32" else 2)
-    base = PROCESS * context.ranks + (0 if has_adapter else weights)
+    dtype = (context.role is Role.TEACHER and config.teacher.dtype) or config.model.dtype
+    weights = size.parameters * (4 if dtype == "float32" else 2)
+    base = PROCESS * context.ranks + (0 if has_adapter or context.role is Role.TEACHER else weights)
     if cpu_build(context.role) is None:
         return base
-    if context.role is Role.GENERATOR:
-        cache = config.generator.engine.get("kv_cache_memory_bytes", KV_CACHE)
+    if context.role in ENGINES:
+        cache = context.engine.get("kv_cache_memory_bytes", KV_CACHE)
         space = context.machine.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
         # vLLM itself refuses a value that is no number.
         with contextlib.suppress(ValueError):

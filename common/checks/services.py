@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -162,6 +163,34 @@ def sandbox(context: Context) -> Finding | None:
     if not isolated:
         return warning(f"{base} runs programs without isolation: start it without -o isolated=false")
     return ok(f"{base} isolates programs" + (", and accepts the token" if token else ""))
+
+
+def teacher_server(context: Context) -> Finding | None:
+    """Ask the server of a teacher for its models."""
+    teacher = context.config.teacher
+    if teacher.url is None:
+        return None
+    url, key = teacher.url.rstrip("/"), None
+    if teacher.api_key_env is not None:
+        key = context.machine.environ.get(teacher.api_key_env)
+        if not key:
+            return problem(f"teacher.api_key_env names {teacher.api_key_env}, and there is no such variable here")
+    shown = without_password(url)
+    try:
+        status, body = _get(f"{url}/models", key)
+        if status in (401, 403):
+            return problem(
+                f"{shown} refuses {'the key' if key else 'to answer without a key'}: see teacher.api_key_env"
+            )
+        names = [model["id"] for model in json.loads(body)["data"]] if status == 200 else []
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "reason", None) or error
+        return problem(f"teacher.url = {shown} does not answer ({reason}); start the server, or set teacher.model")
+    if not names:
+        return problem(f"{shown}/models answers with {status} and no model; teacher.url is an address up to /v1")
+    if teacher.url_model is not None and teacher.url_model not in names:
+        return problem(f"{shown} serves {', '.join(names)}; teacher.url_model = {teacher.url_model!r} is none of them")
+    return ok(f"{shown} serves {teacher.url_model or names[0]}")
 
 
 def runs_programs(config: Config) -> bool:

@@ -14,7 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from common import log as logs
-from common.checks.check import Check, Context, Finding, Level, Need, When, examine, ok, warning
+from common.checks.check import (
+    Check,
+    Context,
+    Finding,
+    Level,
+    Need,
+    When,
+    contexts,
+    examine,
+    ok,
+    roles_of,
+    warning,
+)
 from common.checks.list import CHECKS
 from common.checks.machine import read_machine
 from common.checks.services import runs_programs
@@ -26,7 +38,6 @@ from launcher.run.embedded_redis import find_redis_server
 from launcher.run.processes import EMBEDDED
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
-STARTED_BY_RUN = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 
 
 def doctor(
@@ -35,7 +46,7 @@ def doctor(
         typer.Option("--config", "-c", help="The run's YAML file; without it only the machine is checked."),
     ] = None,
     role: Annotated[
-        Role | None, typer.Option(help="Check what this process needs; by default sampler, generator and learner.")
+        Role | None, typer.Option(help="Check what this process needs; by default all that `spo run` starts.")
     ] = None,
     redis: Annotated[
         str | None,
@@ -65,8 +76,9 @@ def doctor(
         if role is None:
             available |= Need.LIBRARIES
             checks += _dry_run_checks()
-    machine, roles = read_machine(), [role] if role else STARTED_BY_RUN
-    findings = {role: examine(checks, When.DOCTOR, Context(role, machine, settings, available)) for role in roles}
+    findings: dict[Role, list[Finding]] = {}
+    for context in contexts([role] if role else roles_of(settings), read_machine(), settings, available):
+        findings.setdefault(context.role, []).extend(examine(checks, When.DOCTOR, context))
     raise SystemExit(report(findings, as_json=as_json))
 
 

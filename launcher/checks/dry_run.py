@@ -12,7 +12,19 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from common.checks.check import Check, Context, Finding, Findings, Need, When, examine, ok, warning
+from common.checks.check import (
+    Check,
+    Context,
+    Finding,
+    Findings,
+    Need,
+    When,
+    contexts,
+    examine,
+    ok,
+    roles_of,
+    warning,
+)
 from common.checks.list import CHECKS
 from common.checks.machine import read_machine
 from common.config import Config
@@ -26,6 +38,7 @@ from generator.task_runner import TaskRunner
 from generator.users import conversation
 from launcher.checks.rewards import reward_names, score_empty
 from launcher.checks.rows import load_tokenizer
+from launcher.checks.vocabulary import vocabulary
 from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import Prompt, PromptSet, RunData, load_data, too_few
@@ -33,14 +46,15 @@ from sampler.scores import apply_initial_values
 from sampler.state import SamplerState
 
 PROMPTS = 64  # for the first so many of each source an episode is started
-ROLES = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 
 
 def dry_run(config: Config, choice: Choice, log: Any) -> dict[Role, list[Finding]]:
     """The findings of each process about the configuration; a problem is one that would end the process."""
-    checks, machine = [*CHECKS, *dry_run_checks(log, choice)], read_machine()
-    available = Need.CONFIG | Need.LIBRARIES
-    return {role: examine(checks, When.DRY_RUN, Context(role, machine, config, available)) for role in ROLES}
+    checks = [*CHECKS, *dry_run_checks(log, choice)]
+    findings: dict[Role, list[Finding]] = {}
+    for context in contexts(roles_of(config), read_machine(), config, Need.CONFIG | Need.LIBRARIES):
+        findings.setdefault(context.role, []).extend(examine(checks, When.DRY_RUN, context))
+    return findings
 
 
 def dry_run_checks(log: Any, choice: Choice = NOTHING_ASKED) -> list[Check]:
@@ -75,6 +89,7 @@ def dry_run_checks(log: Any, choice: Choice = NOTHING_ASKED) -> list[Check]:
         ("episodes", episodes, Role.GENERATOR),
         ("policy", _policy, Role.LEARNER),
         ("training", _training, Role.LEARNER),
+        ("vocabulary", vocabulary, Role.TEACHER),
     ]
     when, needs = When.DOCTOR | When.DRY_RUN, Need.CONFIG | Need.LIBRARIES
     return [Check(name, find, when, (role,), needs) for name, find, role in checks]

@@ -16,6 +16,7 @@ from generator.agents.sandboxed import check_agents
 from generator.parts import SIDES, SharedParts
 from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
+from launcher.checks.vocabulary import check_vocabularies
 from sampler.prompts import Prompt, SourcePrompts, check_rows
 from sampler.rows import open_rows
 
@@ -23,8 +24,9 @@ UNTRIED = {"judge", "agent"}  # rewards that call a server, or that only an agen
 
 
 def check_with_rewards(config: Config) -> None:
-    """Check a run on this machine, its agents and its rewards, before any process is started; raises `UserError`."""
+    """Check a run on this machine, its teachers, agents and rewards, before any start; raises `UserError`."""
     check_run(config)
+    check_vocabularies(config)
     check_agents(config)
     asyncio.run(check_environments(config, get_logger()))
     asyncio.run(_score_first_rows(config))

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from common.checks import services
 from common.checks.check import Finding, Level, ok, problem, warning
+from common.checks.machine import read_machine
 from common.process import Role
 from common.streams.agreement import agree
 from common.streams.broker import Broker
@@ -27,6 +28,7 @@ from launcher.cli import app
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
 from tests.support.checks import all_findings, config_of, finding_of, level_of, run_file, small_model
+from tests.support.http_double import fails, serve
 from tests.support.ports import free_port
 from tests.support.sandbox import SandboxServer
 
@@ -157,6 +159,34 @@ def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path) -> None:
         assert (level, words in line) == (expected, True), line
     # Where no program is run it is not needed.
     assert level_of("sandbox", Role.GENERATOR, sandbox={"url": "http://127.0.0.1:1"}) == "warning"
+
+
+SERVES = json.dumps({"data": [{"id": "large"}, {"id": "small"}]})
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "section", "level", "words"),
+    [
+        (200, SERVES, {}, "ok", "serves large"),
+        (200, SERVES, {"url_model": "small"}, "ok", "serves small"),
+        (200, SERVES, {"url_model": "huge"}, "problem", "'huge' is none of them"),
+        (200, '{"data": []}', {}, "problem", "no model"),
+        (200, "hello", {}, "problem", "does not answer"),
+        (200, '["m"]', {}, "problem", "does not answer"),
+        (404, "no", {}, "problem", "answers with 404"),
+        (401, "no", {}, "problem", "refuses to answer without a key"),
+        (401, "no", {"api_key_env": "HOME"}, "problem", "refuses the key"),
+        (200, SERVES, {"api_key_env": "NO_SUCH_KEY"}, "problem", "there is no such variable"),
+    ],
+)
+def test_the_server_of_a_teacher_is_asked_for_its_models(
+    status: int, body: str, section: dict[str, str], level: str, words: str
+) -> None:
+    with serve(fails(status, body)) as double:
+        taught = {"url": f"{double.url}/v1", **section}
+        finding = finding_of("teacher server", Role.TEACHER, read_machine(), teacher=taught)
+    assert (finding.level, words in finding.line) == (level, True), finding.line
+    assert finding_of("teacher server", Role.TEACHER, teacher=taught | {"api_key_env": None}).level == "problem"
 
 
 def test_findings_are_lines_or_json_and_a_problem_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:

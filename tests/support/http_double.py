@@ -38,16 +38,21 @@ def serve(*answers: Callable[[Handler, Any], None]) -> Iterator[Double]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def do_GET(self) -> None:
+            self.answer(None)
+
+        def answer(self, body: Any) -> None:
             with double.lock:
                 double.requests.append(body)
                 double.headers.append(dict(self.headers))
                 double.connections.add(self.client_address)
                 double.open += 1
                 double.most_open = max(double.most_open, double.open)
-                answer = double.answers[min(len(double.requests), len(double.answers)) - 1]
+                chosen = double.answers[min(len(double.requests), len(double.answers)) - 1]
             try:
-                answer(self, body)
+                chosen(self, body)
             except (BrokenPipeError, ConnectionResetError):
                 self.close_connection = True
             finally:
