@@ -26,7 +26,7 @@ from launcher.dashboard.command import dashboard
 from launcher.episodes import episodes
 from launcher.evaluate.command import eval_
 from launcher.layout.layout import Choice
-from launcher.options import GeneratorGpus, Generators, LearnerGpus, Plain, RedisOption
+from launcher.options import GeneratorGpus, Generators, LearnerGpus, Plain, RedisOption, TeacherGpus
 from launcher.quickstart.command import prepare, quickstart
 from launcher.report import report
 from launcher.run.local_run import RunOptions
@@ -75,6 +75,7 @@ def run(
     generators: Generators = None,
     learner_gpus: LearnerGpus = None,
     generator_gpus: GeneratorGpus = None,
+    teacher_gpus: TeacherGpus = None,
     redis: RedisOption = EMBEDDED,
     plain: Plain = False,
     dry: Annotated[
@@ -84,19 +85,20 @@ def run(
     resume: ResumeOption = False,
     override: OverrideOption = None,
 ) -> None:
-    """Run everything on this machine: Redis, sampler, learner and generators, supervised.
+    """Run everything on this machine: Redis, sampler, learner, generators and teachers, supervised.
 
     A stopped run continues when it is started again with the same configuration; with --resume, even after its Redis
     data was lost.
 
-    Each rank and each generator gets GPUs of its own; --dry-run shows which, and why.
+    Each rank, generator and teacher gets GPUs of its own; --dry-run shows which, and why.
 
     - `spo run my.yaml`
     - `spo run my.yaml --dry-run`
     - `spo run my.yaml --learner-gpus 0-3 --generator-gpus 4-7`
     - `spo run my.yaml --generators 3 --redis redis://10.0.0.5:6379/0 -o run.steps=500`
     """
-    settings, choice = load_config(config, override or ()), Choice(generators, learner_gpus, generator_gpus)
+    settings = load_config(config, override or ())
+    choice = Choice(generators, learner_gpus, generator_gpus, teacher_gpus)
     if dry:
         from launcher.checks.dry_run import dry_run  # imports what the processes import
 

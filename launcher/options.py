@@ -22,6 +22,9 @@ LearnerGpus = Annotated[
 GeneratorGpus = Annotated[
     str | None, typer.Option(metavar="4-7", help="GPUs of the generators; by default the others.")
 ]
+TeacherGpus = Annotated[
+    str | None, typer.Option(metavar="6-7", help="GPUs of the teachers' processes; by default the last ones.")
+]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view (as without a terminal).")]
 RunArgument = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="Run folder; or give a YAML file with -c.", show_default=False)

@@ -1,4 +1,4 @@
-"""Lays a run out on this machine: which GPUs are the learner's ranks', and which are each generator's.
+"""Lays a run out on this machine: which GPUs are the learner's ranks', and which are each generator's or teacher's.
 
 Where nothing is asked for, the step model chooses: of the ways to divide the GPUs in which everything fits, the one in
 which a step takes the least time. On a single GPU a rank and a generator share it, if both fit.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from common.checks.computing import cpu_build
@@ -16,11 +16,19 @@ from common.config import Config
 from common.config.checks import check_ranks
 from common.errors import UserError
 from common.process import Role
+from launcher.layout.advice import advice, free_of_rank, rank_bytes, rank_too_large
 from launcher.layout.gpus import Gpu, environment, numbers, read_gpus, select
-from launcher.layout.needs import GB, RESERVED, Needs, engine_size, needs_of, utilization
+from launcher.layout.needs import GB, Needs, engine_size, needs_of, utilization
+from launcher.layout.teachers import (
+    TeacherProcess,
+    check_memory,
+    described,
+    give_gpus,
+    share_gpu,
+    teacher_processes,
+)
 
 BUSY = 2 << 30  # bytes that other processes hold of a GPU, from which on it counts as taken; a desktop takes less
-MOST = 64  # GPUs that are considered when it is said what would fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +37,17 @@ class Choice:
 
     Attributes:
         generators: processes; 0: they join from elsewhere.
-        learner_gpus, generator_gpus: see `select`.
+        learner_gpus, generator_gpus, teacher_gpus: see `select`.
     """
 
     generators: int | None = None
     learner_gpus: str | None = None
     generator_gpus: str | None = None
+    teacher_gpus: str | None = None
 
 
 NOTHING_ASKED = Choice()
+NAMED = ("learner_gpus", "generator_gpus", "teacher_gpus")  # both of a choice and of the section `run`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +59,25 @@ class Layout:
         generators: those of each generator; none: it computes on the CPU.
         reasons: lines that say why it is so.
         utilization: of the memory of GPUs that a generator shares with a rank, vLLM's share; None: as configured.
+        teachers: their processes.
     """
 
     learner: tuple[Gpu, ...]
     generators: tuple[tuple[Gpu, ...], ...]
     reasons: tuple[str, ...] = ()
     utilization: float | None = None
+    teachers: tuple[TeacherProcess, ...] = ()
 
     @property
     def processes(self) -> int:
-        """Learner's ranks and generators together."""
-        return max(1, len(self.learner)) + len(self.generators)
+        """Those that compute a model: learner's ranks, generators, and teachers that ask no server."""
+        return max(1, len(self.learner)) + len(self.generators) + sum(one.size > 0 for one in self.teachers)
 
     @property
     def gpus(self) -> list[Gpu]:
         """All that are used, in order."""
-        used = {gpu.number: gpu for gpus in (self.learner, *self.generators) for gpu in gpus}
+        groups = (self.learner, *self.generators, *(one.gpus for one in self.teachers))
+        used = {gpu.number: gpu for gpus in groups for gpu in gpus}
         return [used[number] for number in sorted(used)]
 
     @property
@@ -75,6 +88,7 @@ class Layout:
     def environments(self) -> dict[str, dict[str, str]]:
         """Variables of each process that has GPUs of its own, by its name."""
         gpus = {"learner": self.learner} | dict(zip(self.generator_names, self.generators, strict=True))
+        gpus |= {one.name: one.gpus for one in self.teachers}
         return {name: environment(own) for name, own in gpus.items() if own}
 
 
@@ -84,25 +98,26 @@ def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.envi
     Raises:
         UserError: what is asked for is not there, or does not fit; the message says what would.
     """
-    learner_gpus = choice.learner_gpus or config.run.learner_gpus
-    generator_gpus = choice.generator_gpus or config.run.generator_gpus
-    choice = replace(choice, learner_gpus=learner_gpus, generator_gpus=generator_gpus)
+    named = {name: getattr(choice, name) or getattr(config.run, name) for name in NAMED}
+    choice = replace(choice, **named)
     gpus = [] if _cpu_only(config) else read_gpus(environ)
     if not gpus:
-        for name, asked in (("learner-gpus", learner_gpus), ("generator-gpus", generator_gpus)):
+        for name, asked in named.items():
             if asked is not None:
                 why = _cpu_only(config) or "there is no GPU here"
-                raise UserError(f"--{name} = {asked!r}, and {why}")
+                raise UserError(f"--{name.replace('_', '-')} = {asked!r}, and {why}")
         if config.run.has_learner:
             check_ranks(config, 1)
         generators = _cpu_generators(config) if choice.generators is None else choice.generators
-        return Layout((), ((),) * generators, ("no GPU: all processes compute on the CPU",))
+        teachers = teacher_processes(config)
+        reasons = ("no GPU: all processes compute on the CPU", *described(config, teachers))
+        return Layout((), ((),) * generators, reasons, teachers=tuple(teachers))
     return _Plan(config, choice, gpus).layout()
 
 
 def _cpu_only(config: Config) -> str:
     """Why the run computes on the CPU whatever the machine has; empty where it may use GPUs."""
-    roles = (Role.LEARNER, Role.GENERATOR) if config.run.has_learner else (Role.GENERATOR,)
+    roles = (Role.LEARNER, Role.GENERATOR) if config.run.has_learner else (Role.GENERATOR,)  # a teacher has its engine
     builds = [build for role in roles if (build := cpu_build(role))]
     return f"{' and '.join(builds)} compute on the CPU only" if builds else ""
 
@@ -117,26 +132,30 @@ class _Plan:
 
     def __init__(self, config: Config, choice: Choice, gpus: Sequence[Gpu]) -> None:
         self.config, self.choice, self.gpus = config, choice, gpus
-        self.size = engine_size(config)
+        self.size = engine_size(config.generator.engine)
+        self.teachers = teacher_processes(config)
+        self.beside = 0.0  # bytes that teachers take of a rank's GPU
         needs = needs_of(config)
         self.needs = needs if isinstance(needs, Needs) else None
         self.reasons = [] if isinstance(needs, Needs) else [f"memory is not checked: {needs}"]
 
     def layout(self) -> Layout:
         choice = self.choice
+        texts = {name: getattr(choice, name) for name in NAMED}
         asked = [
-            None if text is None else select(text, self.gpus, f"--{name}")
-            for name, text in (("learner-gpus", choice.learner_gpus), ("generator-gpus", choice.generator_gpus))
+            None if text is None else select(text, self.gpus, f"--{name.replace('_', '-')}")
+            for name, text in texts.items()
         ]
         for gpus in asked:
             _refuse_busy(gpus or ())
-        learning, generating = asked
+        learning, generating, teaching = asked
         if not self.config.run.has_learner:
             learning = []
         if self.choice.generators == 0:
             generating = []
         taken = {gpu.number for gpu in (*(learning or ()), *(generating or ()))}
         free = self._free([gpu for gpu in self.gpus if gpu.number not in taken])
+        free = self._give_teachers(teaching, taken, free, int(learning is None or generating is None))
         if learning is None and generating is None:
             learning, generating = self._divide(free)
         elif generating is None:
@@ -153,8 +172,24 @@ class _Plan:
         share = self._share(len(learning), [gpu for gpu in learning if gpu.number in shared]) if shared else None
         self._check_rank(learning)
         self._check_generators(generators, share)
+        check_memory(self.config, self.teachers)
         self._say(learning, generators, share)
-        return Layout(tuple(learning), generators, tuple(self.reasons), share)
+        return Layout(tuple(learning), generators, tuple(self.reasons), share, tuple(self.teachers))
+
+    def _give_teachers(self, named: Sequence[Gpu] | None, taken: set[int], free: list[Gpu], rest: int) -> list[Gpu]:
+        """Give the teachers their GPUs; returns those that are left for the others, which need `rest` at least."""
+        if len(self.gpus) == 1:
+            self.teachers = share_gpu(self.config, self.teachers, self.gpus[0])
+            self.beside = sum(one.share * self.gpus[0].total for one in self.teachers if one.gpus)
+            return free
+        if shared := [gpu for gpu in named or () if gpu.number in taken]:
+            raise UserError(
+                f"--teacher-gpus names GPU {numbers(shared)}, which learner or generators have: name others"
+            )
+        used = {gpu.number for gpu in named or ()}
+        others = [gpu for gpu in free if gpu.number not in used]
+        self.teachers, left = give_gpus(self.teachers, named, others, rest)
+        return left
 
     def _free(self, gpus: list[Gpu]) -> list[Gpu]:
         """Those that no other program uses; whether it does is not known of slices."""
@@ -172,7 +207,8 @@ class _Plan:
         if self.config.run.deterministic:
             wanted = self.size
         if len(gpus) == 1:
-            self.reasons.append("one GPU: the learner and a generator share it")
+            left = "one GPU is left" if any(one.gpus for one in self.teachers) and not self.beside else "one GPU"
+            self.reasons.append(f"{left}: the learner and a generator share it")
             return gpus, gpus
         # Slices of a GPU cannot exchange data: one rank, and generators of one slice.
         most = 1 if any(gpu.is_slice for gpu in gpus) else len(gpus) - self.size
@@ -198,10 +234,10 @@ class _Plan:
         times = {}
         for count in ways:
             generating = (len(gpus) - count) // self.size * self.size
-            if _free_of_rank(self.needs, count, gpus[0]) >= 0:
+            if free_of_rank(self.needs, count, gpus[0]) >= 0:
                 times[count] = self.needs.time(count, generating, gpus)
         if not times:
-            raise UserError(_rank_too_large(self.needs, ways[-1], gpus[0]))
+            raise UserError(rank_too_large(self.needs, ways[-1], gpus[0]))
         best = min(times, key=lambda count: times[count].seconds)
         others = sorted(times, key=lambda count: times[count].seconds)[1:2]
         other = f"; with {others[0]}: {times[others[0]].seconds:,.0f} s" if others else ""
@@ -249,29 +285,34 @@ class _Plan:
         """vLLM's share of GPUs that ranks use too: what is configured, or what a rank leaves."""
         if self.needs is None or not gpus[0].total:
             return None
-        left = _free_of_rank(self.needs, ranks, gpus[0])
+        left = free_of_rank(self.needs, ranks, gpus[0]) - self.beside
         share = math.floor(100 * left / gpus[0].total) / 100
         if "gpu_memory_utilization" in self.config.generator.engine:
-            share = min(share, utilization(self.config))
-        if left <= 0 or share * gpus[0].total < self.needs.generator(self.size):
+            share = min(share, utilization(self.config.generator.engine))
+        needed = self.needs.generator.of_each(self.size)
+        if left <= 0 or share * gpus[0].total < needed:
+            rank = rank_bytes(self.needs, ranks) / GB
+            parts = f"a rank of the learner needs {rank:.1f} and a generator {needed / GB:.1f}"
+            if self.beside:
+                parts = f"the teachers take {self.beside / GB:.1f}, {parts}"
             raise UserError(
-                f"GPU {numbers(gpus)} has {gpus[0].total / GB:.1f} GB, of which a rank of the learner needs "
-                f"{_rank_bytes(self.needs, ranks) / GB:.1f} and a generator "
-                f"{self.needs.generator(self.size) / GB:.1f}: {_advice(self.needs, ranks, gpus[0], shared=True)}"
+                f"GPU {numbers(gpus)} has {gpus[0].total / GB:.1f} GB, of which {parts}: "
+                f"{advice(self.needs, ranks, gpus[0], needed + self.beside)}"
             )
         return share
 
     def _check_rank(self, gpus: Sequence[Gpu]) -> None:
-        if self.needs and gpus and gpus[0].total and _free_of_rank(self.needs, len(gpus), gpus[0]) < 0:
-            raise UserError(_rank_too_large(self.needs, len(gpus), gpus[0]))
+        if self.needs and gpus and gpus[0].total and free_of_rank(self.needs, len(gpus), gpus[0]) < self.beside:
+            raise UserError(rank_too_large(self.needs, len(gpus), gpus[0], self.beside))
 
     def _check_generators(self, groups: Sequence[Sequence[Gpu]], share: float | None) -> None:
         if self.needs is None or not groups or not groups[0][0].total:
             return
-        gpu, share = groups[0][0], utilization(self.config) if share is None else share
-        needed = self.needs.generator(self.size)
+        gpu, engine = groups[0][0], self.needs.generator
+        share = utilization(engine.arguments) if share is None else share
+        needed = engine.of_each(self.size)
         if needed > share * gpu.total:
-            enough = next((n for n in (2, 4, 8) if self.needs.generator(self.size * n) <= share * gpu.total), None)
+            enough = next((n for n in (2, 4, 8) if engine.of_each(self.size * n) <= share * gpu.total), None)
             fix = f"set generator.engine.tensor_parallel_size={enough}" if enough else "use a smaller model"
             raise UserError(
                 f"a generator needs {needed / GB:.1f} GB of each of its GPUs, and vLLM takes {share:.0%} of "
@@ -284,7 +325,7 @@ class _Plan:
         if learning:
             memory = ""
             if self.needs and learning[0].total:
-                needed = _rank_bytes(self.needs, len(learning)) / GB
+                needed = rank_bytes(self.needs, len(learning)) / GB
                 memory = f", {needed:.1f} of {learning[0].total / GB:.1f} GB each"
             stage = self.config.learner.zero_stage
             lines.append(
@@ -294,12 +335,12 @@ class _Plan:
         for number, group in enumerate(groups, 1):
             line = f"generator-{number}: GPU {numbers(group)} ({group[0].product})"
             if self.needs and group[0].total:
-                taken = (utilization(self.config) if share is None else share) * group[0].total * len(group)
-                room = max(0.0, taken - self.needs.weights - 3 * GB * len(group))
-                tokens = room / self.needs.shape.cache_bytes
-                line += f", {self.needs.weights / GB:.1f} GB of weights, keys and values of {tokens:,.0f} tokens"
+                engine = self.needs.generator
+                taken = (utilization(engine.arguments) if share is None else share) * group[0].total * len(group)
+                tokens = engine.cached(taken, len(group))
+                line += f", {engine.weights / GB:.1f} GB of weights, keys and values of {tokens:,.0f} tokens"
             lines.append(line + (f", {share:.0%} of the memory" if share is not None else ""))
-        self.reasons[:0] = lines
+        self.reasons[:0] = [*lines, *described(self.config, self.teachers)]
 
 
 def _busy(gpu: Gpu) -> str:
@@ -310,55 +351,3 @@ def _refuse_busy(gpus: Sequence[Gpu]) -> None:
     for gpu in gpus:
         if gpu.used >= BUSY:
             raise UserError(f"{_busy(gpu)}: end them, or name another GPU")
-
-
-def _rank_bytes(needs: Needs, ranks: int, config: Config | None = None) -> float:
-    return needs.rank(ranks, config).peak + RESERVED
-
-
-def _free_of_rank(needs: Needs, ranks: int, gpu: Gpu, config: Config | None = None) -> float:
-    """Bytes of a GPU that a rank leaves; less than 0 if it does not fit."""
-    return (gpu.total or math.inf) - _rank_bytes(needs, ranks, config)
-
-
-def _rank_too_large(needs: Needs, ranks: int, gpu: Gpu) -> str:
-    needed, there = _rank_bytes(needs, ranks) / GB, gpu.total / GB
-    gpus = f"each of {ranks} GPUs" if ranks > 1 else "a GPU"
-    return f"the learner needs {needed:.1f} GB on {gpus} of {there:.1f} GB: {_advice(needs, ranks, gpu)}"
-
-
-def _advice(needs: Needs, ranks: int, gpu: Gpu, shared: bool = False) -> str:
-    """What would make it fit, the least change first."""
-    left = needs.generator(engine_size(needs.config)) if shared else 0.0
-    for changes in _changes(needs, ranks):
-        learner = needs.config.learner.model_copy(update=changes)
-        config = needs.config.model_copy(update={"learner": learner})
-        if _free_of_rank(needs, ranks, gpu, config) >= left:
-            return "set " + " ".join(f"-o learner.{name}={str(value).lower()}" for name, value in changes.items())
-    divided = needs.config.learner.model_copy(update={"zero_stage": 3, "gradient_checkpointing": True})
-    config = needs.config.model_copy(update={"learner": divided})
-    for more in range(ranks + 1, MOST + 1):
-        if _free_of_rank(needs, more, gpu, config) >= 0:
-            return f"it takes {more} such GPUs for the learner, with learner.zero_stage=3"
-    return "use larger GPUs, a smaller model, or an adapter (learner.lora)"
-
-
-def _changes(needs: Needs, ranks: int) -> Iterator[dict[str, int | bool]]:
-    """Settings of the learner that save memory, those that cost least time first; none that are set already."""
-    learner = needs.config.learner
-    checkpointing: dict[str, int | bool] = {} if learner.gradient_checkpointing else {"gradient_checkpointing": True}
-    if checkpointing:
-        yield checkpointing
-    for stage in range(max(1, learner.zero_stage), 4):
-        stages: dict[str, int | bool] = {} if stage == learner.zero_stage else {"zero_stage": stage}
-        if stages:
-            yield stages
-            yield stages | checkpointing
-        if stage >= 2 and not learner.offload_optimizer:
-            yield stages | checkpointing | {"offload_optimizer": True}
-    stages = {} if learner.zero_stage == 3 else {"zero_stage": 3}
-    for size in range(learner.sequence_parallel + 1, ranks + 1):
-        if ranks % size == 0 and needs.shape.heads % size == 0 and needs.shape.kv_heads % size == 0:
-            yield stages | checkpointing | {"sequence_parallel": size}
-    if not learner.offload_params:
-        yield stages | checkpointing | {"offload_optimizer": True, "offload_params": True}

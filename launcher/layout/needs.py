@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.checks.check import PARALLEL_SIZES
 from common.config import Config
+from common.config.teacher import TeacherConfig
 from common.errors import first_line
 from launcher.layout.gpus import Gpu
 from launcher.layout.step_model import Rates, Shape, StepTime, Workload, read_shape, step
@@ -74,17 +75,11 @@ class Needs:
         reference = config.algorithm.kl_coef > 0 and not zero.frozen
         return replace(memory, weights=memory.weights * (2 if reference else 1))
 
-    def generator(self, size: int) -> float:
-        """Bytes of each of a generator's `size` GPUs with room for one episode of the longest kind."""
-        parts = size / max(1, int(self.config.generator.engine.get("data_parallel_size", 1)))
-        return (self.weights + self.shape.cache_bytes * self.config.model.max_model_len) / parts + ENGINE
-
     @property
-    def weights(self) -> float:
-        """Bytes of the weights in a generator."""
-        quantized = "quantization" in self.config.generator.engine
-        width = 1 if quantized else 4 if self.config.model.dtype == "float32" else 2
-        return width * self.shape.parameters
+    def generator(self) -> EngineNeeds:
+        """What a generator's engine needs."""
+        model = self.config.model
+        return EngineNeeds(self.shape, model.dtype, self.config.generator.engine, model.max_model_len)
 
     def time(self, learning: int, generating: int, gpus: Sequence[Gpu]) -> StepTime:
         """How long a step takes with so many GPUs on each side; half of the longest response is taken for the mean."""
@@ -109,6 +104,47 @@ class Needs:
         return step(self.shape, replace(rates, gpu_bytes=float(gpus[0].total or Rates().gpu_bytes)), run)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineNeeds:
+    """What an engine of vLLM needs: a generator's, or a teacher's.
+
+    Attributes:
+        shape: of its model.
+        arguments: vLLM's, as they are configured.
+        max_model_len: tokens of the longest sequence.
+    """
+
+    shape: Shape
+    dtype: str
+    arguments: Mapping[str, Any]
+    max_model_len: int
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the weights."""
+        width = 1 if "quantization" in self.arguments else 4 if self.dtype == "float32" else 2
+        return width * self.shape.parameters
+
+    def of_each(self, size: int) -> float:
+        """Bytes of each of `size` GPUs with room for one sequence of the longest kind."""
+        parts = size / max(1, int(self.arguments.get("data_parallel_size", 1)))
+        return (self.weights + self.shape.cache_bytes * self.max_model_len) / parts + ENGINE
+
+    def cached(self, taken: float, size: int) -> float:
+        """Tokens whose keys and values have room in `taken` bytes of `size` GPUs together."""
+        return max(0.0, taken - self.weights - ENGINE * size) / self.shape.cache_bytes
+
+
+def teacher_needs(config: Config, teacher: TeacherConfig) -> EngineNeeds | None:
+    """What a teacher's engine needs; None where that is not known, as `needs_of` says of the policy's."""
+    try:
+        shape = read_shape(Path(teacher.model or ""))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    longest = teacher.engine.get("max_model_len", config.model.max_model_len)
+    return EngineNeeds(shape, teacher.dtype or config.model.dtype, teacher.engine, int(longest))
+
+
 def needs_of(config: Config) -> Needs | str:
     """What a configuration needs, or why that is not known: the model is not on this disk, or of an unusual kind."""
     folder = Path(config.model.path)
@@ -123,15 +159,15 @@ def needs_of(config: Config) -> Needs | str:
     return needs
 
 
-def engine_size(config: Config) -> int:
-    """GPUs of one generator."""
-    sizes = [config.generator.engine.get(name, 1) for name in PARALLEL_SIZES]
+def engine_size(arguments: Mapping[str, Any]) -> int:
+    """GPUs of one engine, by its arguments."""
+    sizes = [arguments.get(name, 1) for name in PARALLEL_SIZES]
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
-def utilization(config: Config) -> float:
-    """Share of a GPU's memory that vLLM takes."""
-    share = config.generator.engine.get("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
+def utilization(arguments: Mapping[str, Any]) -> float:
+    """Share of a GPU's memory that an engine takes."""
+    share = arguments.get("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
     return float(share) if isinstance(share, int | float) else GPU_MEMORY_UTILIZATION
 
 

@@ -1,4 +1,4 @@
-"""Runs everything on this machine, Redis, sampler, learner and generators, from the start to the summary."""
+"""Runs everything on this machine, Redis, sampler, learner, generators and teachers, from the start to the summary."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from launcher.run.processes import (
     learner_command,
     start_all,
     stopping,
+    teacher_commands,
     with_url,
 )
 from launcher.run.progress import PhaseTimer, Progress
@@ -121,7 +122,8 @@ def _run(
                 if options.resume:
                     commands["learner"].append("--resume")
                 start_all(config, path, commands, layout, supervisor)
-                roles = ("sampler", "learner", *(["generator"] if layout.generators else []))
+                teachers = dict.fromkeys(one.group for one in layout.teachers)
+                roles = ("sampler", "learner", *(["generator"] if layout.generators else []), *teachers)
                 with closing(view()) as opened, watching(os.environ, layout.gpus) as gpus:
                     _watch(supervisor, progress, phases, opened, roles, gpus)
             finally:
@@ -157,6 +159,7 @@ def worker_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
     return (
         {"learner": learner_command(config, layout)}
         | generator_commands(config, layout)
+        | teacher_commands(config, layout)
         | {"sampler": command("sampler.cli", config)}
     )
 
@@ -172,7 +175,7 @@ def _watch(
     """Watch until the run is over and its processes have exited.
 
     Args:
-        roles: of the processes that were started.
+        roles: of the processes that were started, with which their names begin.
         gpus: returns those that they use.
     """
     leave_by: float | None = None

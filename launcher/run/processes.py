@@ -19,12 +19,13 @@ from common.errors import UserError
 from common.files import rewrite
 from common.streams.broker import Broker, connect
 from launcher.layout.layout import Layout
+from launcher.layout.teachers import teachers_elsewhere
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import RunFailed, Supervisor
 
 EMBEDDED = "embedded"
 INTERRUPTED = 130
-COMPUTING = ("learner", "generator")
+COMPUTING = ("learner", "generator", "teacher")
 
 
 class EndedEarly(Exception):
@@ -72,6 +73,8 @@ def connected(
     """The configuration with the address of the Redis to use, and a connection to it."""
     if redis == EMBEDDED and not layout.generators:
         raise UserError("--generators = 0 needs --redis URL, by which generators can join from elsewhere")
+    if redis == EMBEDDED and (missing := teachers_elsewhere(config)):
+        raise UserError(f"teacher.processes = 0 (of {missing[0]}) needs --redis URL, by which teachers can join")
     config = with_redis(config, redis, folder, supervisor)
     # The launcher must not wait for a dead Redis, since it has to restart it.
     broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=supervisor.log)
@@ -125,10 +128,10 @@ def secret_environment(config: Config) -> dict[str, str]:
 
 
 def thread_limits(name: str, processes: int) -> dict[str, str]:
-    """Variables that give each rank and each generator an equal share of the cores, unless the user has set it.
+    """Variables that give each rank, generator and teacher an equal share of the cores, unless the user has set it.
 
     Args:
-        processes: number of ranks and generators.
+        processes: number of ranks, generators and teachers.
     """
     if name.startswith(COMPUTING) and "OMP_NUM_THREADS" not in os.environ:
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
@@ -149,3 +152,12 @@ def generator_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
     share = layout.utilization
     own = [] if share is None else ["-o", f"generator.engine.gpu_memory_utilization={share}"]
     return {name: command("generator.cli", config, "--name", name, *own) for name in layout.generator_names}
+
+
+def teacher_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
+    commands = {}
+    for one in layout.teachers:
+        share = one.utilization
+        own = [] if share is None else ["-o", f"teacher.engine.gpu_memory_utilization={share}"]
+        commands[one.name] = command("generator.teacher.cli", config, "--source", one.source, "--name", one.name, *own)
+    return commands

@@ -1,10 +1,49 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from benchmarks.memory_table import QWEN3_8B
+from common.config import Config
+from tests.support.checks import config_of
+from tests.support.gpus import StandInGpus
 from tests.support.spo_command import Spo, spo_here
+
+SAVING = {"zero_stage": 2, "gradient_checkpointing": True, "mini_batches": 8}
 
 
 @pytest.fixture
 def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
     return spo_here(capsys, monkeypatch)
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInGpus:
+    return StandInGpus(tmp_path / "bin", monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-8B without weights."""
+    folder = tmp_path_factory.mktemp("Qwen3-8B")
+    QWEN3_8B.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config(model: Path) -> Callable[..., Config]:
+    """Builds a configuration that trains Qwen3-8B on H100s."""
+
+    def build(learner: dict[str, Any] | None = None, **sections: Any) -> Config:
+        settings: dict[str, Any] = {
+            "model": {"path": str(model), "max_model_len": 10_240},
+            "sampler": {"batch_size": 768},
+            "episode": {"max_response_tokens": 8192},
+            "learner": SAVING | (learner or {}),
+        }
+        return config_of(**settings | sections)
+
+    return build

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory_table import QWEN3_8B, QWEN3_30B_A3B
+from benchmarks.memory_table import QWEN3_30B_A3B
 from common.config import Config
 from common.errors import UserError
 from common.log import get_logger
@@ -28,35 +28,6 @@ from tests.support.gpus import StandInGpus
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
-
-SAVING = {"zero_stage": 2, "gradient_checkpointing": True, "mini_batches": 8}
-
-
-@pytest.fixture
-def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInGpus:
-    return StandInGpus(tmp_path / "bin", monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-8B without weights."""
-    folder = tmp_path_factory.mktemp("Qwen3-8B")
-    QWEN3_8B.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def config(model: Path) -> Callable[..., Config]:
-    def build(learner: dict[str, Any] | None = None, **sections: Any) -> Config:
-        settings: dict[str, Any] = {
-            "model": {"path": str(model), "max_model_len": 10_240},
-            "sampler": {"batch_size": 768},
-            "episode": {"max_response_tokens": 8192},
-            "learner": SAVING | (learner or {}),
-        }
-        return config_of(**settings | sections)
-
-    return build
 
 
 def devices(layout: Layout) -> tuple[str, list[str]]:
@@ -113,6 +84,8 @@ def test_gpus_are_divided(
         (8, {}, Choice(9), "leave none of 8 for the learner"),
         (8, {}, Choice(3, "0-5"), "there are GPUs for 2, of 1 each"),
         (0, {}, Choice(None, "0"), "--learner-gpus = '0', and there is no GPU here"),
+        (0, {}, Choice(teacher_gpus="0"), "--teacher-gpus = '0', and there is no GPU here"),
+        (8, {}, Choice(teacher_gpus="0"), "--teacher-gpus names 1 GPU, and 0 processes of teachers take 0"),
         (8, {"sequence_parallel": 8}, Choice(), "for the learner, or no multiple of learner.sequence_parallel = 8: "),
         (8, {"sequence_parallel": 2}, Choice(None, "0-2"), "does not divide the learner's ranks, of which there are 3"),
         (0, {"sequence_parallel": 2}, Choice(), "does not divide the learner's ranks, of which there is 1: start a"),

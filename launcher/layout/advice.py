@@ -1,0 +1,74 @@
+"""Whether a rank fits into a GPU, and where it does not, which change would make it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from common.config import Config
+from launcher.layout.gpus import Gpu
+from launcher.layout.needs import GB, RESERVED, Needs
+
+MOST = 64  # GPUs that are considered when it is said what would fit
+
+
+def rank_bytes(needs: Needs, ranks: int, config: Config | None = None) -> float:
+    """Bytes that a rank needs of its GPU.
+
+    Args:
+        config: another configuration of the same model.
+    """
+    return needs.rank(ranks, config).peak + RESERVED
+
+
+def free_of_rank(needs: Needs, ranks: int, gpu: Gpu, config: Config | None = None) -> float:
+    """Bytes of a GPU that a rank leaves; less than 0 if it does not fit."""
+    return (gpu.total or math.inf) - rank_bytes(needs, ranks, config)
+
+
+def rank_too_large(needs: Needs, ranks: int, gpu: Gpu, beside: float = 0.0) -> str:
+    """Why so many ranks do not fit.
+
+    Args:
+        beside: bytes that teachers take of the GPU.
+    """
+    needed, there = rank_bytes(needs, ranks) / GB, (gpu.total - beside) / GB
+    gpus = f"each of {ranks} GPUs" if ranks > 1 else "a GPU"
+    left = " that the teachers leave" if beside else ""
+    return f"the learner needs {needed:.1f} GB on {gpus} of {there:.1f} GB{left}: {advice(needs, ranks, gpu, beside)}"
+
+
+def advice(needs: Needs, ranks: int, gpu: Gpu, beside: float = 0.0) -> str:
+    """What would make it fit beside the bytes that others take of its GPU, the least change first."""
+    for changes in _changes(needs, ranks):
+        learner = needs.config.learner.model_copy(update=changes)
+        config = needs.config.model_copy(update={"learner": learner})
+        if free_of_rank(needs, ranks, gpu, config) >= beside:
+            return "set " + " ".join(f"-o learner.{name}={str(value).lower()}" for name, value in changes.items())
+    divided = needs.config.learner.model_copy(update={"zero_stage": 3, "gradient_checkpointing": True})
+    config = needs.config.model_copy(update={"learner": divided})
+    for more in range(ranks + 1, MOST + 1):
+        if free_of_rank(needs, more, gpu, config) >= 0:
+            return f"it takes {more} such GPUs for the learner, with learner.zero_stage=3"
+    return "use larger GPUs, a smaller model, or an adapter (learner.lora)"
+
+
+def _changes(needs: Needs, ranks: int) -> Iterator[dict[str, int | bool]]:
+    """Settings of the learner that save memory, those that cost least time first; none that are set already."""
+    learner = needs.config.learner
+    checkpointing: dict[str, int | bool] = {} if learner.gradient_checkpointing else {"gradient_checkpointing": True}
+    if checkpointing:
+        yield checkpointing
+    for stage in range(max(1, learner.zero_stage), 4):
+        stages: dict[str, int | bool] = {} if stage == learner.zero_stage else {"zero_stage": stage}
+        if stages:
+            yield stages
+            yield stages | checkpointing
+        if stage >= 2 and not learner.offload_optimizer:
+            yield stages | checkpointing | {"offload_optimizer": True}
+    stages = {} if learner.zero_stage == 3 else {"zero_stage": 3}
+    for size in range(learner.sequence_parallel + 1, ranks + 1):
+        if ranks % size == 0 and needs.shape.heads % size == 0 and needs.shape.kv_heads % size == 0:
+            yield stages | checkpointing | {"sequence_parallel": size}
+    if not learner.offload_params:
+        yield stages | checkpointing | {"offload_optimizer": True, "offload_params": True}

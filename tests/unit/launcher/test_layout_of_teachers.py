@@ -1,0 +1,179 @@
+"""Which GPUs the processes of teachers get under `spo run`, what is left for the others, and how they are started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import Config
+from common.errors import UserError
+from launcher.layout.layout import Choice, Layout, lay_out
+from launcher.run.local_run import worker_commands
+from tests.support.gpus import StandInGpus
+
+pytestmark = pytest.mark.integration
+
+TWO = {"tensor_parallel_size": 2}
+
+
+@pytest.fixture
+def taught(config: Callable[..., Config], model: Path) -> Callable[..., Config]:
+    """The configuration with a teacher as large as the policy."""
+
+    def build(teacher: dict[str, Any] | None = None, **sections: Any) -> Config:
+        return config(teacher={"model": str(model)} | (teacher or {}), **sections)
+
+    return build
+
+
+def devices(layout: Layout) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES by process."""
+    return {name: one["CUDA_VISIBLE_DEVICES"] for name, one in layout.environments.items()}
+
+
+def teachers(layout: Layout) -> dict[str, str]:
+    return {one.name: devices(layout).get(one.name, "") for one in layout.teachers}
+
+
+@pytest.mark.parametrize(
+    ("count", "teacher", "asked", "expected"),
+    [
+        (8, {}, Choice(), {"teacher-0": "7"}),
+        (8, {"processes": 2}, Choice(), {"teacher-0": "6", "teacher-1": "7"}),
+        (8, {"engine": TWO}, Choice(), {"teacher-0": "6,7"}),
+        (8, {"engine": TWO, "processes": 2}, Choice(), {"teacher-0": "4,5", "teacher-1": "6,7"}),
+        (8, {"engine": {"data_parallel_size": 3}}, Choice(), {"teacher-0": "5,6,7"}),
+        (8, {}, Choice(teacher_gpus="0"), {"teacher-0": "0"}),
+        (8, {"processes": 2}, Choice(teacher_gpus="0,5"), {"teacher-0": "0", "teacher-1": "5"}),
+        (8, {}, Choice(None, "0-3", "4-6"), {"teacher-0": "7"}),
+        (8, {}, Choice(None, "4-7"), {"teacher-0": "3"}),
+        (8, {"processes": 0}, Choice(), {}),
+        (8, {"model": None, "url": "http://127.0.0.1:1/v1"}, Choice(), {"teacher-0": ""}),
+        (8, {"model": None, "context": "{answer}"}, Choice(), {}),
+        (0, {"processes": 2}, Choice(), {"teacher-0": "", "teacher-1": ""}),
+    ],
+)
+def test_teachers_get_the_last_gpus(
+    count: int,
+    teacher: dict[str, Any],
+    asked: Choice,
+    expected: dict[str, str],
+    taught: Callable[..., Config],
+    gpus: StandInGpus,
+) -> None:
+    gpus.are(count)
+    layout = lay_out(taught(teacher), asked)
+    assert teachers(layout) == expected
+    used = [gpu for text in devices(layout).values() for gpu in text.split(",")]
+    assert sorted(used) == [str(number) for number in range(count)], "each GPU is used, by one process"
+    in_file = {"teacher_gpus": asked.teacher_gpus, "learner_gpus": asked.learner_gpus}
+    in_file["generator_gpus"] = asked.generator_gpus
+    assert lay_out(taught(teacher, run=in_file), Choice()) == layout
+
+
+def test_each_source_may_have_a_teacher_of_its_own(
+    taught: Callable[..., Config], gpus: StandInGpus, model: Path
+) -> None:
+    gpus.are(8)
+    sources = [{"path": "maths.jsonl"}, {"path": "code.jsonl", "teacher": {"model": str(model), "engine": TWO}}]
+    layout = lay_out(taught(data={"train": sources}), Choice())
+    assert teachers(layout) == {"teacher-maths-0": "5", "teacher-code-0": "6,7"}
+    assert [(one.source, one.group) for one in layout.teachers] == [
+        ("maths", "teacher-maths"),
+        ("code", "teacher-code"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "teacher", "asked", "words"),
+    [
+        (2, {"processes": 2}, Choice(), "2 processes of teachers take 2 GPUs, and 2 are free, one of them for learner"),
+        (8, {"engine": {"tensor_parallel_size": 8}}, Choice(), "1 process of teachers takes 8 GPUs, and 8 are free"),
+        (8, {}, Choice(None, "0-3", "4-7"), "1 process of teachers takes 1 GPU, and 0 are free: set teacher.processes"),
+        (8, {}, Choice(teacher_gpus="6-7"), "--teacher-gpus names 2 GPUs, and 1 process of teachers takes 1: name as"),
+        (8, {"processes": 2}, Choice(teacher_gpus="7"), "--teacher-gpus names 1 GPU, and 2 processes of teachers take"),
+        (8, {}, Choice(None, "0-3", None, "3"), "--teacher-gpus names GPU 3, which learner or generators have"),
+        (8, {}, Choice(teacher_gpus="8"), "--teacher-gpus = '8' names GPU 8, and GPUs here are 0 to 7"),
+        (8, {"dtype": "float32", "engine": {"gpu_memory_utilization": 0.4}}, Choice(),
+         "GB of each of its GPUs, and vLLM takes 40% of 85.5 GB: set teacher.engine.tensor_parallel_size=2, or"),
+        (1, {"engine": TWO}, Choice(), "a teacher takes 2 GPUs (teacher.engine), and there is one"),
+        (1, {}, Choice(), "GPU 0 has 85.5 GB, of which the teachers take "),
+    ],
+)  # fmt: skip
+def test_teachers_without_room_are_refused_with_what_would_fit(
+    count: int,
+    teacher: dict[str, Any],
+    asked: Choice,
+    words: str,
+    taught: Callable[..., Config],
+    gpus: StandInGpus,
+) -> None:
+    gpus.are(count)
+    with pytest.raises(UserError) as refused:
+        lay_out(taught(teacher), asked)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_one_gpu_is_shared_by_all_three(taught: Callable[..., Config], gpus: StandInGpus, tmp_path: Path) -> None:
+    gpus.are(1)
+    adapter = {"learner": {"lora": {"rank": 16}}}
+    alone = lay_out(taught({"model": None}, **adapter), Choice())
+    layout = lay_out(taught(**adapter), Choice())
+    assert set(devices(layout).values()) == {"0"}
+    (teacher,) = layout.teachers
+    assert teacher.utilization is not None
+    assert alone.utilization is not None
+    assert layout.utilization == pytest.approx(alone.utilization - teacher.utilization, abs=0.011)
+    commands = worker_commands(tmp_path / "config.yaml", layout)
+    assert f"teacher.engine.gpu_memory_utilization={teacher.utilization}" in commands["teacher-0"]
+    configured = lay_out(taught({"engine": {"gpu_memory_utilization": 0.4}}, **adapter), Choice())
+    assert configured.utilization == pytest.approx(alone.utilization - 0.4, abs=0.011)
+    assert "-o" not in worker_commands(tmp_path / "config.yaml", configured)["teacher-0"]
+    with pytest.raises(UserError, match=r"on a GPU of \d+.\d GB that the teachers leave: "):
+        lay_out(taught({"processes": 4}, **adapter), Choice(0))
+
+
+def test_a_teacher_beside_one_gpu_leaves_it_to_the_others(taught: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(2)
+    layout = lay_out(taught(learner={"lora": {"rank": 16}}), Choice())
+    assert devices(layout) == {"learner": "0", "generator-1": "0", "teacher-0": "1"}
+    assert "one GPU is left: the learner and a generator share it" in layout.reasons
+
+
+def test_a_teacher_is_started_for_its_source(taught: Callable[..., Config], gpus: StandInGpus, tmp_path: Path) -> None:
+    gpus.are(8)
+    layout = lay_out(taught(), Choice())
+    commands = worker_commands(tmp_path / "config.yaml", layout)
+    assert next(iter(commands)) == "learner"
+    assert list(commands)[-2:] == ["teacher-0", "sampler"]
+    assert commands["teacher-0"][-4:] == ["--source", "t", "--name", "teacher-0"]
+    line = next(line for line in layout.reasons if line.startswith("teacher-0: GPU 7 (NVIDIA H100"))
+    assert "16.4 GB of weights, keys and values of" in line
+    assert layout.processes == len(layout.learner) + len(layout.generators) + 1
+
+
+@pytest.mark.parametrize(
+    ("teacher", "words"),
+    [
+        ({"processes": 0}, "the teacher of t: its processes join from elsewhere (teacher.processes = 0)"),
+        ({"model": None, "url": "http://u:secret@host/v1"}, "teacher-0: asks http://u:***@host/v1"),
+    ],
+)
+def test_where_a_teacher_is_elsewhere_is_said(
+    teacher: dict[str, Any], words: str, taught: Callable[..., Config], gpus: StandInGpus
+) -> None:
+    gpus.are(8)
+    layout = lay_out(taught(teacher), Choice())
+    assert [line for line in layout.reasons if "teacher" in line] == [words]
+    assert layout.processes == len(layout.learner) + len(layout.generators)
+
+
+def test_without_learning_nobody_is_taught(taught: Callable[..., Config], gpus: StandInGpus) -> None:
+    gpus.are(4)
+    layout = lay_out(taught(run={"steps": 0}), Choice())
+    assert layout.teachers == ()
+    assert len(layout.generators) == 4
