@@ -18,6 +18,7 @@ from common.errors import one_line
 from common.messages import InvalidMessage, Task
 from common.scripts import OverrideOption
 from common.streams import dead as letters
+from common.streams import scoring
 from common.streams.presence import gone_line, learner_gone
 from launcher.folder.episodes import prompt_text
 from launcher.options import RunArgument, RunConfigOption, run_config
@@ -92,6 +93,7 @@ def facts(config: Config) -> dict[str, Any]:
         "evaluations": _without_nan(progress.evaluations),
         "unreadable_evaluations": progress.unreadable_evaluations,
         "processes": progress.processes,
+        "waiting_for_scores": progress.scoring,
         "learner_gone_seconds": gone,
         "redis_memory": progress.memory._asdict(),
         "variance_ratio": progress.variance_ratio,
@@ -112,7 +114,8 @@ def _without_nan(value: Any) -> Any:
 def _progress(config: Config) -> tuple[Progress, float | None]:
     """The run, and for how many seconds its learner has been gone; None if it is there or not needed."""
     with reopened(config) as broker:
-        progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range, config.run.folder)
+        ends, streams = config.sampler.tracker.reward_range, scoring.streams(config)
+        progress = Progress(broker, config.run.steps, ends, config.run.folder, streams)
         progress.refresh()
         return progress, None if progress.finished else learner_gone(broker)
 

@@ -14,6 +14,7 @@ from launcher.folder.metrics import Metrics, Series
 RECENT, SHORTEST = 20, 60.0  # newest steps and seconds, at least, from which the bottleneck is determined
 WINDOW = 20  # newest steps, from which the pace is estimated
 WAITS = 0.15  # share of its time that a side must wait to count as waiting
+MOST_SCORING = 0.5  # share of the samples under way that must wait for scores until teachers count as the bottleneck
 # Parts of a learner's step, in order.
 LEARNER = {
     "wait": "waiting for a batch",
@@ -47,11 +48,12 @@ class Bottleneck:
     """Which side the run waited for over its newest steps, without the learner's start.
 
     Attributes:
-        side: `learner`, `generators`, `both` (they wait for each other) or `neither`.
+        side: `learner`, `generators`, `teachers`, `both` (learner and generators wait for each other) or `neither`.
         steps: number of the steps.
         wait: share of its time that the learner waited for a batch.
         idle: share of their time that the generators were without any task.
         words: a sentence for people.
+        scoring: share of the samples under way that waited for a teacher's scores.
     """
 
     side: str
@@ -59,6 +61,7 @@ class Bottleneck:
     wait: float
     idle: float
     words: str
+    scoring: float = 0.0
 
 
 def learner_seconds(metrics: Metrics, after: float = -math.inf, last: float = math.inf) -> dict[str, float]:
@@ -111,7 +114,14 @@ def bottleneck(metrics: Metrics) -> Bottleneck | None:
         f"generators {idle:.0%} of theirs for tasks"
     )
     most = max(learner, key=lambda name: learner[name])
-    if max(wait, idle) < WAITS:
+    scoring = _scoring(metrics, begin, end)
+    if wait >= WAITS and scoring >= MOST_SCORING:
+        side = "teachers"
+        words = (
+            f"The teachers are the bottleneck: {facts}, and {scoring:.0%} of the samples under way waited for scores. "
+            "More teachers (teacher.processes), or a smaller one, would help."
+        )
+    elif max(wait, idle) < WAITS:
         side, words = "neither", f"Neither side waits for long: {facts}."
     elif min(wait, idle) >= WAITS:
         side = "both"
@@ -125,7 +135,7 @@ def bottleneck(metrics: Metrics) -> Bottleneck | None:
             f"The learner is the bottleneck: {facts}. Most of its step is {most} "
             f"({learner[most] / sum(learner.values()):.0%}); more generators would not help."
         )
-    return Bottleneck(side, len(ends) - 1, wait, idle, words)
+    return Bottleneck(side, len(ends) - 1, wait, idle, words, scoring)
 
 
 class Pace:
@@ -183,6 +193,16 @@ def accumulated(series: Series, begin: float = -math.inf, end: float = math.inf)
 
 def _generators(metrics: Metrics) -> list[str]:
     return [name for name in metrics.processes() if len(metrics.timeline("generator/seconds", name).times)]
+
+
+def _scoring(metrics: Metrics, begin: float, end: float) -> float:
+    """Share of the samples under way that waited for scores between two Unix times."""
+    means = []
+    for queue in ("queue/scoring", "queue/outstanding"):
+        _, times, lengths = metrics.timeline(queue, "sampler")
+        within = lengths[(times > begin) & (times <= end)]
+        means.append(float(within.mean()) if len(within) else 0.0)
+    return means[0] / means[1] if means[1] else 0.0
 
 
 def _newest_start(metrics: Metrics) -> float:

@@ -205,6 +205,8 @@ def figures(progress: Progress) -> Table:
     table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
     counted, dispatched = progress.counters.get("counted", 0), progress.counters.get("dispatched", 0)
     table.add_row("samples counted", f"{counted:,}", f"of {dispatched:,} dispatched")
+    if progress.scoring is not None:
+        table.add_row("waiting for scores", f"{progress.scoring:,}", "samples, by teachers")
     if progress.gpus:
         table.add_row("GPUs", *gpu_figures(progress.gpus))
     if progress.memory.limit:

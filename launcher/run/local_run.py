@@ -17,6 +17,7 @@ from common.config.load import read_tree
 from common.errors import UserError
 from common.files import checkpoint_versions
 from common.process import keep_files_private
+from common.streams import scoring
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
 from launcher.layout.gpus import Gpu, watching
@@ -117,7 +118,8 @@ def _run(
                         "run.name and run.experiment"
                     )
                 config = with_url(config, options.front(config.broker.url))
-                progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range, folder)
+                ends, streams = config.sampler.tracker.reward_range, scoring.streams(config)
+                progress = Progress(broker, config.run.steps, ends, folder, streams)
                 commands = worker_commands(path, layout)
                 if options.resume:
                     commands["learner"].append("--resume")

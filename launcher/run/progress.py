@@ -38,12 +38,15 @@ class Progress:
     Attributes:
         folder: of the run; it may be on another machine, and then there are no metrics.
         gpus: those that processes started here use, as they are now.
+        streams: names of those in which samples wait for teachers.
+        scoring: number of these samples; None where there are no teachers.
     """
 
     broker: Broker
     steps: int
     reward_range: tuple[float, float] = (0.0, 1.0)
     folder: Path | None = None
+    streams: Sequence[str] = ()
     pace: Pace = field(default_factory=Pace)
     reader: StepReader = field(init=False)
     step: Step | None = None
@@ -57,6 +60,7 @@ class Progress:
     has_generated: bool = False
     variance_ratio: float | None = None
     gpus: Sequence[Gpu] = ()
+    scoring: int | None = None
     metrics: Metrics | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +86,8 @@ class Progress:
                 self.variance_ratio = sampler.get("variance_ratio", self.variance_ratio)
             self.counters = self.broker.counters()
             self.memory = self.broker.memory()
+            lengths = [self.broker.redis.xlen(self.broker.key(stream)) for stream in self.streams]
+            self.scoring = sum(lengths) if lengths else None
             self.finished = self.broker.finished()
             self.has_generated = self.has_generated or self.generating()
         except RedisError:

@@ -107,6 +107,10 @@ def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker,
                   "48 of 96"):  # fmt: skip
         assert piece in shown
     assert [line.split()[3] for line in shown.splitlines() if "held-out skipped" in line] == ["2"]
+    assert "waiting for scores" not in shown
+    fake_broker.redis.xadd(fake_broker.key("scoring:maths"), {"id": "t"})
+    shown = text(render("runs/x", read(fake_broker, streams=["scoring:maths", "scoring:code"]), supervisor, phases))
+    assert [line.split()[4] for line in shown.splitlines() if "waiting for scores" in line] == ["1"]
     # A mean reward outside 0 to 1 is a number beside its axis.
     announce(fake_broker, 4, reward=-0.25)
     shown = text(render("runs/x", read(fake_broker, reward_range=(-1.0, 1.0)), supervisor, phases))

@@ -115,6 +115,21 @@ def test_the_bottleneck_is_what_the_others_waited_for_lately(
     assert (slow.wait, slow.idle) == (pytest.approx(wait / 10), pytest.approx(idle, abs=0.02))
 
 
+@pytest.mark.parametrize(("wait", "scoring", "side"), [(4.0, 30, "teachers"), (4.0, 10, "both"), (0.1, 30, "learner")])
+def test_teachers_are_named_where_the_samples_wait_for_them(
+    tmp_path: Path, wait: float, scoring: int, side: str
+) -> None:
+    write_learner(tmp_path, [(wait, 10.0 - wait)] * 24)
+    write_generator(tmp_path, each(10, 0.4, 0, 240), (0, 240))
+    for at in range(5, 245, 5):
+        waiting = 0 if at < 40 else scoring  # those of the first steps do not count
+        write_metrics(tmp_path, 0, {"queue/scoring": waiting, "queue/outstanding": 40}, "sampler", at)
+    slow = bottleneck(read_metrics(tmp_path))
+    assert slow is not None
+    assert (slow.side, slow.scoring) == (side, scoring / 40)
+    assert ("The teachers are the bottleneck" in slow.words) == (side == "teachers")
+
+
 def test_nothing_is_said_before_both_were_measured(tmp_path: Path) -> None:
     write_generator(tmp_path / "alone", [], (0, 100))
     write_learner(tmp_path / "early", [(300, 1), (0, 1)])
