@@ -13,6 +13,7 @@ from common.config import Config
 from common.config.teacher import TeacherConfig
 from common.errors import UserError
 from common.network import without_password
+from common.streams import scoring
 from launcher.layout.gpus import Gpu, numbers
 from launcher.layout.needs import GB, engine_size, teacher_needs, utilization
 
@@ -53,7 +54,7 @@ class TeacherProcess:
 
 def teacher_processes(config: Config) -> list[TeacherProcess]:
     """The processes that `spo run` starts, without GPUs; none in a run without learning."""
-    teachers = {source: one for source, one in config.teachers_in_use().items() if one.has_process}
+    teachers = scoring.teachers(config)
     return [
         TeacherProcess(f"teacher-{number}" if len(teachers) == 1 else f"teacher-{source}-{number}", source, teacher)
         for source, teacher in teachers.items()
@@ -63,8 +64,8 @@ def teacher_processes(config: Config) -> list[TeacherProcess]:
 
 def teachers_elsewhere(config: Config) -> list[str]:
     """Sources whose teachers' processes join from elsewhere."""
-    teachers = config.teachers_in_use().items() if config.run.has_learner else ()
-    return [source for source, one in teachers if one.has_process and not one.processes]
+    teachers = scoring.teachers(config).items() if config.run.has_learner else ()
+    return [source for source, teacher in teachers if not teacher.processes]
 
 
 def give_gpus(
