@@ -19,6 +19,7 @@ CHECKOUT = Path(__file__).parents[1]
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
     task: str
+    teacher: bool
     minutes: float
     seed: int
     steps: int | None
@@ -31,6 +32,9 @@ class ChaosOptions:
 
 def chaos(
     task: Annotated[str, typer.Option(help="Which quickstart: `arithmetic`, or `agent`.")] = "arithmetic",
+    teacher: Annotated[
+        bool, typer.Option("--teacher", help="Have two teachers score every answer, and harm them too.")
+    ] = False,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long to inject faults, from the first step on.")] = 2.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the faults and of the run.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; by default as many as fit the time.")] = None,
@@ -47,13 +51,14 @@ def chaos(
     """Run the quickstart under faults drawn from a seed, and check that nothing was lost and nothing counted twice.
 
     All processes are real. They are killed and frozen; their connections to Redis are cut, held and slowed down;
-    replies are lost; Redis is killed, its log cut, its memory and disk filled; generators come and go; strangers call;
-    the power fails. Then the run is checked against the journal of the sampler's commits. Exit code 1: the counts do
+    replies are lost; Redis is killed, its log cut, its memory and disk filled; generators and teachers come and go;
+    strangers call; the power fails. Then the run is checked against the journal of the sampler's commits. Exit code 1: the counts do
     not agree. Needs a source checkout.
 
     - `spo chaos`
     - `spo chaos --minutes 15 --seed 3 --threshold 0.9`
     - `spo chaos --task agent`
+    - `spo chaos --teacher`
     """
     if not (CHECKOUT / "tests" / "chaos" / "command.py").is_file():
         raise UserError(
@@ -63,4 +68,6 @@ def chaos(
     from tests.chaos.command import run_chaos
 
     faulty = tuple(without or ())
-    run_chaos(ChaosOptions(task, minutes, seed, steps, threshold, faulty, output, plain, tuple(override or ())))
+    run_chaos(
+        ChaosOptions(task, teacher, minutes, seed, steps, threshold, faulty, output, plain, tuple(override or ()))
+    )

@@ -25,7 +25,7 @@ from tests.chaos.proxy import Mode, Proxy
 from tests.chaos.schedule import Fault
 from tests.chaos.strangers import Strangers
 
-MAX_GENERATORS = 3
+MOST = 3  # generators, and teachers
 LOG_TAIL = 4096  # bytes at most that a cut log of Redis loses
 AGE = (0.5, 5.0)  # seconds by which an older log is older than the newest checkpoint
 LONGEST_AGE = 30.0  # seconds that an older log may be old
@@ -61,7 +61,7 @@ class Injector:
         broker: of the run, past the proxy.
         folder: of Redis's append-only log.
         disk: of the run folder.
-        new_generator: starts another generator.
+        start_one: starts another process of a role.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Injector:
         folder: Path,
         disk: Disk,
         supervisor: Supervisor,
-        new_generator: Callable[[], None],
+        start_one: Callable[[str], None],
         log: Any,
     ) -> None:
         self._faults, self._tally, self._proxy, self._broker, self._folder = faults, tally, proxy, broker, folder
-        self._disk, self._supervisor, self._new_generator, self._log = disk, supervisor, new_generator, log
+        self._disk, self._supervisor, self._start_one, self._log = disk, supervisor, start_one, log
         self.next = next(faults)
         self._due = time.monotonic() + self.next.after
         self._undo: Callable[[], Any] | None = None
@@ -126,6 +126,10 @@ class Injector:
             return self._kill(object_, fault)
         if verb == "freeze":
             return self._freeze(object_, fault)
+        if verb == "more":
+            return self._add(object_.removesuffix("s"))
+        if verb == "fewer":
+            return self._remove(object_.removesuffix("s"), fault)
         return {
             "cut redis's log": self._cut_log,
             "older redis log": self._cut_log,
@@ -135,8 +139,6 @@ class Injector:
             "fork rewards": self._raise_flag,
             "strangers": self._send_strangers,
             "power cut": self._kill_all,
-            "more generators": self._add_generator,
-            "fewer generators": self._remove_generator,
         }[fault.kind](fault)
 
     def _for(self, seconds: float, undo: Callable[[], Any], hit: str) -> str:
@@ -232,17 +234,17 @@ class Injector:
                 return self._for(fault.seconds, Strangers(endpoint["address"], fault.seed).leave, "learner")
         return ""
 
-    def _add_generator(self, fault: Fault) -> str:
-        if len(self._supervisor.alive("generator")) >= MAX_GENERATORS:
+    def _add(self, role: str) -> str:
+        if len(self._supervisor.alive(role)) >= MOST:
             return ""
-        self._new_generator()
+        self._start_one(role)
         return "a new one"
 
-    def _remove_generator(self, fault: Fault) -> str:
+    def _remove(self, role: str, fault: Fault) -> str:
         """As a user does it: with SIGTERM. One that is told to leave needs time for it, and may not be the last."""
         staying = [
             child
-            for child in self._supervisor.alive("generator")
+            for child in self._supervisor.alive(role)
             if child.state == "running" and child.pid not in self._leaving
         ]
         if len(staying) < 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from common.errors import UserError
@@ -33,6 +33,8 @@ WEIGHTS = {
     "more generators": 3,
     "fewer generators": 3,
 }
+# Those of a run with teachers; without them a seed's schedule is what it was before there were any.
+TEACHERS = {"kill teacher": 5, "freeze teacher": 5, "more teachers": 3, "fewer teachers": 3}
 GAP = 4.0  # seconds between two faults, on average
 FIRST_GAP = 1.0  # seconds at least
 SHORT = (0.5, 4.0)  # seconds that a disturbance of connections lasts
@@ -57,28 +59,31 @@ class Fault:
     seed: int
 
 
-def schedule(seed: int, without: Collection[str] = ()) -> Iterator[Fault]:
+def schedule(seed: int, without: Collection[str] = (), *, taught: bool = False) -> Iterator[Fault]:
     """Faults without end; the first ones are one of each kind, in random order, so that a short run has all of them.
 
     Args:
         without: kinds that are left out.
+        taught: whether the run has teachers.
 
     Raises:
         UserError: there is no such kind, or none is left.
     """
-    unknown = sorted(set(without) - set(WEIGHTS))
-    kinds = sorted(set(WEIGHTS) - set(without))
+    weights = WEIGHTS | (TEACHERS if taught else {})
+    unknown = sorted(set(without) - set(weights))
+    kinds = sorted(set(weights) - set(without))
     if unknown or not kinds:
         problem = f"is no fault: {unknown[0]!r}" if unknown else "leaves no fault"
-        raise UserError(f"--without {problem}; there are {', '.join(WEIGHTS)}")
-    return _drawn(random.Random(f"chaos {seed}"), kinds)
+        raise UserError(f"--without {problem}; there are {', '.join(weights)}")
+    return _drawn(random.Random(f"chaos {seed}"), {kind: weights[kind] for kind in kinds})
 
 
-def _drawn(drawn: random.Random, kinds: list[str]) -> Iterator[Fault]:
+def _drawn(drawn: random.Random, weights: Mapping[str, int]) -> Iterator[Fault]:
+    kinds = list(weights)
     first = drawn.sample(kinds, len(kinds))
     number = 0
     while True:
-        kind = first.pop() if first else drawn.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
+        kind = first.pop() if first else drawn.choices(kinds, list(weights.values()))[0]
         after = FIRST_GAP + drawn.expovariate(1 / (GAP - FIRST_GAP))
         seconds = drawn.uniform(1.1, 2.0) if kind.startswith("freeze") else drawn.uniform(*SHORT)
         yield Fault(number, kind, after, seconds, drawn.uniform(0.3, 1.0), drawn.getrandbits(32))

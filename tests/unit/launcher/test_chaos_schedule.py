@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from common.errors import UserError
-from tests.chaos.schedule import WEIGHTS, schedule
+from tests.chaos.schedule import TEACHERS, WEIGHTS, schedule
 
 
 def test_a_seed_decides_the_faults_of_which_some_can_be_left_out() -> None:
@@ -19,3 +19,12 @@ def test_a_seed_decides_the_faults_of_which_some_can_be_left_out() -> None:
         schedule(0, ["kill radish"])
     with pytest.raises(UserError, match="no fault"):
         schedule(0, [*WEIGHTS])
+
+
+def test_teachers_are_harmed_where_there_are_some() -> None:
+    assert {fault.kind for fault in islice(schedule(0, taught=True), 100)} == {*WEIGHTS, *TEACHERS}
+    # A schedule of a run without teachers is the one that this seed has always had.
+    first = ["lose replies", "fewer generators", "slow connections", "memory full"]
+    assert [fault.kind for fault in islice(schedule(2), 4)] == first
+    with pytest.raises(UserError, match="no fault: 'kill teacher'"):
+        schedule(0, ["kill teacher"])
