@@ -42,6 +42,16 @@ def step_metrics(run: Evidence) -> str:
     return some(f"version {v}" for v in range(first, run.trained + 1) if v not in made)
 
 
+def scores(run: Evidence) -> str:
+    """Every token that the learner learned from had a teacher's score, where each source has a teacher."""
+    sources = run.config.data.sources("train")
+    if run.folder.has_lost_metrics or not all(run.config.for_source(source).teacher.is_set for source in sources):
+        return ""
+    share = run.folder.metrics.series("teacher/tokens", "learner").at()
+    made = run.folder.metrics.series("batch/samples", "learner").versions.tolist()
+    return some(f"version {v}: {share.get(v, 0.0):.2%} of its tokens" for v in made if share.get(v) != 1.0)
+
+
 def answers_once(run: Evidence) -> str:
     """Each evaluation has each of its tasks once, all answered by its version."""
     wrong = []
@@ -221,6 +231,7 @@ LINES = {
     "every line of the run folder is whole": whole_lines,
     "metrics.jsonl has the reward of each batch": batch_metrics,
     "metrics.jsonl has each step of the learner": step_metrics,
+    "each token of a step had its teacher's score": scores,
     "each evaluation has each answer once, of its version": answers_once,
     "each evaluation's figures are those of its answers": evaluation_figures,
     "the last version was evaluated, and no evaluation is left open": evaluations_made,

@@ -63,5 +63,5 @@ class RunRecords:
 def made(folder: Path) -> Config:
     return make_config(
         folder, prompts=12, heldout=3, run={"journal": True}, episode={"rollouts_every": 2, "reward": "exact"},
-        sampler={"tracker": {"prior": "population"}}, eval={"every": 2, "samples": 2},
+        sampler={"tracker": {"prior": "population"}}, eval={"every": 2, "samples": 2}, teacher={"model": "large"},
     )  # fmt: skip

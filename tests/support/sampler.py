@@ -10,13 +10,15 @@ from typing import Any
 from common.config import Config, parse_config
 from common.messages import Batch, SampleHeader, Step, Task
 from common.payload import pack_record
+from common.streams import scoring
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.inbox import Delivery, Finished
+from common.streams.scoring import ScoringInbox
 from common.streams.tasks import TaskInbox
 from sampler.prompt_drift import PromptDrift
 from sampler.tracker import ValueTracker
-from tests.support.streams import payload
+from tests.support.streams import payload, scored
 
 
 def make_config(folder: Path, *, prompts: int = 40, heldout: int = 0, **sections: dict[str, Any]) -> Config:
@@ -105,6 +107,21 @@ class NoopGenerator:
         return self.inbox.finish(results)
 
 
+class TaughtGenerator(NoopGenerator):
+    """Has its answers scored, unless the teacher is `away`."""
+
+    def __init__(self, broker: Broker, config: Config) -> None:
+        (teacher,) = scoring.teachers(config)
+        super().__init__(broker, teacher=teacher)
+        self.scoring, self.away = ScoringInbox(broker, "teacher", teacher), False
+
+    def work(self, n: int = 64, block_ms: int = 0, **changes: Any) -> int:
+        """As its base; what one call finishes is scored in the next."""
+        deliveries = [] if self.away else self.scoring.take(n, 0)
+        self.scoring.finish([scored(delivery, payload()) for delivery in deliveries])
+        return super().work(n, block_ms, **changes)
+
+
 class NoopLearner:
     """Takes one batch after another and announces the next version.
 
@@ -125,12 +142,15 @@ class NoopLearner:
         if batch is None:
             return False
         assert batch.batch_id == self.version
-        assert None not in self.inbox.payloads(batch.sample_ids), "every sample of a batch has its tokens"
+        payloads = [one for one in self.inbox.payloads(batch.sample_ids) if one is not None]
+        assert len(payloads) == len(batch.sample_ids), "every sample of a batch has its tokens"
         self.batches.append(batch)
         self.record(batch)
         self.version += 1
         mean = sum(batch.rewards) / len(batch.rewards)
         metrics = {"reward/mean": mean, "batch/samples": float(len(batch.rewards)), "batch/left_out": 0.0}
+        if taught := sum(len(one.teacher_logprobs) > 0 for one in payloads):
+            metrics["teacher/tokens"] = taught / len(payloads)
         drift = 0.002 * self.version
         self.inbox.announce(Step(version=self.version, drift=drift, metrics=metrics, checkpoint=checkpoint))
         self.inbox.release_before(self.version)
