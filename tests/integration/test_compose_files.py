@@ -29,5 +29,6 @@ def _compose() -> None:
 @pytest.mark.usefixtures("_compose")
 @pytest.mark.parametrize("env_file", ["/dev/null", ".env.gpu.example", ".env.example"])
 def test_compose_takes_the_files_without_a_warning(env_file: str) -> None:
-    ran = compose("--env-file", env_file, "-f", "compose.yaml", "-f", "compose.gpu.yaml", "config", "--quiet")
+    files = ("-f", "compose.yaml", "-f", "compose.gpu.yaml")
+    ran = compose("--env-file", env_file, "--profile", "*", *files, "config", "--quiet")
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -15,8 +15,9 @@ from common.config import Config, differences, load_config
 ROOT = Path(__file__).parents[3]
 MATHS = ROOT / "configs" / "qwen3-8b-maths.yaml"
 COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
-WITH_CONFIG = ("sampler", "generator", "learner")
-WITH_GPU = ("generator", "learner")
+WITH_CONFIG = ("sampler", "generator", "learner", "teacher")
+WITH_GPU = ("generator", "learner", "teacher")
+WITH_WEIGHTS = ("generator", "learner")
 VARIABLE = re.compile(r"\$\{(\w+):?-((?:[^{}]|\{[^{}]*\})*)\}")
 
 
@@ -101,8 +102,9 @@ def test_gpu_services_have_devices_and_shared_memory() -> None:
         environment = service["environment"]
         assert environment["SPO_REQUIRE_GPUS"] == "1"
         assert {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"} <= environment.keys()
-        assert service["build"]["args"]["LOCKS"] == "-gpu"
-        devices += environment["CUDA_VISIBLE_DEVICES"].split(",")
+        assert name == "teacher" or service["build"]["args"]["LOCKS"] == "-gpu"
+        if "profiles" not in service:
+            devices += environment["CUDA_VISIBLE_DEVICES"].split(",")
     assert len(devices) == len(set(devices))
     generating = services()["generator"]["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
     assert settings("generator").generator.engine == {"data_parallel_size": len(generating)}
@@ -110,9 +112,21 @@ def test_gpu_services_have_devices_and_shared_memory() -> None:
 
 @pytest.mark.parametrize("files", [("compose.yaml",), COMPOSE_FILES])
 def test_learner_and_generators_share_a_folder_for_weights(files: tuple[str, ...]) -> None:
-    for name in WITH_GPU:
+    for name in WITH_WEIGHTS:
         service = services(*files)[name]
         folder = service["environment"]["SPO__LEARNER__WEIGHTS__SHARED_FOLDER"]
         assert f"weights:{folder}" in service["volumes"]
     for name, service in services(*files).items():
-        assert name in WITH_GPU or not [path for path in service.get("volumes", ()) if path.startswith("weights:")]
+        assert name in WITH_WEIGHTS or not [path for path in service.get("volumes", ()) if path.startswith("weights:")]
+
+
+@pytest.mark.parametrize("files", [("compose.yaml",), COMPOSE_FILES])
+def test_a_teacher_is_started_on_demand_and_reaches_the_queue_alone(files: tuple[str, ...]) -> None:
+    of_files = services(*files)
+    teacher, generator = of_files["teacher"], of_files["generator"]
+    assert {name for name, service in of_files.items() if "profiles" in service} == {"teacher"}
+    assert teacher["profiles"] == ["teacher"]
+    assert (teacher["networks"], teacher["secrets"]) == (["queue"], ["redis_password"])
+    assert teacher["image"] == generator["image"], "it needs no image of its own"
+    assert teacher["command"] == ["spo-teacher", *generator["command"][1:]]
+    assert "teacher" in teacher["healthcheck"]["test"]
