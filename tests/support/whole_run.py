@@ -32,12 +32,12 @@ def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **both}
 
 
-def save_model(folder: Path, extra_tokens: Sequence[str] = ()) -> Path:
-    """A tiny model that has learned nothing."""
+def save_model(folder: Path, extra_tokens: Sequence[str] = (), seed: int = 0) -> Path:
+    """A tiny model that has learned nothing; other seeds give other weights."""
     from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 
     tokenizer = build_tokenizer(extra_tokens)
-    save(build_model(tokenizer, seed=0), tokenizer, folder)
+    save(build_model(tokenizer, seed=seed), tokenizer, folder)
     return folder
 
 

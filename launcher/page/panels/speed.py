@@ -16,7 +16,7 @@ from launcher.run.progress import duration
 
 NO_STEP = "The learner has not finished a step yet."
 NO_ANSWER = "No generator has answered a task yet."
-SHOWN = ("process/cpu_seconds", "process/memory_mb", "generator/tokens_per_second", "generator/episodes")
+SHOWN = ("cpu_seconds", "memory_mb", "tokens_per_second", "episodes")
 SILENT = 60.0  # seconds without an entry, much longer than a living process pauses
 QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "scoring": "answers to score",
           "samples": "answers to count", "batches": "batches to train on", "evaluation": "evaluation's tasks",
@@ -25,17 +25,19 @@ QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "scoring
 
 def throughput_panel(metrics: Metrics) -> dict[str, Any]:
     """Charts of tokens per second by process, of the parts of a learner step, and of waiting times."""
-    generators = [name for name in metrics.processes() if name not in ("sampler", "learner")]
+    others = [name for name in metrics.processes() if name not in ("sampler", "learner")]
 
     def of_each(metric: str) -> list[dict[str, Any]]:
-        return over_time(metrics, {name: (name, metric) for name in generators})
+        return over_time(metrics, {name: (name, metric) for name in others})
 
     step = {words: f"seconds/{phase}" for phase, words in LEARNER.items()}
     waits = {"for answers of generators": "waiting/generators_seconds", "for the learner": "waiting/learner_seconds"}
-    pauses = [line for name in generators for line in steps(metrics, {name: "generator/pause_ms_per_update"}, name)]
+    pauses = [line for name in others for line in steps(metrics, {name: "generator/pause_ms_per_update"}, name)]
     note = f"By the time of the last {SMOOTHED} steps, with their waiting."
+    scored = lines("scored", "Tokens scored by teacher", of_each("teacher/tokens_per_second"), "tokens/s", "time")
     charts = [
         lines("tokens", "Tokens sampled by generator", of_each("generator/tokens_per_second"), "tokens/s", "time"),
+        *([scored] if scored["lines"] else []),
         lines("trained", "Tokens trained on", [curve("learner", learner_rate(metrics))], "tokens/s", note=note,
               missing=NO_STEP),
         lines("phases", "Parts of a learner step", steps(metrics, step, "learner"), "s", missing=NO_STEP),
@@ -81,7 +83,7 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     rows = [
         [
             name, number(max(0.0, silence[name])) if is_live else None, metrics.last_version(name),
-            *(number(value) if (value := metrics.last(figure, name)) is not None else None for figure in SHOWN),
+            *(_figure(metrics, name, figure) for figure in SHOWN),
         ]
         for name in names
     ]  # fmt: skip
@@ -94,6 +96,12 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     quiet = [name for name in silence if silence[name] > SILENT and "process/memory_mb" in metrics.names(name)]
     words = " ".join(f"{name} has been silent for {silence[name]:,.0f} s." for name in quiet)
     return panel("processes", "Processes", charts, words, "No process has written anything yet.")
+
+
+def _figure(metrics: Metrics, process: str, figure: str) -> float | int | None:
+    """The newest value that a process, of whichever role, has measured; None if it measures no such thing."""
+    values = (metrics.last(f"{role}/{figure}", process) for role in ("process", "generator", "teacher"))
+    return next((number(value) for value in values if value is not None), None)
 
 
 def learner_rate(metrics: Metrics) -> Curve:

@@ -18,7 +18,7 @@ from launcher.dashboard.watch import Watch
 from launcher.folder.run import Run
 from launcher.folder.run_folder import find_runs
 from tests.support.episode_rows import TOKENS, keep, keep_trained
-from tests.support.run_folder import PANELS, full_run, make_run, write_episodes, write_step
+from tests.support.run_folder import PANELS, finished_run, full_run, make_run, write_episodes, write_metrics, write_step
 from tests.support.spo_command import Spo
 
 HERE = "http://127.0.0.1:8265"
@@ -123,6 +123,23 @@ def test_every_panel_has_data_or_says_what_would_give_it(page: TestClient, tmp_p
     empty = client(tmp_path / "new").get("/api/panels?run=new").json()
     assert [panel["name"] for panel in empty] == list(PANELS)
     assert all(chart.get("missing") or chart["rows"] for panel in empty for chart in panel["charts"])
+
+
+def test_teachers_are_shown_where_some_score(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "taught")
+
+    def charts() -> dict[str, Any]:
+        panels = client(folder).get("/api/panels?run=taught").json()
+        return {chart["name"]: chart for panel in panels for chart in panel["charts"]}
+
+    assert "scored" not in charts()
+    write_metrics(folder, 6, {"teacher/tokens_per_second": 50.0, "process/memory_mb": 9.0}, "teacher-0")
+    write_metrics(folder, 6, {"queue/scoring": 3.0})
+    shown = charts()
+    assert [line["label"] for line in shown["scored"]["lines"]] == ["teacher-0"]
+    assert "answers to score" in [line["label"] for line in shown["queues"]["lines"]]
+    (row,) = [row for row in shown["processes"]["rows"] if row[0] == "teacher-0"]
+    assert row[3:] == [None, 9, 50, None]
 
 
 def test_episodes_are_filtered_and_paged(page: TestClient) -> None:
