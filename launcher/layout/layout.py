@@ -150,7 +150,7 @@ class _Plan:
             _refuse_busy(gpus or ())
         learning, generating, teaching = asked
         if not self.config.run.has_learner:
-            learning = []
+            learning, teaching = [], None
         if self.choice.generators == 0:
             generating = []
         taken = {gpu.number for gpu in (*(learning or ()), *(generating or ()))}

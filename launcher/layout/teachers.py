@@ -109,22 +109,23 @@ def share_gpu(config: Config, processes: Sequence[TeacherProcess], gpu: Gpu) -> 
     """The processes on the machine's only GPU, each with what it needs of its memory.
 
     Raises:
-        UserError: an engine takes several GPUs, or a source's own engine must say what it takes.
+        UserError: an engine takes several GPUs, or must say what it takes.
     """
     placed = []
     for process in processes:
         if process.size > 1:
             raise UserError(f"a teacher takes {process.size} GPUs (teacher.engine), and there is one")
-        needs = teacher_needs(config, process.teacher) if process.size else None
-        if needs is None or not gpu.total or SHARE in process.teacher.engine:
-            placed.append(replace(process, gpus=(gpu,) * process.size))
+        on_gpu = replace(process, gpus=(gpu,) * process.size)
+        if not process.size or not gpu.total or SHARE in process.teacher.engine:
+            placed.append(on_gpu)
             continue
-        share = math.ceil(100 * needs.of_each(1) / gpu.total) / 100
-        if process.teacher.engine != config.teacher.engine:
+        needs = teacher_needs(config, process.teacher)
+        if needs is None or process.teacher.engine != config.teacher.engine:
             raise UserError(
-                f"the teacher of {process.source} shares GPU {gpu.number}: give its own teacher.engine {SHARE}: {share}"
+                f"the teacher {process.teacher.model} (of {process.source}) shares GPU {gpu.number} with the policy: "
+                f"set {SHARE} in its own teacher.engine"
             )
-        placed.append(replace(process, gpus=(gpu,), utilization=share))
+        placed.append(replace(on_gpu, utilization=math.ceil(100 * needs.of_each(1) / gpu.total) / 100))
     return placed
 
 

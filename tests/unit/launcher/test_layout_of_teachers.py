@@ -12,6 +12,7 @@ from common.config import Config
 from common.errors import UserError
 from launcher.layout.layout import Choice, Layout, lay_out
 from launcher.run.local_run import worker_commands
+from launcher.run.processes import thread_limits
 from tests.support.gpus import StandInGpus
 
 pytestmark = pytest.mark.integration
@@ -101,6 +102,7 @@ def test_each_source_may_have_a_teacher_of_its_own(
          "GB of each of its GPUs, and vLLM takes 40% of 85.5 GB: set teacher.engine.tensor_parallel_size=2, or"),
         (1, {"engine": TWO}, Choice(), "a teacher takes 2 GPUs (teacher.engine), and there is one"),
         (1, {}, Choice(), "GPU 0 has 85.5 GB, of which the teachers take "),
+        (1, {"model": "owner/name"}, Choice(), "the teacher owner/name (of t) shares GPU 0 with the policy: set gpu"),
     ],
 )  # fmt: skip
 def test_teachers_without_room_are_refused_with_what_would_fit(
@@ -144,7 +146,9 @@ def test_a_teacher_beside_one_gpu_leaves_it_to_the_others(taught: Callable[..., 
     assert "one GPU is left: the learner and a generator share it" in layout.reasons
 
 
-def test_a_teacher_is_started_for_its_source(taught: Callable[..., Config], gpus: StandInGpus, tmp_path: Path) -> None:
+def test_a_teacher_is_started_for_its_source(
+    taught: Callable[..., Config], gpus: StandInGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus.are(8)
     layout = lay_out(taught(), Choice())
     commands = worker_commands(tmp_path / "config.yaml", layout)
@@ -154,6 +158,8 @@ def test_a_teacher_is_started_for_its_source(taught: Callable[..., Config], gpus
     line = next(line for line in layout.reasons if line.startswith("teacher-0: GPU 7 (NVIDIA H100"))
     assert "16.4 GB of weights, keys and values of" in line
     assert layout.processes == len(layout.learner) + len(layout.generators) + 1
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert thread_limits("teacher-0", 3) == thread_limits("generator-1", 3) != {}
 
 
 @pytest.mark.parametrize(
@@ -174,6 +180,6 @@ def test_where_a_teacher_is_elsewhere_is_said(
 
 def test_without_learning_nobody_is_taught(taught: Callable[..., Config], gpus: StandInGpus) -> None:
     gpus.are(4)
-    layout = lay_out(taught(run={"steps": 0}), Choice())
+    layout = lay_out(taught(run={"steps": 0, "teacher_gpus": "3"}), Choice())
     assert layout.teachers == ()
     assert len(layout.generators) == 4
