@@ -13,11 +13,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS, BATCH = 60, 32
 
 
-@pytest.mark.parametrize(("task", "run"), [("arithmetic", "quickstart-1"), ("agent", "quickstart-agent-1")])
-def test_the_counts_agree_whatever_fails(tmp_path: Path, task: str, run: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "run", "more"),
+    [
+        ("arithmetic", "quickstart-1", ()),
+        ("arithmetic", "quickstart-1", ("--teacher",)),
+        ("agent", "quickstart-agent-1", ()),
+    ],
+)
+def test_the_counts_agree_whatever_fails(tmp_path: Path, task: str, run: str, more: tuple[str, ...]) -> None:
     settings = options({"sampler.batch_size": BATCH, "eval.limit": 8})
     schedule = ("--minutes", "2", "--steps", STEPS, "--seed", "2")
-    command = ("chaos", "--task", task, *schedule, "--plain", "--output", tmp_path / "runs")
+    command = ("chaos", "--task", task, *more, *schedule, "--plain", "--output", tmp_path / "runs")
     with started(tmp_path / "chaos.log", *command, *settings, environment=cache_of_quickstart(tmp_path)) as process:
         code = process.wait(timeout=500)
     log = (tmp_path / "chaos.log").read_text()

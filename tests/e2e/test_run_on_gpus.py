@@ -1,4 +1,4 @@
-"""`spo run` on stand-ins for GPUs: two ranks under torchrun train on the CPU, and are started again together."""
+"""`spo run` on stand-ins for GPUs: two ranks train on the CPU and are started again together, a teacher scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.streams.broker import connect
 from tests.conftest import RedisServer
 from tests.support.gpus import StandInGpus
 from tests.support.waiting import PATIENCE
-from tests.support.whole_run import settled_counters, wait_for_version, write_run
+from tests.support.whole_run import save_model, settled_counters, wait_for_version, write_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -35,6 +35,7 @@ def test_ranks_of_a_run_are_started_again_together(
         "sampler": {"batch_size": 16},
         "episode": {"max_response_tokens": 8},
         "learner": {"zero_stage": 2, "checkpoint_every": 1},
+        "teacher": {"model": str(save_model(tmp_path / "teacher", seed=1))},
     }
     path = write_run(tmp_path, "ranks", sections)
     broker = connect(BrokerConfig(url=redis_server.url, dead_after=3.0), "ranks")
@@ -48,6 +49,8 @@ def test_ranks_of_a_run_are_started_again_together(
             "0": "1,2",
             "1": "1,2",
         }
+        (teacher,) = [one["pid"] for one in broker.processes().values() if one["role"] == "teacher"]
+        assert psutil.Process(teacher).environ()["CUDA_VISIBLE_DEVICES"] == "3"
         os.kill(first["1"][0], signal.SIGKILL)
         assert process.wait(5 * PATIENCE) == 0, (tmp_path / "log").read_text()
     finally:
@@ -61,6 +64,7 @@ def test_ranks_of_a_run_are_started_again_together(
     said = (tmp_path / "log").read_text()
     assert "learner: GPU 1-2 (NVIDIA H100 80GB HBM3), 2 ranks, ZeRO 2" in said
     assert "generator-1: GPU 0 (NVIDIA H100 80GB HBM3)" in said
+    assert "teacher-0: GPU 3 (NVIDIA H100 80GB HBM3)" in said
 
 
 def ranks_of(launcher: int) -> dict[str, tuple[int, dict[str, str]]]:

@@ -204,6 +204,16 @@ def test_a_run_without_a_generator_does_not_wait_forever(config: Config, monkeyp
     assert summary_of(config)["error"] == "no generator is left, and the run is not finished"
 
 
+def test_nor_does_a_run_without_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taught = inputs.quickstart_config(tmp_path / "taught", 0, 3, ["teacher.model=large"])
+    play(monkeypatch, FOREVER, FOREVER, **{"teacher-0": ""})
+    with pytest.raises(RunStopped, match="no teacher is left"):
+        start(taught)
+    elsewhere = inputs.quickstart_config(tmp_path / "elsewhere", 0, 3, ["teacher.model=large", "teacher.processes=0"])
+    with pytest.raises(UserError, match=r"teacher\.processes = 0 \(of train\) needs --redis URL"):
+        start(elsewhere)
+
+
 def test_what_a_process_refuses_ends_the_run_as_a_user_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, FOREVER, FOREVER, learner="print('error: cannot read model.path x'); sys.exit(2)")
     with pytest.raises(UserError, match=r"learner: cannot read model\.path x"):
