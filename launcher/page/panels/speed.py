@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,11 @@ from launcher.run.progress import duration
 
 NO_STEP = "The learner has not finished a step yet."
 NO_ANSWER = "No generator has answered a task yet."
-SHOWN = ("cpu_seconds", "memory_mb", "tokens_per_second", "episodes")
+# Of each process, the first that it measures.
+SHOWN = (
+    ("process/cpu_seconds",), ("process/memory_mb",), ("generator/tokens_per_second", "teacher/tokens_per_second"),
+    ("generator/episodes", "teacher/samples"),
+)  # fmt: skip
 SILENT = 60.0  # seconds without an entry, much longer than a living process pauses
 QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "scoring": "answers to score",
           "samples": "answers to count", "batches": "batches to train on", "evaluation": "evaluation's tasks",
@@ -83,7 +88,7 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     rows = [
         [
             name, number(max(0.0, silence[name])) if is_live else None, metrics.last_version(name),
-            *(_figure(metrics, name, figure) for figure in SHOWN),
+            *(_first(metrics, name, figures) for figures in SHOWN),
         ]
         for name in names
     ]  # fmt: skip
@@ -98,9 +103,9 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     return panel("processes", "Processes", charts, words, "No process has written anything yet.")
 
 
-def _figure(metrics: Metrics, process: str, figure: str) -> float | int | None:
-    """The newest value that a process, of whichever role, has measured; None if it measures no such thing."""
-    values = (metrics.last(f"{role}/{figure}", process) for role in ("process", "generator", "teacher"))
+def _first(metrics: Metrics, process: str, figures: Sequence[str]) -> float | int | None:
+    """The newest value of the first of these figures that a process measures; None if it measures none."""
+    values = (metrics.last(figure, process) for figure in figures)
     return next((number(value) for value in values if value is not None), None)
 
 

@@ -133,13 +133,15 @@ def test_teachers_are_shown_where_some_score(tmp_path: Path) -> None:
         return {chart["name"]: chart for panel in panels for chart in panel["charts"]}
 
     assert "scored" not in charts()
-    write_metrics(folder, 6, {"teacher/tokens_per_second": 50.0, "process/memory_mb": 9.0}, "teacher-0")
+    write_metrics(
+        folder, 6, {"teacher/tokens_per_second": 50.0, "teacher/samples": 7.0, "process/memory_mb": 9.0}, "teacher-0"
+    )
     write_metrics(folder, 6, {"queue/scoring": 3.0})
     shown = charts()
     assert [line["label"] for line in shown["scored"]["lines"]] == ["teacher-0"]
     assert "answers to score" in [line["label"] for line in shown["queues"]["lines"]]
     (row,) = [row for row in shown["processes"]["rows"] if row[0] == "teacher-0"]
-    assert row[3:] == [None, 9, 50, None]
+    assert row[3:] == [None, 9, 50, 7]
 
 
 def test_episodes_are_filtered_and_paged(page: TestClient) -> None:

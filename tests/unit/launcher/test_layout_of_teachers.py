@@ -166,7 +166,7 @@ def test_a_teacher_is_started_for_its_source(
     ("teacher", "words"),
     [
         ({"processes": 0}, "the teacher of t: its processes join from elsewhere (teacher.processes = 0)"),
-        ({"model": None, "url": "http://u:secret@host/v1"}, "teacher-0: asks http://u:***@host/v1"),
+        ({"model": None, "url": "http://host/v1"}, "teacher-0: asks http://host/v1"),
     ],
 )
 def test_where_a_teacher_is_elsewhere_is_said(
