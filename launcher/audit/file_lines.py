@@ -47,9 +47,11 @@ def scores(run: Evidence) -> str:
     sources = run.config.data.sources("train")
     if run.folder.has_lost_metrics or not all(run.config.for_source(source).teacher.is_set for source in sources):
         return ""
-    share = run.folder.metrics.series("teacher/tokens", "learner").at()
-    made = run.folder.metrics.series("batch/samples", "learner").versions.tolist()
-    return some(f"version {v}: {share.get(v, 0.0):.2%} of its tokens" for v in made if share.get(v) != 1.0)
+    names = ("batch/samples", "teacher/tokens", "actor/skipped_steps")
+    samples, share, skipped = (run.folder.metrics.series(name, "learner").at() for name in names)
+    # The share is 0 where the correction has rejected all tokens.
+    learned = [v for v in samples if skipped.get(v, 0.0) < run.config.learner.mini_batches]
+    return some(f"version {v}: {share.get(v, 0.0):.2%} of its tokens" for v in learned if share.get(v) != 1.0)
 
 
 def answers_once(run: Evidence) -> str:

@@ -47,6 +47,7 @@ def test_a_run_is_taught_although_a_teacher_is_killed(tmp_path: Path, redis_serv
     assert (summary["steps"], summary["restarts"]) == (STEPS, {"teacher-0": 1})
     counters = settled_counters(broker)
     assert counters["to_teachers"] == counters["finished"] >= counters["batched"] == STEPS * BATCH
-    assert read_metrics(folder).series("teacher/tokens", "learner").values.tolist() == [1.0] * STEPS
+    shares = read_metrics(folder).series("teacher/tokens", "learner").values.tolist()
+    assert (len(shares), max(shares)) == (STEPS, 1.0)  # 0 where the correction has rejected all tokens
     audited = spo("audit", "-c", path, "-o", f"broker.url={redis_server.url}")
     assert audited.returncode == 0, audited.stdout

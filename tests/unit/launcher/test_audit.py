@@ -81,14 +81,16 @@ def without_a_line(name: str) -> Callable[[RunRecords], None]:
     return lambda run: run.lines(name, lambda records: records[1:])
 
 
-def metric(process: str, name: str, change: Callable[[float], float | None]) -> Callable[[RunRecords], None]:
-    """With another value, or none, of a metric of version 4."""
+def metric(
+    process: str, name: str, change: Callable[[float], float | None], **more: float
+) -> Callable[[RunRecords], None]:
+    """With another value, or none, of a metric of version 4, and with more metrics beside it."""
 
     def changed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for record in records:
             values = record["values"]
             if (record["version"], record["process"]) == (4, process) and name in values:
-                values[name] = change(values[name])
+                values |= {name: change(values[name]), **more}
         return records
 
     return lambda run: run.lines("metrics.jsonl", changed)
@@ -316,6 +318,13 @@ def test_a_second_sending_of_a_lost_task_is_no_fault(run: RunRecords) -> None:
     run.entry("dispatched", lambda ids: [*ids, ids[0]], newest=False)
     run.entry("counters", lambda counters: {**counters, "dispatched": -1, "sent_again": 1}, newest=False)
     run.set(counters=run.redis.counters | {"sent_again": 1})
+    assert problems(run.redis, run.config()) == {}
+
+
+def test_a_step_that_learned_nothing_needs_no_scores(run: RunRecords) -> None:
+    metric("learner", "teacher/tokens", lambda _: 0.0)(run)
+    assert problems(run.redis, run.config()).keys() == {"each token of a step had its teacher's score"}
+    metric("learner", "batch/left_out", lambda _: 0.0, **{"actor/skipped_steps": 1.0})(run)
     assert problems(run.redis, run.config()) == {}
 
 
