@@ -40,6 +40,8 @@ TAKEN = "tcp://127.0.0.1:{port}"
         ("sampler", {"run": {"output_dir": "{folder}/file"}}, {}, "cannot write in "),
         ("generator", {"run": {"output_dir": "{folder}/file"}}, {}, "cannot write in "),
         ("learner", {"run": {"output_dir": "{folder}/file"}}, {}, "(Not a directory)"),
+        ("generator.teacher", {"teacher": {"model": "m"}}, {"SPO_REQUIRE_GPUS": "64"}, "SPO_REQUIRE_GPUS = 64, and "),
+        ("generator.teacher", {"teacher": {"model": "{folder}/none"}}, {}, "/none': there is no such folder"),
     ],
 )
 def test_a_process_says_why_it_does_not_start(
