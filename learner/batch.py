@@ -16,6 +16,7 @@ from common.payload import Payload
 from learner.attention import PackedSequences, pack_sequences
 from learner.correction import Layout
 from learner.routers import ExpertShape
+from learner.teacher import TeacherScores, check_scores, scores_of_rows
 from learner.world import World
 
 # A row: the index of its sample in the batch, and its number in the sample.
@@ -101,6 +102,7 @@ class MicroBatch:
         versions: weight version that sampled each model token, int64 [N].
         experts: ids that the engine chose, uint8 or int16 [T, layers, k]; None where it told none.
         known: tokens for which it told them, bool [T]; None with `experts`.
+        teacher: a teacher's scores of the model tokens; None where no row has any.
         names: sample id and number of each row, in order; empty if not needed.
     """
 
@@ -116,6 +118,7 @@ class MicroBatch:
     names: Sequence[tuple[str, int]] = ()
     experts: torch.Tensor | None = None
     known: torch.Tensor | None = None
+    teacher: TeacherScores | None = None
 
     @property
     def model_tokens(self) -> int:
@@ -151,13 +154,18 @@ class RolloutBatch:
 
 
 def usable_rows(
-    payload: Payload, advantage: Advantage, vocabulary: int, experts: ExpertShape | None = None
+    payload: Payload,
+    advantage: Advantage,
+    vocabulary: int,
+    experts: ExpertShape | None = None,
+    top_k: int | None = None,
 ) -> list[tuple[Payload, Advantage]]:
     """A payload's rows and their advantages.
 
     Args:
         vocabulary: number of the model's token ids.
         experts: numbers of the model's experts, if those of the payload are replayed.
+        top_k: likeliest tokens of a teacher's at each model token, 0 where it scores that itself; None: no teacher.
 
     Raises:
         InvalidMessage: such a model cannot train on all rows; says why.
@@ -165,6 +173,8 @@ def usable_rows(
     rows = payload.rows()
     for row in rows:
         _check_row(row, vocabulary, experts)
+        if top_k is not None and len(row.teacher_logprobs):
+            check_scores(row.teacher_ids, top_k, vocabulary)
     if not isinstance(advantage, Sequence):
         return [(row, advantage) for row in rows]
     if len(advantage) != len(payload.model_spans):
@@ -207,6 +217,7 @@ def micro_batch(
     names: Sequence[tuple[str, int]] = (),
     shares: Sequence[float] | None = None,
     experts: ExpertShape | None = None,
+    top_k: int | None = None,
 ) -> MicroBatch:
     """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
 
@@ -214,6 +225,7 @@ def micro_batch(
         names: sample id and number of each row.
         shares: of each row in its sample's model tokens; by default each row is a sample.
         experts: numbers of the model's experts, if those of the payloads are replayed.
+        top_k: see `usable_rows`.
     """
     if not rows:
         return _idle(device)
@@ -237,6 +249,7 @@ def micro_batch(
         versions=joined([row.versions() for row, _ in rows], np.int64),
         names=names,
         **(_replayed([row for row, _ in rows], experts, device) if experts else {}),
+        teacher=None if top_k is None else scores_of_rows([row for row, _ in rows], top_k, device),
     )
 
 
@@ -274,6 +287,7 @@ def rollout_batch(
     device: torch.device | str = "cpu",
     sample_ids: Sequence[str] | None = None,
     experts: ExpertShape | None = None,
+    top_k: int | None = None,
 ) -> RolloutBatch:
     """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
 
@@ -285,6 +299,7 @@ def rollout_batch(
         advantages: of the whole batch [B].
         sample_ids: of the whole batch [B], if its micro-batches need them.
         experts: numbers of the model's experts, if those of the payloads are replayed.
+        top_k: see `usable_rows`.
     """
     rows: dict[Place, tuple[Payload, Advantage]] = {}
     shares: dict[Place, float] = {}
@@ -293,7 +308,7 @@ def rollout_batch(
         if payload is None:
             continue
         try:
-            usable = usable_rows(payload, advantages[sample], vocabulary, experts)
+            usable = usable_rows(payload, advantages[sample], vocabulary, experts, top_k)
         except InvalidMessage as error:
             reason = str(error)
             continue
@@ -303,7 +318,8 @@ def rollout_batch(
     def packed(held: Sequence[Place]) -> MicroBatch:
         held = [place for place in held if place in rows]
         names = [(sample_ids[sample], number) for sample, number in held] if sample_ids else ()
-        return micro_batch([rows[place] for place in held], device, names, [shares[place] for place in held], experts)
+        of_rows, of_samples = [rows[place] for place in held], [shares[place] for place in held]
+        return micro_batch(of_rows, device, names, of_samples, experts, top_k)
 
     placed = [place for micro_batches in places for held in micro_batches for place in held]
     return RolloutBatch(
@@ -324,6 +340,7 @@ def own_share(
     world: World,
     vocabulary: int,
     experts: ExpertShape | None = None,
+    top_k: int | None = None,
 ) -> RolloutBatch:
     """This rank's share of a batch that the sampler has sent.
 
@@ -331,6 +348,7 @@ def own_share(
         fetch: payloads of samples by their ids, None for one that is gone.
         vocabulary: number of the model's token ids.
         experts: numbers of the model's experts, if those of the payloads are replayed.
+        top_k: see `usable_rows`.
     """
     of_samples = batch.row_tokens or [[]] * len(batch.tokens)
     row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
@@ -361,4 +379,5 @@ def own_share(
         world.device,
         batch.sample_ids,
         experts,
+        top_k,
     )

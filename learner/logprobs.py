@@ -36,44 +36,55 @@ class LogprobHead(nn.Linear):
         targets: torch.Tensor | None = None,
         entropy: bool = False,
         temperature: float | None = None,
+        others: torch.Tensor | None = None,
     ) -> Any:
         """Logits of `hidden`, or with `targets` [N] for `hidden` [N, H]: (log-probs [N], entropy [N]), float32.
 
         Both are of softmax(logits / temperature), by default that of `adopt`. Without `entropy` the second is zeros.
+
+        Args:
+            others: K more ids for each place, int64 [N, K]; their log-probs [N, K] become a third result.
         """
         if targets is None:
             return super().forward(hidden)
         temperature = self.temperature if temperature is None else temperature
         precise = self.in_float32 and hidden.dtype.itemsize < 4
-        return _TargetLogprobs.apply(hidden, self.weight, self.bias, targets, self.chunk, temperature, entropy, precise)
+        results = _TargetLogprobs.apply(
+            hidden, self.weight, self.bias, targets, others, self.chunk, temperature, entropy, precise
+        )
+        return results[:2] if others is None else results
 
 
 class _TargetLogprobs(torch.autograd.Function):
     """Computes logits chunk by chunk, and once more in the backward pass instead of keeping them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, targets, chunk, temperature, entropy, precise):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, hidden, weight, bias, targets, others, chunk, temperature, entropy, precise):  # type: ignore[no-untyped-def]
         count, logits_of = len(targets), _projection(weight, bias, precise)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         entropies = torch.zeros_like(logprobs)
+        of_others = None if others is None else torch.empty_like(others, dtype=torch.float32)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             log_p = _log_softmax(logits_of(hidden[part]), temperature)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
+            if of_others is not None:
+                of_others[part] = log_p.gather(1, others[part])
             if entropy:
                 entropies[part] = -(log_p.exp() * log_p).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropies)
+        ctx.save_for_backward(hidden, weight, bias, targets, others, entropies)
         ctx.chunk, ctx.temperature, ctx.entropy, ctx.precise = chunk, temperature, entropy, precise
         ctx.set_materialize_grads(False)  # entropies that are only reported have no gradient
-        return logprobs, entropies
+        return logprobs, entropies, of_others
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs, grad_entropies):  # type: ignore[no-untyped-def]
-        """d log p_t / dz = 1_t - p; dH / dz = -p (log p + H); both over the temperature."""
-        hidden, weight, bias, targets, entropies = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs, grad_entropies, grad_others):  # type: ignore[no-untyped-def]
+        """d log p_t / dz = 1_t - p, of targets and others; dH / dz = -p (log p + H); all over the temperature."""
+        hidden, weight, bias, targets, others, entropies = ctx.saved_tensors
         logits_of = _projection(weight, bias, ctx.precise)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
+        grad_sums = grad_logprobs if grad_others is None else grad_logprobs + grad_others.sum(1)
         with_entropy = ctx.entropy and grad_entropies is not None
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
@@ -82,8 +93,10 @@ class _TargetLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             log_p = _log_softmax(logits_of(hidden[part]), ctx.temperature)
             p = log_p.exp()
-            grad_logits = p * -grad_logprobs[part, None]
+            grad_logits = p * -grad_sums[part, None]
             grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            if grad_others is not None:
+                grad_logits.scatter_add_(1, others[part], grad_others[part])
             if with_entropy:
                 grad_logits -= grad_entropies[part, None] * p * (log_p + entropies[part, None])
             grad_logits = (grad_logits / ctx.temperature).to(hidden.dtype)
@@ -96,6 +109,7 @@ class _TargetLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,

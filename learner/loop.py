@@ -228,8 +228,9 @@ class Learner:
         """
         self._set_state("training")
         with phases("payload"):
-            vocabulary, experts = self.trainer.policy.vocabulary, self.trainer.replayed_experts
-            rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, vocabulary, experts)
+            trainer = self.trainer
+            reads = trainer.policy.vocabulary, trainer.replayed_experts, trainer.top_k
+            rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, *reads)
         record = TokenRecord(batch)
         metrics = self.trainer.train(rollouts, phases, record)
         if self.trainer.not_finite >= DIVERGED_AFTER:

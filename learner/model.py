@@ -69,7 +69,8 @@ class Policy(nn.Module):
         entropy: bool = False,
         temperature: float | None = None,
         routing: Routing | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        others: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """Log-probs and entropies of `targets` [N], each predicted at a packed position; float32 [N] both.
 
         Args:
@@ -78,6 +79,7 @@ class Policy(nn.Module):
             predict: positions [N] whose next tokens are the targets.
             temperature: by default the temperature of training responses.
             routing: what the routers of a mixture are to take; they note there what they did.
+            others: K more ids at each position, int64 [N, K]; their log-probs, float32 [N, K], become a third result.
         """
         counts: list[int] = []
         own_routing = routing
@@ -87,6 +89,7 @@ class Policy(nn.Module):
             input_ids, position_ids, sequences, predict, targets, counts = own_slice(
                 self.group, input_ids, position_ids, sequences, predict, targets
             )
+            others = None if others is None else others.split(counts)[self.group.rank]
         arguments: dict[str, Any] = sequences.flash_arguments() if self._flash else {"sequences": sequences}
         if own_routing is not None:
             arguments["routing"] = own_routing
@@ -94,12 +97,15 @@ class Policy(nn.Module):
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments
         ).last_hidden_state
         head = self.model.get_output_embeddings()
-        logprobs, entropies = head(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature)
+        results = head(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature, others)
         if self.group is None:
-            return logprobs, entropies
+            return tuple(results)
         if routing is not None and own_routing is not None:
             routing.join(self.group, own_routing)
-        return self.group.join(logprobs, counts), self.group.join(entropies, counts)
+        # The tokens are the first dimension, and what is joined the last.
+        return tuple(
+            self.group.join(own.T, counts).T if own.ndim > 1 else self.group.join(own, counts) for own in results
+        )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that training changes: all by their names on disk, tied ones once; or the adapter's alone."""

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from common.config import AlgorithmConfig
+from common.config import AlgorithmConfig, TeacherConfig
 from common.config.stages import LOG_RATIO_BOUND
 from learner.batch import MicroBatch
 from learner.correction import TokenCorrection, correct_tokens
 from learner.losses import Denominators, PolicyTokens, TokenLoss, aggregate_tokens, row_lengths
 from learner.routers import Routing
 from learner.stats import Stats
+from learner.teacher import coarse_kl, taught_advantages, teacher_statistics, weight_at
 
 K3_BOUND = 10.0
 
@@ -24,11 +25,13 @@ class PolicyOutput(NamedTuple):
 
     Attributes:
         routing: what the routers of a mixture of experts did; None with other models.
+        likeliest: log pi_theta of a teacher's likeliest tokens [N, K]; None where there are none.
     """
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
     routing: Routing | None = None
+    likeliest: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class StepLoss(NamedTuple):
 
     Attributes:
         loss: divided by the counts before rejection; with gradient.
-        parts: policy loss, KL and entropy, divided by the same counts [3].
+        parts: policy loss, KL, entropy, and the teacher's loss with its weight, divided by the same counts [4].
     """
 
     loss: torch.Tensor
@@ -87,18 +90,23 @@ def step_loss(
     token_loss: TokenLoss,
     config: AlgorithmConfig,
     stats: Stats,
+    teacher: TeacherConfig | None = None,
 ) -> StepLoss:
     """The loss of a micro-batch's model tokens. Its statistics go into `stats`.
 
     Args:
         policy: log-probs with gradient, and entropies [N].
         token_loss: the policy loss, one of `learner.losses` or the user's own.
+        teacher: what its scores are for; None: the run has no teacher.
     """
     old = proximal_logprobs(micro, policy.logprobs, precomputed.old, position, config)
     correction = correct(micro, policy.logprobs, old, position.version, config, stats)
-    keep = correction.keep & ~sure_negatives(old, micro.advantages, config.negative_max_prob)
+    advantages = micro.advantages
+    if teacher is not None:
+        advantages = taught_advantages(advantages, old, micro.teacher, teacher, position.version)
+    keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
 
-    tokens = PolicyTokens.of(policy.logprobs, old, micro.rollout_logprobs, micro.advantages, keep, micro.layout, config)
+    tokens = PolicyTokens.of(policy.logprobs, old, micro.rollout_logprobs, advantages, keep, micro.layout, config)
     losses, token_metrics = token_loss(tokens, config)
     if correction.weights is not None and config.weighs_loss:
         losses = losses * torch.where(keep, correction.weights / precomputed.weight_mean, 0.0).to(losses.dtype)
@@ -109,7 +117,7 @@ def step_loss(
         return aggregate_tokens(values, keep, micro.layout, config.aggregation, position.denominators, lengths)
 
     loss = policy_loss = aggregate(losses)
-    entropy = kl = loss.new_zeros(())
+    entropy = kl = distance = loss.new_zeros(())
     if config.entropy_coef:
         entropy = aggregate(policy.entropies)
         loss = loss - config.entropy_coef * entropy
@@ -117,6 +125,9 @@ def step_loss(
         reference = torch.where(keep, precomputed.reference, 0.0)
         kl = aggregate(reference_kl(tokens.logprobs, reference, config.kl_estimator))
         loss = loss + config.kl_coef * kl
+    if teacher is not None and teacher.form == "loss" and micro.teacher is not None:
+        distance = weight_at(teacher, position.version) * aggregate(teacher_loss(micro, policy, tokens))
+        loss = loss + distance
 
     # Of such a log-prob no mask keeps the gradient finite.
     stats.total("not_finite", ~loss.detach().isfinite() | policy.logprobs.isnan().any())
@@ -127,9 +138,13 @@ def step_loss(
         stats.mean(name, torch.where(keep, values.detach(), 0), over="learned_tokens")
     if config.negative_max_prob < 1:
         stats.mean("actor/negative_filtered", correction.keep & ~keep, over="tokens")
+    if teacher is not None:
+        logprobs, likeliest = (None if one is None else one.detach() for one in (policy.logprobs, policy.likeliest))
+        teacher_statistics(logprobs, likeliest, old, keep, micro.teacher, teacher, position.version, stats)
     if config.proximal == "compare":
         _compare(micro, policy.logprobs, old, position, stats)
-    return StepLoss(loss, torch.stack([policy_loss.detach(), kl.detach(), entropy.detach()]).double())
+    parts = (policy_loss, kl, entropy, distance)
+    return StepLoss(loss, torch.stack([part.detach() for part in parts]).double())
 
 
 def proximal_logprobs(
@@ -206,6 +221,20 @@ def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str
     if estimator in ("k3", "low_var_kl"):
         return ((-gap).expm1() + gap).clamp(-K3_BOUND, K3_BOUND)
     raise ValueError(f"kl_estimator {estimator!r} is unknown; allowed: k1, k2, k3, low_var_kl")
+
+
+def teacher_loss(micro: MicroBatch, policy: PolicyOutput, tokens: PolicyTokens) -> torch.Tensor:
+    """Reverse KL of policy and teacher at each token [N], with gradient; 0 at tokens without scores.
+
+    Of sampled tokens the estimate is k2, whatever `algorithm.kl_estimator` is, because its gradient is the KL's own.
+    """
+    scores = micro.teacher
+    assert scores is not None
+    if policy.likeliest is None:
+        distance = reference_kl(tokens.logprobs, scores.logprobs, "k2")
+    else:
+        distance = coarse_kl(policy.likeliest, scores.logprobs)
+    return torch.where(scores.scored, distance, 0.0)
 
 
 def _compare(

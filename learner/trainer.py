@@ -24,6 +24,7 @@ from learner.reference import load_reference
 from learner.routers import ExpertShape, Routing, routing_statistics
 from learner.stats import Phases, Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, proximal_logprobs, step_loss
+from learner.teacher import weight_at
 from learner.token_record import TokenRecord
 from learner.world import World
 
@@ -46,6 +47,7 @@ class Trainer:
         # A loss that is missing on one machine must end all ranks, which would otherwise wait for that one.
         self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
         self.engine = build_engine(load_on_ranks(config, world), config.learner, world)
+        self.teacher = config.teacher if config.teachers_in_use() else None
         self.reference = load_reference(config, world, self.engine)
         self.disk_names = DiskNames(self.policy.model)
         # Called before each optimizer step: a copy of the weights may still be running.
@@ -61,6 +63,11 @@ class Trainer:
         """Numbers of a mixture's experts, if those that the engine chose are replayed."""
         routers = self.policy.routers
         return routers.shape if routers is not None and self.config.learner.router_replay == "rollout" else None
+
+    @property
+    def top_k(self) -> int | None:
+        """Likeliest tokens of the teacher's at each model token, 0 where it scores that itself; None: no teacher."""
+        return None if self.teacher is None else self.teacher.top_k
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights for generators: whole, as the model's files have them, or the adapter alone by peft's names.
@@ -88,7 +95,7 @@ class Trainer:
             record: collects the log-probs and entropies of kept samples.
         """
         phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
-        self._report_loss(stats, torch.zeros(3, dtype=torch.float64, device=self.world.device), steps=0)
+        self._report_loss(stats, torch.zeros(4, dtype=torch.float64, device=self.world.device), steps=0)
         with phases("old"):
             precomputed = self._precompute(batch)
         before: torch.Tensor | None = None
@@ -107,6 +114,8 @@ class Trainer:
         metrics["actor/grad_norm"] = sum(grad_norms) / max(len(grad_norms), 1)
         metrics["actor/lr"] = self.engine.optimizer.param_groups[0]["lr"] if grad_norms else 0.0
         metrics["actor/skipped_steps"] = float(len(batch.mini_batches) - len(grad_norms))
+        if self.teacher is not None:
+            metrics["teacher/weight"] = weight_at(self.teacher, batch.version)
         metrics["batch/samples"] = float(batch.samples)
         metrics["reward/mean"] = sum(batch.rewards) / max(len(batch.rewards), 1)
         if self.config.sampler.drift.mode == "ledger":
@@ -135,14 +144,16 @@ class Trainer:
         if denominators.tokens == 0:
             self._warn_skipped("no usable tokens", position)
             return None, None
-        step_stats, parts = Stats(), torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        step_stats, parts = Stats(), torch.zeros(4, dtype=torch.float64, device=self.world.device)
         before: torch.Tensor | None = None
         for micro, values in zip(mini_batch, precomputed, strict=True):
-            policy = self._forward(micro, entropy=True)
+            policy = self._forward(micro, training=True)
             before = policy.logprobs.detach() if before is None else before
             if record:
                 record.add(position.mini_batch, micro, policy)
-            loss, micro_parts = step_loss(micro, policy, values, position, self.token_loss, config, step_stats)
+            loss, micro_parts = step_loss(
+                micro, policy, values, position, self.token_loss, config, step_stats, self.teacher
+            )
             parts += micro_parts
             if policy.routing is not None:
                 loss = loss + self._routing_loss(policy.routing, denominators, step_stats)
@@ -197,16 +208,23 @@ class Trainer:
         mean = self._weight_mean(batch, precomputed)
         return [[replace(values, weight_mean=mean) for values in mini_batch] for mini_batch in precomputed]
 
-    def _forward(self, micro: MicroBatch, entropy: bool = False) -> PolicyOutput:
-        """Log-probs and entropies of the model tokens [N]; the routers of a mixture take what was replayed."""
-        named: dict[str, Any] = {"entropy": entropy}
+    def _forward(self, micro: MicroBatch, training: bool = False) -> PolicyOutput:
+        """Log-probs of the model tokens [N]; the routers of a mixture take what was replayed.
+
+        Args:
+            training: with entropies, and log-probs of the teacher's likeliest tokens.
+        """
+        named: dict[str, Any] = {"entropy": training}
+        if training and micro.teacher is not None and micro.teacher.ids is not None:
+            named["others"] = micro.teacher.ids
         if self.policy.routers is not None:
             balanced = self.config.learner.router_balance > 0
             named["routing"] = Routing(micro.predict[: micro.model_tokens], micro.experts, micro.known, balanced)
-        logprobs, entropies = self.engine(
+        logprobs, entropies, *likeliest = self.engine(
             micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, **named
         )
-        return PolicyOutput(logprobs[: micro.model_tokens], entropies[: micro.model_tokens], named.get("routing"))
+        model_tokens = slice(micro.model_tokens)
+        return PolicyOutput(logprobs[model_tokens], entropies[model_tokens], named.get("routing"), *likeliest)
 
     def _routing_loss(self, routing: Routing, denominators: Denominators, stats: Stats) -> torch.Tensor:
         """Report what the routers did with a micro-batch, and give its share of their balance loss.
@@ -255,13 +273,14 @@ class Trainer:
         """Report losses as means over optimizer steps, which only one rank counts.
 
         Args:
-            parts: this rank's share of the policy loss, the KL and the entropy [3].
+            parts: this rank's share of the policy loss, the KL, the entropy and the teacher's loss [4].
         """
         config = self.config.algorithm
-        policy, kl, entropy = parts
+        policy, kl, entropy, distance = parts
         stats.total("steps", float(steps * self.world.is_main))
         stats.mean("actor/pg_loss", policy, over="steps")
-        stats.mean("actor/loss", policy + config.kl_coef * kl - config.entropy_coef * entropy, over="steps")
+        loss = policy + config.kl_coef * kl - config.entropy_coef * entropy + distance
+        stats.mean("actor/loss", loss, over="steps")
         if config.kl_coef:
             stats.mean("actor/kl_loss", kl, over="steps")
 
