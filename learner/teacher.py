@@ -59,7 +59,7 @@ def scores_of_rows(rows: Sequence[Payload], top_k: int, device: torch.device | s
     scored = np.concatenate([np.full(len(row.logprobs), len(row.teacher_logprobs) > 0) for row in rows])
 
     def at_scored(values: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
-        whole = np.zeros((len(scored), max(top_k, 1)), dtype)
+        whole: np.ndarray = np.zeros((len(scored), max(top_k, 1)), dtype)
         whole[scored] = np.concatenate(values)
         return torch.from_numpy(whole).to(device)
 

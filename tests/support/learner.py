@@ -27,6 +27,7 @@ VOCABULARY = 97
 KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # Defaults of a job of the rank program.
 JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
+SECTIONS = ("algorithm", "sampler", "generator", "run", "model", "broker", "teacher")
 RANK_MODULE = "tests.integration.learner.rank_program"
 
 
@@ -55,8 +56,8 @@ def save_tiny_model(folder: Path | str, *, hidden: int = 64, layers: int = 2, ti
 
 
 def learner_config(model: str, output: Path | str, **learner: Any) -> Config:
-    """A configuration for the tiny model; `algorithm`, `sampler`, `generator` and `run` replace their sections."""
-    sections = {name: learner.pop(name, {}) for name in ("algorithm", "sampler", "generator", "run", "model", "broker")}
+    """A configuration for the tiny model; those named like `SECTIONS` replace these."""
+    sections = {name: learner.pop(name, {}) for name in SECTIONS}
     learner = {"dtype": "float32", "lr": 1e-3, "token_budget": 256, "grad_clip": 0.0, "checkpoint_every": 2} | learner
     return parse_config(
         {
@@ -67,6 +68,7 @@ def learner_config(model: str, output: Path | str, **learner: Any) -> Config:
             "generator": sections["generator"],
             "algorithm": KEEPS_ALL | sections["algorithm"],
             "broker": sections["broker"],
+            "teacher": sections["teacher"],
             "learner": learner,
         }
     )
@@ -92,6 +94,16 @@ def with_experts(payload: Payload, layers: int, chosen: int, experts: int) -> Pa
     rng, told = np.random.default_rng(len(payload.token_ids)), len(payload.token_ids) - 1
     ids = rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (told, layers, 1)), axis=-1)[..., :chosen]
     return replace(payload, experts=ids, expert_lengths=np.array([told], np.int32))
+
+
+def with_scores(payload: Payload, top_k: int) -> Payload:
+    """A payload scored by a teacher: its own tokens, or any K others in their place."""
+    rng, sampled = np.random.default_rng(len(payload.token_ids)), len(payload.logprobs)
+    if not top_k:
+        return replace(payload, teacher_logprobs=(-4 - rng.random((sampled, 1))).astype(np.float32))
+    ids = rng.permuted(np.tile(np.arange(VOCABULARY, dtype=np.int32), (sampled, 1)), axis=1)[:, :top_k]
+    logprobs = np.log(rng.dirichlet(np.ones(top_k + 1), sampled)[:, :top_k]).astype(np.float32)
+    return replace(payload, teacher_logprobs=logprobs, teacher_ids=ids)
 
 
 def joined(rows: Sequence[Payload]) -> Payload:
@@ -148,13 +160,15 @@ def make_batch(
     rank: int = 0,
     ranks: int = 1,
     experts: ExpertShape | None = None,
+    top_k: int | None = None,
 ) -> RolloutBatch:
     """One rank's share of a batch of payloads."""
     row_tokens = [[len(row.token_ids) for row in payload.rows()] if payload else [20] for payload in payloads]
     learner = config.learner
     places = plan_micro_batches(row_tokens, learner.mini_batches, ranks, learner.token_budget).of_rank(rank)
     mine = {index: payloads[index] for micros in places for held in micros for index, _ in held}
-    return rollout_batch(version, places, mine, advantages, [0.5] * len(payloads), VOCABULARY, experts=experts)
+    rewards = [0.5] * len(payloads)
+    return rollout_batch(version, places, mine, advantages, rewards, VOCABULARY, experts=experts, top_k=top_k)
 
 
 def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequence[Advantage]]:
@@ -165,7 +179,7 @@ def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequenc
     indices}` of samples, or "all", that the generating policy found next to impossible, so that a correction with any
     bound rejects them; infinite: `{version: indices}` of samples whose advantage is infinite; lengths: see
     `make_samples`; experts: layers, experts a token and experts of a layer, of which each token but a row's last has
-    some.
+    some; taught: `teacher.top_k`, every second sample has a teacher's scores.
     """
     seed, made = job["seed"] + version * (not job.get("repeat")), version - job.get("age", 0)
     payloads, advantages = make_samples(job["samples"], seed, made, job.get("lengths", (9, 60)))
@@ -181,6 +195,8 @@ def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequenc
         ends = np.cumsum(sizes).tolist()
         payloads = [joined(payloads[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
         advantages = advantages[: len(payloads)]
+    if "taught" in job:
+        payloads[::2] = [with_scores(payload, job["taught"]) for payload in payloads[::2]]
     if job.get("turns"):
         return payloads, [[advantage, 0.5 - advantage] for advantage in advantages]
     return payloads, [job["advantage"]] * len(payloads) if "advantage" in job else advantages

@@ -15,6 +15,7 @@ from learner.batch import Advantage, token_advantages
 from learner.correction import Correction, correct
 from learner.losses import Denominators, aggregate, policy_loss
 from learner.step_loss import reference_kl, sure_negatives
+from learner.teacher import weight_at
 
 Gradients = dict[str, torch.Tensor]
 Samples = tuple[list[Payload], Sequence[Advantage]]
@@ -37,6 +38,27 @@ class PaddedRows:
         self.advantages = padded([token_advantages(*sample) for sample in zip(payloads, advantages, strict=True)])
         self.mask = padded([np.ones(len(payload.logprobs), bool) for payload in payloads])
 
+    def taught(self, policy: PreTrainedModel, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Which model tokens a teacher scored; its log-prob of each, and the reverse KL of the K + 1 outcomes there."""
+        scored, sampled, kl = [], [], []
+        for payload in self.payloads:
+            has, count = len(payload.teacher_logprobs) > 0, len(payload.logprobs)
+            of_teacher = torch.from_numpy(payload.teacher_logprobs) if has else torch.zeros(count, 1)
+            scored.append(torch.full((count,), has))
+            sampled.append(of_teacher[:, 0])
+            if not payload.teacher_ids.size:
+                kl.append(torch.zeros(count))
+                continue
+            log_p = torch.cat(
+                [self.log_softmax(policy, row, temperature)[:-1][row.mask()[1:]] for row in payload.rows()]
+            )
+            ids = torch.from_numpy(payload.teacher_ids.astype(np.int64))
+            others = log_p.scatter(1, ids, -torch.inf).logsumexp(1)
+            rest = torch.log1p(-of_teacher.exp().sum(1))
+            kl.append((log_p.gather(1, ids).exp() * (log_p.gather(1, ids) - of_teacher)).sum(1))
+            kl[-1] = kl[-1] + others.exp() * (others - rest)
+        return padded(scored), padded(sampled), padded(kl)
+
     def answers(self, policy: PreTrainedModel, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the model tokens, by a plain forward of each row and a whole log-softmax."""
         logprobs, entropies = [], []
@@ -47,10 +69,15 @@ class PaddedRows:
         return padded(logprobs), padded(entropies)
 
     def answer(self, policy: PreTrainedModel, row: Payload, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.from_numpy(row.token_ids.astype(np.int64))[None]
-        log_p = (policy(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
+        ids = torch.from_numpy(row.token_ids.astype(np.int64))
+        log_p = self.log_softmax(policy, row, temperature)
         at = torch.from_numpy(np.flatnonzero(row.mask()))
-        return log_p[at - 1].gather(1, ids[0, at][:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)[at - 1]
+        return log_p[at - 1].gather(1, ids[at][:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)[at - 1]
+
+    def log_softmax(self, policy: PreTrainedModel, row: Payload, temperature: float) -> torch.Tensor:
+        """Log-probs of what follows each token [T, V]."""
+        ids = torch.from_numpy(row.token_ids.astype(np.int64))[None]
+        return (policy(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
 
 
 def plain_loss(
@@ -75,15 +102,27 @@ def plain_loss(
     }[algorithm.proximal]
     nearer = ours if algorithm.proximal == "rollout" else old
     correction = correct(nearer, rows.rollout, rows.mask, not_normalised(config), version - rows.versions)
-    keep = correction.mask & ~sure_negatives(old, rows.advantages, algorithm.negative_max_prob)
+    advantages, teacher = rows.advantages, config.teacher
+    if teacher.is_set:
+        scored, of_sampled, kl = rows.taught(policy, temperature)
+        taught = advantages * teacher.reward
+        if teacher.form == "advantage":
+            taught = taught - weight_at(teacher, version) * (old - of_sampled)
+        advantages = torch.where(scored, taught, advantages)
+    keep = correction.mask & ~sure_negatives(old, advantages, algorithm.negative_max_prob)
     weighs = algorithm.weighs_loss and correction.weights is not None
     weighted = Correction(correction.weights / weight_mean if weighs else None, keep)
     counted = rows.mask if algorithm.correction.skyrl else keep
     denominators = dataclasses.replace(Denominators.of(counted), horizon=float(config.episode.max_response_tokens))
-    values = (logprobs, old, rows.advantages, rows.mask)
+    values = (logprobs, old, advantages, rows.mask)
     loss, _ = policy_loss(algorithm.loss, *values, algorithm, weighted, denominators, rows.rollout)
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * aggregate(entropies, keep, algorithm.aggregation, denominators)
+    if teacher.form == "loss":
+        distance = kl if teacher.top_k else (logprobs - of_sampled).square() / 2
+        distance = torch.where(scored, distance, 0.0)
+        distance = aggregate(distance, keep, algorithm.aggregation, denominators)
+        loss = loss + weight_at(teacher, version) * distance
     if frozen is not None:
         gap = reference_kl(logprobs, rows.answers(frozen, temperature)[0].detach(), algorithm.kl_estimator)
         loss = loss + algorithm.kl_coef * aggregate(gap, keep, algorithm.aggregation, denominators)

@@ -3,7 +3,7 @@
 The keys of a job: model, folder, learner (its section), samples, seed, steps, out; and where wanted:
 
 - start: the first version; skip: versions never trained on; gradients_only: no step is taken;
-- age, far, infinite, turns, advantage, repeat: what the batches are, see `job_batch`;
+- age, far, infinite, turns, advantage, repeat, taught: what the batches are, see `job_batch`;
 - load, save: whether to begin with the newest checkpoint, versions to write; begin: one that is written while training
   goes on to the end;
 - watch: leaves the gradients of every step; inspect: versions whose fp32 weights and Adam's state are left, whole;
@@ -81,8 +81,9 @@ def train(job: dict[str, Any], trainer: Trainer, checkpoints: Checkpoints, left:
     inspect()
     while version < job["steps"]:
         payloads, advantages = job_batch(job, version)
-        share, experts = {"rank": world.share, "ranks": world.shares}, trainer.replayed_experts
-        batch = make_batch(config, payloads, advantages, version=version, **share, experts=experts)
+        share = {"rank": world.share, "ranks": world.shares}
+        reads = {"experts": trainer.replayed_experts, "top_k": trainer.top_k}
+        batch = make_batch(config, payloads, advantages, version=version, **share, **reads)
         if version not in job.get("skip", []):
             with capture_logs() as logs:
                 left["metrics"].append(trainer.train(batch))

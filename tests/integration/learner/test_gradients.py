@@ -58,6 +58,12 @@ IN_TWO_STEPS: dict[str, Job] = {
     "token": NARROW | {"correction": {**SOME_OF_BOTH, "rollout_is_batch_normalize": True}},
     "sequence": NARROW | {"correction": {**SOME_OF_BOTH, "rollout_is": "sequence", "rollout_is_batch_normalize": True}},
 }
+# Settings of a teacher that scores every second sample.
+TEACHERS: dict[str, Job] = {
+    "taught advantage": {"weight": 0.5},
+    "taught loss": {"weight": 0.5, "form": "loss", "decay_steps": 12, "reward": False},
+    "taught by likeliest": {"weight": 0.5, "form": "loss", "top_k": 4},
+}
 UNCORRECTED = {"correction": {"preset": "disabled"}}
 # On one rank; all but two are the same gradient.
 ALONE: dict[str, Job] = {
@@ -108,6 +114,9 @@ def jobs(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> 
     for name, fields in ALGORITHMS.items():
         algorithm = fields | ({"reference": other} if "kl_coef" in fields else {})
         todo[name] = job(model, {"token_budget": 100, "algorithm": algorithm}, **later)
+    for name, teacher in TEACHERS.items():
+        section = {"token_budget": 100, "algorithm": {"correction": SOME_OF_BOTH}, "teacher": {"model": "t", **teacher}}
+        todo[name] = job(model, section, **later, taught=teacher.get("top_k", 0))
     for name, algorithm in IN_TWO_STEPS.items():
         section = {"token_budget": 100, "algorithm": algorithm} | TWO_STEPS
         todo[name] = job(model, section, **later, gradients_only=False, watch=True)
@@ -147,7 +156,7 @@ def expected(wanted: Job) -> tuple[list[Gradients], Gradients]:
     return plain_training(config, job_batch(wanted, version), version)
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, "lonely 0", "lonely 2", "lonely 3"])
+@pytest.mark.parametrize("name", [*ALGORITHMS, *TEACHERS, "lonely 0", "lonely 2", "lonely 3"])
 def test_ranks_have_the_gradient_of_one_plain_loss(jobs, pair, name):
     """A lonely rank has no sample; it takes part and contributes nothing."""
     assert_close_gradients(pair[name]["gradients"], expected(jobs[name])[0][0])

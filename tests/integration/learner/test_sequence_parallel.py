@@ -30,6 +30,11 @@ CASES: dict[str, tuple[Job, Job]] = {
         {"zero_stage": 3, "algorithm": {"kl_coef": 0.5, "entropy_coef": 0.3}, "gradient_checkpointing": True},
         {},
     ),
+    "teacher": ({"zero_stage": 3, "teacher": {"model": "t"}}, {"taught": 0}),
+    "likeliest tokens": (
+        {"zero_stage": 3, "teacher": {"model": "t", "form": "loss", "top_k": 4}, "gradient_checkpointing": True},
+        {"taught": 4},
+    ),
     "shorter than the ranks": ({"zero_stage": 2, "token_budget": 8}, {"samples": 5, "lengths": [3, 4]}),
     "one sample": ({"zero_stage": 3}, {"samples": 1}),
     "balanced experts": ({"zero_stage": 3, "router_balance": 0.5}, {"samples": 1}),

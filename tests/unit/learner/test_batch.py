@@ -28,7 +28,7 @@ from learner.trainer import batch_statistics
 from learner.ulysses import SequenceGroup
 from learner.world import World
 from tests.support.golden import GOLDEN
-from tests.support.learner import joined
+from tests.support.learner import joined, with_scores
 
 
 def payload(ids: Any, spans: Any, logprobs: Any, versions: Any) -> Payload:
@@ -81,6 +81,10 @@ UNUSABLE: dict[str, tuple[Payload | None, Any]] = {
     "experts of other layers": (with_experts(ONE, [4], np.zeros((4, 2, 2), np.uint8)), 2.0),
     "another number of experts": (with_experts(ONE, [4], np.zeros((4, 3, 1), np.uint8)), 2.0),
     "an unknown expert": (with_experts(ONE, [4], np.full((4, 3, 2), 8, np.uint8)), 2.0),
+    "scores of sampled tokens": (with_scores(ONE, 0), 2.0),
+    "scores of fewer tokens": (with_scores(ONE, 1), 2.0),
+    "a score of an unknown token": (replace(with_scores(ONE, 2), teacher_ids=np.array([[1, 2], [3, 50]])), 2.0),
+    "a token scored twice": (replace(with_scores(ONE, 2), teacher_ids=np.array([[1, 2], [3, 3]])), 2.0),
 }
 REASONS = {
     "missing": "",
@@ -88,6 +92,10 @@ REASONS = {
     "experts of other layers": "2 experts a token in each of 2 layers; the model has 2 in each of 3",
     "another number of experts": "1 experts a token in each of 3 layers; the model has 2 in each of 3",
     "an unknown expert": "expert 8; the model has 8 in a layer, from 0 on",
+    "scores of sampled tokens": "a teacher's scores of the sampled token at each place; teacher.top_k = 2",
+    "scores of fewer tokens": "a teacher's scores of its 1 likeliest tokens at each place; teacher.top_k = 2",
+    "a score of an unknown token": "a teacher's token id 50; the model has 50",
+    "a token scored twice": "the same token twice among a teacher's likeliest at one place",
 }
 SHAPE = ExpertShape(layers=3, chosen=2, experts=8)
 
@@ -95,9 +103,8 @@ SHAPE = ExpertShape(layers=3, chosen=2, experts=8)
 @pytest.mark.parametrize("kind", UNUSABLE)
 def test_what_cannot_be_trained_on_is_left_out_and_counted(kind):
     unusable, advantage = UNUSABLE[kind]
-    batch = rollout_batch(
-        4, [[[(0, 0), (1, 0)]]], {0: unusable, 1: TWO}, [advantage, [2.0]], [0.0, 1.0], 50, experts=SHAPE
-    )
+    payloads, advantages = {0: unusable, 1: TWO}, [advantage, [2.0]]
+    batch = rollout_batch(4, [[[(0, 0), (1, 0)]]], payloads, advantages, [0.0, 1.0], 50, experts=SHAPE, top_k=2)
     assert batch.left_out == 1
     assert batch.reason == REASONS.get(kind, batch.reason)
     assert bool(batch.reason) == (unusable is not None)

@@ -25,29 +25,38 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return torch.randn(N, H, dtype=dtype, requires_grad=True), torch.randint(V, (N,))
 
 
-def whole(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def whole(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, others: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     log_p = torch.log_softmax(logits / temperature, dim=-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    values = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    return values if others is None else (*values, log_p.gather(1, others))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
-def test_values_and_gradients_equal_those_of_a_whole_log_softmax(chunk, temperature, bias):
+@pytest.mark.parametrize("k", [0, 5, V])
+def test_values_and_gradients_equal_those_of_a_whole_log_softmax(chunk, temperature, bias, k):
+    """Of the targets, of k other ids at each place, and of the entropy."""
     torch.manual_seed(2)
-    towards_logprobs, towards_entropy = torch.randn(N), torch.randn(N)
+    towards_logprobs, towards_entropy, towards_others = torch.randn(N), torch.randn(N), torch.randn(N, k)
+    others = torch.rand(N, V).argsort(1)[:, :k] if k else None
     head, results = head_of(chunk, temperature, bias), []
     for is_chunked in (True, False):
         hidden, targets = inputs()
         head.zero_grad()
         # Without targets it is an ordinary output layer.
-        logprobs, entropy = (
-            head(hidden, targets, entropy=True) if is_chunked else whole(head(hidden), targets, temperature)
-        )
-        (logprobs @ towards_logprobs + entropy @ towards_entropy).backward()
-        results.append([logprobs, entropy, hidden.grad, *(parameter.grad.clone() for parameter in head.parameters())])
+        if is_chunked:
+            values = head(hidden, targets, entropy=True, others=others)
+        else:
+            values = whole(head(hidden), targets, temperature, others)
+        logprobs, entropy, *more = values
+        total = logprobs @ towards_logprobs + entropy @ towards_entropy
+        sum(((one * towards_others).sum() for one in more), total).backward()
+        results.append([*values, hidden.grad, *(parameter.grad.clone() for parameter in head.parameters())])
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 if k else 1e-6)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -68,9 +77,10 @@ def test_no_tensor_of_all_tokens_and_all_words_is_ever_made():
     head = nn.Linear(4, words, bias=False)
     LogprobHead.adopt(head, chunk, 1.0)
     hidden = torch.randn(tokens, 4, requires_grad=True)
+    targets, others = torch.randint(words, (tokens,)), torch.randint(words, (tokens, 8))
     with LargestTensor() as largest:
-        logprobs, _ = head(hidden, torch.randint(words, (tokens,)), entropy=True)
-        logprobs.sum().backward()
+        logprobs, _, of_others = head(hidden, targets, entropy=True, others=others)
+        (logprobs.sum() + of_others.sum()).backward()
     assert largest.numel <= chunk * words
 
 
@@ -81,8 +91,9 @@ def test_nothing_asks_the_device_for_a_number(dtype, entropy):
     with FakeTensorMode():
         head = head_of(7, 0.7, True, dtype)
         hidden = torch.empty(N, H, dtype=dtype, requires_grad=True)
-        logprobs, entropies = head(hidden, torch.empty(N, dtype=torch.int64), entropy=entropy)
-        (logprobs.sum() + entropies.sum()).backward()
+        targets, others = torch.empty(N, dtype=torch.int64), torch.empty(N, 3, dtype=torch.int64)
+        logprobs, entropies, of_others = head(hidden, targets, entropy=entropy, others=others)
+        (logprobs.sum() + entropies.sum() + of_others.sum()).backward()
         assert hidden.grad.shape == hidden.shape
 
 

@@ -93,6 +93,7 @@ def trained(
         trainer = Trainer.__new__(Trainer)
         trainer.config, trainer.world, trainer.engine = config, world, DescentEngine(policy)
         trainer.token_loss = loss or load_loss(config.algorithm)
+        trainer.teacher = config.teacher if config.teacher.is_set else None
         trainer.reference = _scorer(policy) if config.algorithm.kl_coef else None
         trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)
         metrics = trainer.train(batch)
