@@ -114,6 +114,10 @@ class ChatTemplate:
         # Encoded with the end token in front, as the model will see it; that token is then dropped.
         return self._tokens.encode(end + following)[1:]
 
+    def plain(self, text: str) -> str:
+        """The text, for a prompt in which markup counts, with its own markup hidden so that it is encoded as text."""
+        return str(self._tokens.hide(text))
+
     def inside(self, texts: Sequence[str], wrap: tuple[str, str]) -> np.ndarray:
         """Token ids of texts to append within an assistant turn, each between the strings of `wrap`, int32 [T].
 

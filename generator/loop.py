@@ -16,6 +16,7 @@ from common.streams.presence import LearnerWatch
 from generator.concurrency import STALL_SECONDS
 from generator.episode import Episode
 from generator.episode_runner import PromptTooLong
+from generator.self_teacher import CannotTell
 from generator.services import Services
 from generator.slots import Cache, Slots
 from generator.task_runner import TaskRunner
@@ -109,6 +110,8 @@ class Generator(Worker[LeasedTask]):
                     header, payload = await self.runner.run(task, lease.episode, lease.previous)
         except PromptTooLong as error:
             return self.inbox.set_aside(delivery, str(error), retire=True)
+        except CannotTell as error:
+            return await self.give_up(lease, str(error))
         self.metrics.finished(header.model_tokens)
         if payload is None:
             return Finished(delivery.entry_id, header)

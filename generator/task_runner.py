@@ -22,6 +22,7 @@ from generator.episode_runner import EpisodeRunner
 from generator.parts import RunParts
 from generator.rewards import Outcome, Score
 from generator.rewards.scorer import returns_to_go
+from generator.self_teacher import SelfTeacher
 
 
 class TaskRunner:
@@ -48,6 +49,11 @@ class TaskRunner:
             else AgentRunner(source_config, engine, source_parts, endpoint)
             for source, (source_config, source_parts) in parts.by_source.items()
         }
+        self._self_teachers = {
+            source: SelfTeacher(source_config, engine, self._episodes[source].template)
+            for source, (source_config, _) in parts.by_source.items()
+            if source_config.teacher.context is not None and config.run.has_learner
+        }
         self.generator, self.log = generator, log
 
     def episodes(self, task: Task) -> EpisodeRunner | AgentRunner:
@@ -55,8 +61,16 @@ class TaskRunner:
         return self._episodes[self.parts.find(task)]
 
     async def run(self, task: Task, episode: Episode, previous: Payload | None) -> tuple[SampleHeader, Payload | None]:
-        """Run and score a prepared episode, rescore the previous response meanwhile; only training has a payload."""
+        """Run and score a prepared episode, rescore the previous response meanwhile; only training has a payload.
+
+        Raises:
+            CannotTell: the policy is its own teacher, and its prompt cannot be made.
+            Exception: see `EpisodeRunner.run`.
+        """
         started = time.monotonic()
+        teacher = self._self_teachers.get(self.parts.find(task)) if task.kind == "train" else None
+        if teacher is not None:
+            teacher.check(task)
         rescoring: asyncio.Task[float] | None = None
         if previous is not None:
             rescoring = asyncio.create_task(rescore(self.engine, previous, self.config.sampler.drift.estimator))
@@ -66,6 +80,9 @@ class TaskRunner:
             episodes = self.episodes(task)
             await episodes.run(task, episode, seed=task.seed, **sampling)
             score, answer = await self._score(task, episode)
+            payload = episode.payload() if task.kind == "train" else None
+            if teacher is not None and payload is not None:
+                payload = await teacher.taught(task, episode, score, payload)
             drift = await rescoring if rescoring else None
         finally:
             if rescoring:
@@ -91,7 +108,7 @@ class TaskRunner:
             **self._returns(episode, score.final),
             **_counts(episode),
         )
-        return header, episode.payload() if task.kind == "train" else None
+        return header, payload
 
     async def close(self) -> None:
         """Close what the agents' runners hold."""

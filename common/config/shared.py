@@ -26,6 +26,7 @@ CHANGEABLE = {
         "learner.weights": "chunk_mib credit",
         "generator": "max_attempts retry_pause",
         "sampler": "max_set_aside",
+        "teacher": "weight decay_steps reward",
         "episode": "tool_timeout reward_timeout reward_workers reward_memory_mb rollouts_every",
         "sandbox": "timeout attempts memory_mb",
         "broker": "heartbeat dead_after memory_share",
@@ -42,7 +43,7 @@ PATHS = (
     "broker.password_file",
 )
 # Keys that hold a folder or a file, if it exists; else a name on the Hugging Face hub, or one that SPO knows.
-PATHS_OR_NAMES = ("model.path", "algorithm.reference", "data.train", "data.heldout")
+PATHS_OR_NAMES = ("model.path", "algorithm.reference", "teacher.model", "data.train", "data.heldout")
 # Sections and keys that can hold a secret: an address with a password in it, or the secret alone.
 SECRETS = (("broker", "url"), ("sandbox", "url"), ("sandbox", "token"))
 PASSWORD_OPTIONS = ("password", "ssl_password")
@@ -159,7 +160,7 @@ def _with_absolute_paths(values: Mapping[str, Any], prefix: str) -> dict[str, An
 
 def _absolute_if_there(value: Any) -> Any:
     if isinstance(value, list):
-        return [{**source, "path": _absolute_if_there(source["path"])} for source in value]
+        return [_with_paths(source, *map(_absolute_if_there, _paths(source))) for source in value]
     return str(Path(value).absolute()) if value is not None and Path(value).exists() else value
 
 
@@ -175,8 +176,19 @@ def _same_path(here: Any, there: Any) -> bool:
         return all(
             isinstance(one, dict)
             and isinstance(other, dict)
-            and one | {"path": ""} == other | {"path": ""}
-            and _same_path(one.get("path"), other.get("path"))
+            and _with_paths(one) == _with_paths(other)
+            and all(a == b or _same_path(a, b) for a, b in zip(_paths(one), _paths(other), strict=True))
             for one, other in zip(here, there, strict=True)
         )
     return False
+
+
+def _paths(source: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The keys of a data source that hold a path or a name: its own, and its teacher's."""
+    return source.get("path"), (source.get("teacher") or {}).get("model")
+
+
+def _with_paths(source: Mapping[str, Any], path: Any = "", model: Any = "") -> dict[str, Any]:
+    """The source with others in their place."""
+    teacher = source.get("teacher") or {}
+    return {**source, "path": path, "teacher": teacher | ({"model": model} if "model" in teacher else {})}

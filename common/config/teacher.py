@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from string import Formatter
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -14,6 +15,24 @@ from common.errors import UserError
 WHO = ("model", "url", "context")
 # What all sources share, because the learner does not know which source a sample is of.
 OF_THE_RUN = ("top_k", "form", "weight", "decay_steps", "reward")
+
+
+def context_pieces(context: str) -> list[tuple[str, str]]:
+    """The texts of `teacher.context`, each with the name of the field that follows it; "" after the last.
+
+    Braces that are text are doubled, as in Python's formatting.
+
+    Raises:
+        ValueError: a brace is alone, or a field has no name.
+    """
+    pieces = []
+    for text, name, options, conversion in Formatter().parse(context):
+        if name == "":
+            raise ValueError("a field has no name between its braces")
+        if options or conversion:
+            raise ValueError(f"the field {name!r} has options; give its name alone")
+        pieces.append((text, name or ""))
+    return pieces
 
 
 class TeacherConfig(Section):

@@ -54,6 +54,7 @@ def warnings(config: Config) -> list[str]:
         *_lengths(config),
         *algorithm_warnings(config),
         *_data(config),
+        *_teacher(config),
         *episode_warnings(config),
     ]
 
@@ -158,6 +159,24 @@ def _data(config: Config) -> Iterator[str]:
     for source in data.sources("heldout"):
         if source.weight != 1:
             yield f"{source.key}.weight = {source.weight:g} has no effect: every held-out prompt is evaluated"
+
+
+def _teacher(config: Config) -> Iterator[str]:
+    """Teachers that nobody hears, and what is lost or idle beside one."""
+    teacher, in_use = config.teacher, config.teachers_in_use()
+    if not in_use:
+        names = ("top_k", "form", "weight", "decay_steps", "url_model", "api_key_env", "dtype")
+        yield from _idle("teacher.", teacher, names, "without a teacher: none of model, url and context is set")
+        return
+    if not config.run.has_learner:
+        yield "teacher.model, teacher.url or teacher.context has no effect with run.steps = 0: nothing is trained"
+    if teacher.weight == 0:
+        yield "teacher.weight = 0: its scores are measured only"
+    if config.algorithm.refill_degenerate:
+        yield (
+            "algorithm.refill_degenerate = True replaces groups of equal rewards, from which the teacher would still "
+            "teach; set it to false"
+        )
 
 
 def _turns(episode: EpisodeConfig, key: str) -> Iterator[str]:

@@ -137,10 +137,15 @@ def test_an_adapter_stays_as_the_run_began() -> None:
 def test_what_a_run_writes_has_absolute_paths_of_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "a.jsonl").touch()
-    sources = [{"path": "a.jsonl"}, {"path": "gsm8k"}, {"path": "reasoning_gym:chain_sum"}]
-    made = config(data={"train": sources}, sampler={"initial_values": "values.json"})
+    sources = [
+        {"path": "a.jsonl", "teacher": {"model": "model"}},
+        {"path": "gsm8k"},
+        {"path": "reasoning_gym:chain_sum"},
+    ]
+    made = config(data={"train": sources}, sampler={"initial_values": "values.json"}, teacher={"model": "model"})
     values = yaml.safe_load(dump_config(made, absolute=True))
     assert values["model"]["path"] == str(tmp_path / "model")
+    assert values["teacher"]["model"] == values["data"]["train"][0]["teacher"]["model"] == str(tmp_path / "model")
     assert values["run"]["output_dir"] == str(tmp_path / "runs")
     assert values["sampler"]["initial_values"] == str(tmp_path / "values.json")
     paths = [source["path"] for source in values["data"]["train"]]
@@ -166,6 +171,11 @@ def test_a_relative_path_agrees_with_an_absolute_one(here: str, there: str, agre
     ours, theirs = (config(data={"train": [{"path": path, "weight": 2}]}) for path in (here, there))
     assert bool(differences(ours, shared_values(theirs))) != agree
     assert differences(ours, shared_values(config(data={"train": [{"path": there, "weight": 3}]})))
+    ours, theirs = (config(teacher={"model": path}) for path in (here, there))
+    assert bool(differences(ours, shared_values(theirs))) != agree
+    ours, theirs = (config(data={"train": [{"path": "a", "teacher": {"model": path}}]}) for path in (here, there))
+    assert bool(differences(ours, shared_values(theirs))) != agree
+    assert differences(ours, shared_values(config(data={"train": [{"path": "a", "teacher": {"url": "http://h"}}]})))
 
 
 def test_a_module_beside_the_file_or_in_a_named_folder_is_found(tmp_path: Path) -> None:

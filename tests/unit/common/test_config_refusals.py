@@ -114,6 +114,27 @@ SECTIONS = [
     ),
     ("learner: {router_replay: all}", "learner.router_replay = 'all'"),
     ("learner: {router_balance: -1}", "learner.router_balance = -1"),
+    # Teachers.
+    ("teacher: {model: a, url: 'http://h/v1'}", "teacher.model and teacher.url are set, and a sample has one teacher"),
+    ("teacher: {model: a, context: b}", "teacher.model and teacher.context are set | leave one of them"),
+    ("teacher: {model: a, top_k: 8}", "teacher.top_k = 8 with teacher.form = 'advantage' | set teacher.form=loss"),
+    (
+        "{teacher: {url: 'http://h/v1'}, generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}}",
+        "generator.temperature = 0.7 beside a teacher | set generator.temperature=1",
+    ),
+    ("teacher: {reward: false}", "teacher.reward = false leaves nothing to learn from without a teacher"),
+    ("teacher: {context: 'a {'}", "teacher.context = 'a {' cannot be filled in | double braces that are text"),
+    ("teacher: {context: 'a {}'}", "a field has no name between its braces"),
+    ("teacher: {context: 'a {b:>4}'}", "the field 'b' has options; give its name alone"),
+    (
+        "{teacher: {context: '{answer}'}, episode: {agent: 'a:b'}}",
+        "teacher.context beside episode.agent | or teacher.u",
+    ),
+    (
+        "data: {train: [{path: b, teacher: {model: a, context: c}}]}",
+        "data.train[b]: teacher.model and teacher.context are set",
+    ),
+    ("data: {train: [{path: b, teacher: {weight: 2}}]}", "data.train[b].teacher.weight cannot be set for one source"),
     # Data.
     ("data: {train: []}", "data.train"),
     ("data: {train: [a.jsonl]}", "data.train"),

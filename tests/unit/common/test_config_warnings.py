@@ -57,6 +57,8 @@ SILENT = [
     "{algorithm: {method: grpo, refill_degenerate: true, refill_limit: 3}, sampler: {drift: {mode: ledger}}}",
     "{algorithm: {method: none}, sampler: {advantage: {token_weighted: true}}}",
     "{algorithm: {method: none}, sampler: {initial_values: v.json, selection: {criterion: posterior}}}",
+    "{teacher: {model: t, form: loss, top_k: 8, decay_steps: 9, reward: false}, run: {steps: 1}}",
+    "data: {train: [{path: a, teacher: {context: '{answer}'}}, {path: b}]}",
     # Turns of a simulated user.
     "episode: {user: corrector, max_assistant_turns: 4, max_user_turns: 3}",
     "episode: {user: corrector, max_assistant_turns: 2, user_options: {turns: 1}}",
@@ -96,6 +98,14 @@ NAMED = [
         "{algorithm: {proximal: interpolate, correction: {rollout_is: token, rollout_is_batch_normalize: true}}, "
         "learner: {mini_batches: 4}}",
         "the weights' mean takes a forward pass of its own",
+    ),
+    # Teachers.
+    ("teacher: {weight: 0.5}", "teacher.weight = 0.5 has no effect without a teacher"),
+    ("teacher: {model: t, weight: 0}", "teacher.weight = 0: its scores are measured only"),
+    ("{teacher: {model: t}, run: {steps: 0}}", "teacher.context has no effect with run.steps = 0: nothing is trained"),
+    (
+        "{teacher: {model: t}, algorithm: {method: grpo, refill_degenerate: true}, sampler: {drift: {mode: ledger}}}",
+        "algorithm.refill_degenerate = True replaces groups of equal rewards",
     ),
     # Methods.
     ("algorithm: {group_size: 4}", "algorithm.group_size = 4 has no effect with algorithm.method = 'spo'"),
@@ -152,7 +162,7 @@ def test_what_counts_is_not_named(text: str) -> None:
 def test_a_setting_without_effect_is_named_with_the_reason(text: str, words: str) -> None:
     [line] = warnings(config(text))
     assert words in line
-    assert line.startswith(("algorithm.", "sampler.", "learner.", "generator.", "eval.", "data.", "episode."))
+    assert line.split(".")[0] in ("algorithm", "sampler", "learner", "generator", "eval", "data", "episode", "teacher")
 
 
 def test_measured_weights_that_are_normalised_are_named_twice() -> None:
