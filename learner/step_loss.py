@@ -139,7 +139,8 @@ def step_loss(
     if config.negative_max_prob < 1:
         stats.mean("actor/negative_filtered", correction.keep & ~keep, over="tokens")
     if teacher is not None:
-        logprobs, likeliest = (None if one is None else one.detach() for one in (policy.logprobs, policy.likeliest))
+        logprobs = policy.logprobs.detach()
+        likeliest = None if policy.likeliest is None else policy.likeliest.detach()
         teacher_statistics(logprobs, likeliest, old, keep, micro.teacher, teacher, position.version, stats)
     if config.proximal == "compare":
         _compare(micro, policy.logprobs, old, position, stats)

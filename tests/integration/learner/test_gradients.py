@@ -116,7 +116,7 @@ def jobs(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> 
         todo[name] = job(model, {"token_budget": 100, "algorithm": algorithm}, **later)
     for name, teacher in TEACHERS.items():
         section = {"token_budget": 100, "algorithm": {"correction": SOME_OF_BOTH}, "teacher": {"model": "t", **teacher}}
-        todo[name] = job(model, section, **later, taught=teacher.get("top_k", 0))
+        todo[name] = job(model, section, **later, taught=teacher.get("top_k", 0), rows="top_k" in teacher)
     for name, algorithm in IN_TWO_STEPS.items():
         section = {"token_budget": 100, "algorithm": algorithm} | TWO_STEPS
         todo[name] = job(model, section, **later, gradients_only=False, watch=True)

@@ -19,7 +19,7 @@ from learner.reference import _scorer
 from learner.trainer import Trainer
 from learner.world import World
 from tests.support import other_device
-from tests.support.learner import KEEPS_ALL, VOCABULARY, learner_config, make_samples
+from tests.support.learner import KEEPS_ALL, VOCABULARY, learner_config, make_samples, with_scores
 
 CPU = torch.device("cpu")
 Samples = tuple[list[Payload], list[float]]
@@ -78,9 +78,11 @@ def trained(
     mini_batches: int = 1,
     zero_stage: int = 2,
     loss: TokenLoss | None = None,
+    teacher: dict[str, Any] | None = None,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Metrics of one batch of several micro-batches, and the weights after it."""
-    settings = {"dtype": "float32", "zero_stage": zero_stage, "mini_batches": mini_batches, "token_budget": 96}
+    """Metrics of one batch of several micro-batches, and the weights after it; `teacher` is its section."""
+    settings: dict[str, Any] = {"teacher": teacher or {}}
+    settings |= {"dtype": "float32", "zero_stage": zero_stage, "mini_batches": mini_batches, "token_budget": 96}
     algorithm = KEEPS_ALL | algorithm
     config = learner_config(model, "runs", algorithm=algorithm, sampler={"drift": {"mode": "ledger"}}, **settings)
     policy, (payloads, advantages) = load_policy(config), samples
@@ -89,11 +91,12 @@ def trained(
         if world.device != CPU:
             other_device.move(policy)
         held: dict[int, Any] = dict(enumerate(payloads))
-        batch = rollout_batch(4, places, held, advantages, [0.5] * len(payloads), VOCABULARY, world.device)
         trainer = Trainer.__new__(Trainer)
         trainer.config, trainer.world, trainer.engine = config, world, DescentEngine(policy)
-        trainer.token_loss = loss or load_loss(config.algorithm)
         trainer.teacher = config.teacher if config.teacher.is_set else None
+        rewards = [0.5] * len(payloads)
+        batch = rollout_batch(4, places, held, advantages, rewards, VOCABULARY, world.device, top_k=trainer.top_k)
+        trainer.token_loss = loss or load_loss(config.algorithm)
         trainer.reference = _scorer(policy) if config.algorithm.kl_coef else None
         trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)
         metrics = trainer.train(batch)
@@ -126,6 +129,29 @@ def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, 
     there, _ = trained(model, algorithm, World(0, 1, other_device.DEVICE), samples, mini_batches=2)
     here, _ = trained(model, algorithm, ALONE, samples, mini_batches=2)
     assert there == pytest.approx(here, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+@pytest.mark.integration
+def test_a_taught_batch_on_another_device_has_the_same_metrics(model, samples, top_k) -> None:
+    payloads, advantages = samples
+    taught = [with_scores(one, top_k) if i % 2 else one for i, one in enumerate(payloads)], advantages
+    teacher = {"model": "t", "form": "loss", "top_k": top_k, "decay_steps": 8}
+    there, _ = trained(model, {}, World(0, 1, other_device.DEVICE), taught, mini_batches=2, teacher=teacher)
+    here, _ = trained(model, {}, ALONE, taught, mini_batches=2, teacher=teacher)
+    assert there == pytest.approx(here, rel=1e-4, abs=1e-5)
+    assert here["teacher/weight"] == 0.5
+    assert 0 < here["teacher/tokens"] < 1
+
+
+def test_a_teacher_teaches_where_all_advantages_are_nothing(model, samples) -> None:
+    payloads, _ = samples
+    idle, before = trained(model, {}, ALONE, (payloads, [0.0] * len(payloads)))
+    taught = [with_scores(one, 0) for one in payloads], [0.0] * len(payloads)
+    metrics, after = trained(model, {}, ALONE, taught, teacher={"model": "t"})
+    assert (metrics["actor/skipped_steps"], idle["actor/skipped_steps"]) == (0, 0)
+    assert metrics["actor/pg_loss"] != 0 == idle["actor/pg_loss"]
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
