@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from common.config.teacher import context_pieces
 from common.messages import Task
 from common.payload import Payload
 from generator.chat_template import ChatTemplate, Message
-from generator.concurrency import LONG_TOKENS, offload
+from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.episode import Episode
 from generator.rewards import Score
 from generator.tools.toolbox import encodable
@@ -57,14 +56,9 @@ class SelfTeacher:
             CannotTell: prompt, context and response exceed `model.max_model_len`.
         """
         (row,) = episode.rows
-        context = self._template.plain(encodable(self._context(task, episode, score)))
-        render = partial(
-            self._template.prompt,
-            told(task.prompt, context),
-            self._data.system_prompt,
-            markup=self._data.prompt_markup,
-        )
-        prompt_ids = await offload(row.length > LONG_TOKENS, render)
+        context = self._context(task, episode, score)
+        long = row.length > LONG_TOKENS or len(context) > LONG_TEXT
+        prompt_ids = await offload(long, self._prompt, task, context)
         token_ids = np.concatenate([prompt_ids, row.response_ids()])
         if len(token_ids) > self._max_model_len:
             raise CannotTell(
@@ -76,6 +70,10 @@ class SelfTeacher:
             return replace(payload, teacher_logprobs=(await self._engine.score(token_ids))[at, None])
         likeliest, logprobs = await self._engine.score(token_ids, self._top_k)
         return replace(payload, teacher_logprobs=logprobs[at], teacher_ids=likeliest[at])
+
+    def _prompt(self, task: Task, context: str) -> np.ndarray:
+        prompt = told(task.prompt, self._template.plain(encodable(context)))
+        return self._template.prompt(prompt, self._data.system_prompt, markup=self._data.prompt_markup)
 
     def _context(self, task: Task, episode: Episode, score: Score) -> str:
         values = {name: answer_text(value) for name, value in task.row.items()}
