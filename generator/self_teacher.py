@@ -14,6 +14,7 @@ from common.messages import Task
 from common.payload import Payload
 from generator.chat_template import ChatTemplate, Message
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
+from generator.engine.engine import EngineFailed
 from generator.episode import Episode
 from generator.rewards import Score
 from generator.tools.toolbox import encodable
@@ -27,7 +28,7 @@ class SelfTeacher:
     """Scores episodes of one row whose prompt is followed by `teacher.context`, filled in.
 
     Args:
-        engine: its `score` returns log-probs [T]; with a number K, ids and log-probs of the K likeliest, [T, K] each.
+        engine: its `score` returns log-probs [T], its `likeliest` ids and log-probs of the K likeliest, [T, K] each.
         template: renders the episodes' prompts.
     """
 
@@ -54,22 +55,28 @@ class SelfTeacher:
 
         Raises:
             CannotTell: prompt, context and response exceed `model.max_model_len`.
+            EngineDied, EngineFailed: see the classes.
         """
         (row,) = episode.rows
         context = self._context(task, episode, score)
         long = row.length > LONG_TOKENS or len(context) > LONG_TEXT
         prompt_ids = await offload(long, self._prompt, task, context)
-        token_ids = np.concatenate([prompt_ids, row.response_ids()])
+        end = int(payload.model_spans[-1, 1])  # what comes after the model's last token is not scored
+        token_ids = np.concatenate([prompt_ids, payload.token_ids[len(row.prompt_ids) : end]])
         if len(token_ids) > self._max_model_len:
             raise CannotTell(
                 f"prompt, teacher.context and response have {len(token_ids)} tokens, model.max_model_len allows "
                 f"{self._max_model_len}"
             )
         at = np.flatnonzero(payload.mask()) + (len(prompt_ids) - len(row.prompt_ids))
-        if not self._top_k:
-            return replace(payload, teacher_logprobs=(await self._engine.score(token_ids))[at, None])
-        likeliest, logprobs = await self._engine.score(token_ids, self._top_k)
-        return replace(payload, teacher_logprobs=logprobs[at], teacher_ids=likeliest[at])
+        if self._top_k:
+            likeliest, logprobs = await self._engine.likeliest(token_ids, self._top_k)
+            scored = replace(payload, teacher_logprobs=logprobs[at], teacher_ids=likeliest[at])
+        else:
+            scored = replace(payload, teacher_logprobs=(await self._engine.score(token_ids))[at, None])
+        if not np.isfinite(scored.teacher_logprobs).all():
+            raise EngineFailed("the policy's scores of a response, as its own teacher, are not finite")
+        return scored
 
     def _prompt(self, task: Task, context: str) -> np.ndarray:
         prompt = told(task.prompt, self._template.plain(encodable(context)))

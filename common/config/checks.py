@@ -13,7 +13,7 @@ from common.config.data import SIDES
 from common.config.generator import EpisodeConfig
 from common.config.redis_url import check_queue, has_port
 from common.config.run import Config
-from common.config.teacher import WHO, TeacherConfig, context_pieces
+from common.config.teacher import WHO, context_pieces
 from common.errors import UserError
 from common.network import check_bind, is_tcp, without_password
 
@@ -37,11 +37,11 @@ def check_combinations(config: Config) -> None:
                 episode = config.episode.with_changes(source.episode, source.key)
                 _refuse((wrong, f"{source.key}: {message}") for wrong, message in _episode(config, episode))
     _refuse(_teacher_servers(config))
-    _refuse(_teachers(config))
+    _refuse(_teaching(config))
     for source in config.data.sources("train"):
         own = config.for_source(source)
         where = f"{source.key}: " if source.episode or source.teacher else ""
-        _refuse((wrong, f"{where}{message}") for wrong, message in _teacher(own.teacher, own.episode))
+        _refuse((wrong, f"{where}{message}") for wrong, message in _teacher(own))
     if config.run.deterministic:
         _refuse(_deterministic(config))
     _refuse(_connections(config))
@@ -267,7 +267,7 @@ def _agent(config: Config, episode: EpisodeConfig, agent: AgentConfig) -> Iterat
     )
 
 
-def _teachers(config: Config) -> Iterator[Rule]:
+def _teaching(config: Config) -> Iterator[Rule]:
     """Rules of what the learner makes of a teacher's scores."""
     teacher, in_use = config.teacher, config.teachers_in_use()
     yield (
@@ -280,15 +280,11 @@ def _teachers(config: Config) -> Iterator[Rule]:
         f"teacher.top_k = {teacher.top_k} with teacher.form = 'advantage': an advantage is that of the sampled token; "
         "set teacher.form=loss, or teacher.top_k=0",
     )
-    yield (
-        bool(in_use) and config.generator.temperature != 1,
-        f"generator.temperature = {config.generator.temperature} beside a teacher: its log-probs are those at "
-        "temperature 1, and would be compared with the policy's at another; set generator.temperature=1",
-    )
 
 
-def _teacher(teacher: TeacherConfig, episode: EpisodeConfig) -> Iterator[Rule]:
-    """Rules of the teacher of a source."""
+def _teacher(config: Config) -> Iterator[Rule]:
+    """Rules of the teacher in the configuration of a source."""
+    teacher, episode = config.teacher, config.episode
     names = [f"teacher.{key}" for key in WHO if getattr(teacher, key) is not None]
     yield len(names) > 1, f"{' and '.join(names)} are set, and a sample has one teacher; leave one of them"
     if teacher.context is None:
@@ -297,6 +293,11 @@ def _teacher(teacher: TeacherConfig, episode: EpisodeConfig) -> Iterator[Rule]:
         context_pieces(teacher.context)
     except ValueError as error:
         yield True, f"teacher.context = {teacher.context!r} cannot be filled in: {error}; double braces that are text"
+    yield (
+        config.generator.temperature != 1,
+        f"generator.temperature = {config.generator.temperature} beside teacher.context: the generator's engine scores "
+        "at temperature 1, and would be compared with the policy at another; set it to 1, or set teacher.model",
+    )
     yield (
         episode.agent is not None,
         "teacher.context beside episode.agent: an agent writes its prompts itself, so there is none to add to; set "

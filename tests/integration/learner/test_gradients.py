@@ -63,6 +63,7 @@ TEACHERS: dict[str, Job] = {
     "taught advantage": {"weight": 0.5},
     "taught loss": {"weight": 0.5, "form": "loss", "decay_steps": 12, "reward": False},
     "taught by likeliest": {"weight": 0.5, "form": "loss", "top_k": 4},
+    "taught rows": {"weight": 0.5, "form": "loss", "top_k": 3},
 }
 UNCORRECTED = {"correction": {"preset": "disabled"}}
 # On one rank; all but two are the same gradient.
@@ -115,8 +116,10 @@ def jobs(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> 
         algorithm = fields | ({"reference": other} if "kl_coef" in fields else {})
         todo[name] = job(model, {"token_budget": 100, "algorithm": algorithm}, **later)
     for name, teacher in TEACHERS.items():
-        section = {"token_budget": 100, "algorithm": {"correction": SOME_OF_BOTH}, "teacher": {"model": "t", **teacher}}
-        todo[name] = job(model, section, **later, taught=teacher.get("top_k", 0), rows="top_k" in teacher)
+        rows = name == "taught rows"  # the reference corrects a sample as one row
+        section = {"token_budget": 100, "algorithm": {} if rows else {"correction": SOME_OF_BOTH}}
+        section["teacher"] = {"model": "t", **teacher}
+        todo[name] = job(model, section, **later, taught=teacher.get("top_k", 0), rows=rows)
     for name, algorithm in IN_TWO_STEPS.items():
         section = {"token_budget": 100, "algorithm": algorithm} | TWO_STEPS
         todo[name] = job(model, section, **later, gradients_only=False, watch=True)

@@ -119,8 +119,8 @@ SECTIONS = [
     ("teacher: {model: a, context: b}", "teacher.model and teacher.context are set | leave one of them"),
     ("teacher: {model: a, top_k: 8}", "teacher.top_k = 8 with teacher.form = 'advantage' | set teacher.form=loss"),
     (
-        "{teacher: {url: 'http://h/v1'}, generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}}",
-        "generator.temperature = 0.7 beside a teacher | set generator.temperature=1",
+        "{teacher: {context: '{answer}'}, generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}}",
+        "generator.temperature = 0.7 beside teacher.context | set it to 1, or set teacher.model",
     ),
     ("teacher: {reward: false}", "teacher.reward = false leaves nothing to learn from without a teacher"),
     ("teacher: {context: 'a {'}", "teacher.context = 'a {' cannot be filled in | double braces that are text"),

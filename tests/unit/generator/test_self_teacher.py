@@ -25,14 +25,15 @@ class Scorer(PretendEngine):
     def __init__(self) -> None:
         super().__init__()
         self.read: list[np.ndarray] = []
+        self.scale = 1000.0
 
-    async def score(self, token_ids: Any, top_k: int = 0) -> Any:
+    async def score(self, token_ids: Any) -> np.ndarray:
         self.read.append(np.asarray(token_ids))
-        scores = (-np.asarray(token_ids) / 1000).astype(np.float32)
-        if not top_k:
-            return scores
-        likeliest = np.asarray(token_ids, np.int32)[:, None] + np.arange(1, top_k + 1, dtype=np.int32)
-        return likeliest, scores[:, None] - np.arange(top_k, dtype=np.float32)
+        return (-np.asarray(token_ids) / self.scale).astype(np.float32)
+
+    async def likeliest(self, token_ids: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.asarray(token_ids, np.int32)[:, None] + np.arange(1, k + 1, dtype=np.int32)
+        return ids, (await self.score(token_ids))[:, None] - np.arange(k, dtype=np.float32)
 
 
 def taught(broker: Broker, context: str = CONTEXT, *, task: dict[str, Any] | None = None, **sections: Any) -> Any:
@@ -94,6 +95,14 @@ def test_what_cannot_be_told_is_set_aside_at_once(fake_broker: Broker, context, 
     assert reason in header.reason
     assert engine.calls == calls, "tokens are sampled only where nothing is missing"
     assert len(dead.list_dead(fake_broker)) == 1
+
+
+def test_scores_that_are_not_finite_are_a_failed_attempt(fake_broker: Broker) -> None:
+    engine = Scorer()
+    engine.scale = np.nan
+    header = one(Rig(fake_broker, engine, teacher={"context": "{answer}"}), answer="7")
+    assert (header.status, engine.calls, len(engine.read)) == ("set_aside", 2, 2)
+    assert "as its own teacher, are not finite" in header.reason
 
 
 def test_markup_in_what_is_told_is_text(fake_broker: Broker) -> None:
