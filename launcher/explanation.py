@@ -72,7 +72,7 @@ def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _rejection(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction, ratio = algorithm.correction, _ratio(algorithm)
-    for mask in correction.masks:
+    for mask in dict.fromkeys(correction.masks):
         yield mask_words(mask, ratio)
         if mask.by_age:
             yield from _by_age(correction, "bounds", mask.of_rows, _bound_at(mask))

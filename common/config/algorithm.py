@@ -106,7 +106,8 @@ class AlgorithmConfig(Section):
             return data
         correction = data.get("correction")
         if isinstance(correction, CorrectionConfig):
-            correction = correction.model_dump(exclude_unset=True) | {"preset": correction.preset_name}
+            own = {"preset": correction.preset_name, "rollout_is": correction.rollout_is}
+            correction = correction.model_dump(exclude_unset=True) | own
         if correction is None:
             correction = {}
         if not isinstance(correction, Mapping):
@@ -121,6 +122,9 @@ class AlgorithmConfig(Section):
             return {**data, "correction": correction}
         if not any(name in fields for name in CHOICES):
             correction, fields = {"preset": RECOMMENDED, **correction}, {"preset": RECOMMENDED, **fields}
+        elif not any(name in fields for name in ("preset", "rollout_is", "skyrl")):
+            # What is pasted here is a part of verl's YAML, which has null; `sequence` is the default of its class.
+            correction, fields = {"rollout_is": None, **correction}, {"rollout_is": None, **fields}
         implied: dict[str, Any] = {}
         chosen = dict(fields)
         if isinstance(fields.get("preset"), str):

@@ -25,6 +25,8 @@ REJECTION_MODES = (
     "seq_max_k2",
     "seq_max_k3",
 )
+# YAML's true would be read as 1.0 in them.
+THRESHOLDS = ("rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold")
 # Every stage sees what the ones before it have left, and no single token is clipped before a row is summed.
 SKYRL: dict[str, Any] = {"sees": "left", "bound": math.inf}
 
@@ -41,18 +43,18 @@ class SkyRLCorrection(Section):
     sequence_mask_metric: Literal["product", "geometric"] | None = Field(
         None, description="Drop rows by the product or by the geometric mean of their token ratios."
     )
-    geo_mask_low: float = Field(0.99, gt=0, description="Smallest geometric mean kept.")
+    geo_mask_low: float = Field(0.99, ge=0, description="Smallest geometric mean kept; 0: no bound.")
     geo_mask_high: float = Field(1.01, gt=0, description="Largest geometric mean kept.")
-    product_mask_low: float = Field(0.5, gt=0, description="Smallest product kept.")
+    product_mask_low: float = Field(0.5, ge=0, description="Smallest product kept; 0: no bound.")
     product_mask_high: float = Field(2.0, gt=0, description="Largest product kept.")
     outlier_token_is_threshold_low: float | None = Field(
-        None, gt=0, description="A row with any token ratio below this is dropped (1e-4 is usual)."
+        None, ge=0, description="A row with any token ratio below this is dropped (1e-4 is usual)."
     )
     outlier_token_is_threshold_high: float | None = Field(
         None, gt=0, description="A row with any token ratio above this is dropped (100 is usual)."
     )
     token_mask_is_threshold_low: float | None = Field(
-        None, gt=0, description="Tokens with a ratio below this are dropped; needs token_mask_is_threshold_high too."
+        None, ge=0, description="Tokens with a ratio below this are dropped; needs token_mask_is_threshold_high too."
     )
     token_mask_is_threshold_high: float | None = Field(
         None, gt=0, description="Tokens with a ratio above this are dropped; needs token_mask_is_threshold_low too."
@@ -91,7 +93,8 @@ class SkyRLCorrection(Section):
 class CorrectionConfig(Section):
     """Off-policy correction of the gap between the generating and the proximal policy.
 
-    A preset, verl's fields, or SkyRL's block; fields given beside a preset win. The defaults below are verl's. A
+    A preset, verl's fields, or SkyRL's block; fields given beside a preset win. The defaults below are those of verl's
+    class; in a configuration that gives any of verl's fields, `rollout_is` is null unless given, as in verl's YAML. A
     section that chooses none of these adjusts the recommended preset, `decoupled_k3_rs_seq_tis`. `spo correction
     list` shows the presets, docs/correction.md explains the fields.
     """
@@ -102,7 +105,9 @@ class CorrectionConfig(Section):
         None, alias="preset", description="Name of a preset (`spo correction list`); fields given beside it win."
     )
     rollout_is: Literal["token", "sequence"] | None = Field(
-        "sequence", description="Level of the truncated importance weights pi_old / pi_rollout; null: none."
+        "sequence",
+        description="Level of the truncated importance weights pi_old / pi_rollout; null: none, also beside other "
+        "fields of verl's, unless given.",
     )
     rollout_is_threshold: float | str = Field(
         2.0,
@@ -186,6 +191,9 @@ class CorrectionConfig(Section):
             data = {**preset.fields, **data, "preset": preset.name}
         if data.get("skyrl") is not None:
             data = {"rollout_is": None, **data}
+        for field in THRESHOLDS:
+            if isinstance(data.get(field), bool):
+                raise ValueError(f"{field} = {str(data[field]).lower()} is no number; give the threshold itself")
         return data
 
     @model_validator(mode="after")
@@ -268,13 +276,15 @@ class CorrectionConfig(Section):
             raise ValueError(
                 f"rollout_rs_threshold = {self.rollout_rs_threshold!r} is empty; give a number, or lower_upper"
             )
-        if len(bounds) not in (1, len(modes)):
+        rules = list(dict.fromkeys(modes))  # a rule that is named twice is one, with one threshold, as in verl
+        if len(bounds) not in (1, len(rules)):
             raise ValueError(
-                f"rollout_rs_threshold = {self.rollout_rs_threshold!r} has {len(bounds)} parts for {len(modes)} modes; "
-                "give one for all, or one each"
+                f"rollout_rs_threshold = {self.rollout_rs_threshold!r} has {len(bounds)} parts for {len(rules)} "
+                f"mode{'s' * (len(rules) > 1)} ({', '.join(rules)}); give one for all, or one each"
             )
-        bounds *= len(modes) // len(bounds)
-        return [self._mask(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
+        bounds *= len(rules) // len(bounds)
+        masks = {rule: self._mask(rule, bound) for rule, bound in zip(rules, bounds, strict=True)}
+        return [masks[mode] for mode in modes]
 
     def _mask(self, mode: str, bound: str) -> Mask:
         words: list[Any] = mode.split("_")

@@ -20,6 +20,29 @@ PRESETS = {
     "pg_is": "bypass_pg_is",
     "pure_is": "bypass_pg_is",
     "pg_rs": "bypass_pg_geo_rs",
+    "bypass_pg_rs": "bypass_pg_geo_rs",
+    "geo_rs_seq_tis": "decoupled_geo_rs_seq_tis",
+    "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
+}
+# What verl and SkyRL call settings of `algorithm`; a nearest name would lead elsewhere.
+ELSEWHERE = {
+    "adv_estimator": "method",
+    "advantage_estimator": "method",
+    "clip_ratio_c": "clip_dual",
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_low": "clip_low",
+    "entropy_coeff": "entropy_coef",
+    "eps_clip_high": "clip_high",
+    "eps_clip_low": "clip_low",
+    "kl_estimator_type": "kl_estimator",
+    "kl_loss_coef": "kl_coef",
+    "kl_loss_type": "kl_estimator",
+    "loss_agg_mode": "aggregation",
+    "loss_mode": "loss",
+    "loss_reduction": "aggregation",
+    "policy_loss_type": "loss",
+    "rollout_correction": "correction",
+    "off_policy_correction": "correction.skyrl",
 }
 # SkyRL's names from before its block, fields of `trainer.algorithm` themselves.
 BESIDE_BLOCK = ("use_tis", "tis_imp_ratio_cap")
@@ -35,7 +58,7 @@ def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         ValueError: a former name is given beside today's, or has a value that means nothing today.
     """
     fields, notes = dict(data), list[str]()
-    for read in (_level, _band, _pure, _bypass, _tis):
+    for read in (_mode, _level, _band, _veto, _pure, _gradient, _bypass, _tis):
         before = dict(fields)
         today = read(fields)
         former = " and ".join(f"{name} = {value!r}" for name, value in before.items() if name not in fields)
@@ -78,8 +101,39 @@ def _band(fields: Fields) -> Fields:
     return {"rollout_rs_threshold": f"{lower}_{upper}"}
 
 
+def _mode(fields: Fields) -> Fields:
+    """`rollout_is_mode`: weights truncated, or nothing outside a band that begins at `rollout_is_threshold_lower`."""
+    if "rollout_is_mode" not in fields and "rollout_is_threshold_lower" not in fields:
+        return {}
+    mode, lower = fields.pop("rollout_is_mode", "truncate"), fields.pop("rollout_is_threshold_lower", None)
+    if mode == "truncate":
+        return {}  # the lower end was one of reports alone
+    upper = fields.get("rollout_is_threshold", 2.0)
+    if mode not in ("mask", "clip") or isinstance(upper, bool) or not isinstance(upper, int | float) or upper <= 0:
+        raise ValueError(
+            f"rollout_is_mode = {mode!r} with rollout_is_threshold = {upper!r}: this older name allowed truncate, mask "
+            "and clip, with a number above 0"
+        )
+    band = f"{1 / upper if lower is None else lower}_{upper}"
+    if mode == "clip":
+        fields.pop("rollout_is_threshold", None)
+        return {"rollout_is_threshold": band}
+    level = fields.get("rollout_is_level", fields.get("rollout_is"))
+    rule = {"sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}.get(str(level), "token_k1")
+    return {"rollout_rs": rule, "rollout_rs_threshold": band}
+
+
+def _veto(fields: Fields) -> Fields:
+    name = "rollout_is_veto_threshold"
+    return {"rollout_token_veto_threshold": fields.pop(name)} if name in fields else {}
+
+
 def _pure(fields: Fields) -> Fields:
     return {"bypass_mode": True, "loss_type": "reinforce"} if fields.pop("use_pure_rollout_correction", False) else {}
+
+
+def _gradient(fields: Fields) -> Fields:
+    return {"loss_type": "reinforce"} if fields.pop("use_policy_gradient", False) else {}
 
 
 def _bypass(fields: Fields) -> Fields:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from common.config.former_names import ELSEWHERE
 from common.errors import nearest
 from common.network import without_password
 
@@ -48,7 +49,8 @@ def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name
     key = _join(name, _named(location, tree))
     if problem["type"] == "extra_forbidden":
         last, siblings = str(location[-1]), _keys_at(model, location[:-1])
-        near = nearest(last, siblings, 0.5)
+        today = ELSEWHERE.get(last, "")
+        near = today if today.partition(".")[0] in siblings else nearest(last, siblings, 0.5)
         hint = f"did you mean {key.removesuffix(last)}{near}?" if near else f"allowed: {', '.join(siblings)}"
         if len(location) == 1 and (inside := [key for key in keys_of(model) if key.endswith(f".{last}")]):
             hint = f"did you mean {' or '.join(inside)}? Indent it below its section"

@@ -67,7 +67,7 @@ def correct_tokens(
     divergences = token_divergences(x)
     divergence_statistics(stats, old, rollout, finite, divergences, layout, config)
     dialect = (SkyRLStatistics if config.skyrl else VerlStatistics)(stats, x, layout, config)
-    for stage in config.stages():
+    for stage in dict.fromkeys(config.stages()):  # what stands there twice is done, and reported, once
         seen = keep if stage.sees == "left" else everything
         lower, upper = bounds(stage, ages, layout, config)
         if isinstance(stage, Weight):

@@ -61,6 +61,13 @@ SECTIONS = [
     # Methods.
     ("{algorithm: {method: grpo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
     ("algorithm: {method: rloo, turn_advantage: turn}", "algorithm.turn_advantage = 'turn' has no baseline with"),
+    # Names of verl's and SkyRL's.
+    ("algorithm: {kl_loss_type: k3}", "key algorithm.kl_loss_type; did you mean algorithm.kl_estimator?"),
+    ("algorithm: {kl_loss_coef: 0.1}", "did you mean algorithm.kl_coef?"),
+    ("algorithm: {loss_reduction: token_mean}", "did you mean algorithm.aggregation?"),
+    ("algorithm: {loss_agg_mode: token-mean}", "did you mean algorithm.aggregation?"),
+    ("algorithm: {clip_ratio_c: 3}", "did you mean algorithm.clip_dual?"),
+    ("algorithm: {rollout_correction: {}}", "did you mean algorithm.correction?"),
     # Episodes.
     ("episode: {tools: [calculator]}", "episode.tools are never answered with episode.max_assistant_turns = 1"),
     ("episode: {tools: [calculator], max_assistant_turns: 2, max_user_turns: 0}", "never heard | max_user_turns = 0"),
@@ -181,6 +188,10 @@ CORRECTIONS = [
     ("{rollout_rs: ',', rollout_rs_threshold: 2}", "rollout_rs = ',' | names no mode | token_k1"),
     ("{rollout_rs: token_k1}", "rollout_rs = 'token_k1' needs rollout_rs_threshold | null"),
     ("{rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '2,3'}", "2 parts for 3 modes | or one each"),
+    ("{rollout_rs: 'token_k1,token_k1', rollout_rs_threshold: '2,3'}", "has 2 parts for 1 mode (token_k1)"),
+    ("{rollout_is_threshold: true}", "rollout_is_threshold = true is no number"),
+    ("{rollout_token_veto_threshold: true}", "rollout_token_veto_threshold = true is no number"),
+    ("{rollout_is_mode: cut}", "rollout_is_mode = 'cut' | truncate, mask and clip"),
     ("{rollout_rs: token_k1, rollout_rs_threshold: a_b}", "rollout_rs_threshold = 'a_b' | 'a' | not a number"),
     ("{rollout_rs: token_k1, rollout_rs_threshold: ''}", "rollout_rs_threshold = '' | give a number, or lower_upper"),
     ("{rollout_rs: token_k1, rollout_rs_threshold: -0.5_2}", "'-0.5_2' | '-0.5' | above 0"),

@@ -166,7 +166,7 @@ def test_a_setting_without_effect_is_named_with_the_reason(text: str, words: str
 
 
 def test_measured_weights_that_are_normalised_are_named_twice() -> None:
-    lines = warnings(config(corrected("{bypass_mode: true, rollout_is_batch_normalize: true}")))
+    lines = warnings(config(corrected("{bypass_mode: true, rollout_is: token, rollout_is_batch_normalize: true}")))
     assert ["measured only" in line for line in lines] == [True, True]
 
 

@@ -43,6 +43,31 @@ FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"rollout_is": "sequence", "bypass_mode": True, "loss_type": "reinforce"},
     ),
     ({"rollout_is": None, "bypass_old_logprob_for_rollout": True}, {"rollout_is": None, "bypass_mode": True}),
+    (
+        {"rollout_is": "token", "bypass_mode": True, "use_policy_gradient": True},
+        {"rollout_is": "token", "bypass_mode": True, "loss_type": "reinforce"},
+    ),
+    ({"rollout_is": "token", "use_policy_gradient": False}, {"rollout_is": "token"}),
+    (
+        {"rollout_is": "token", "rollout_is_mode": "truncate", "rollout_is_threshold_lower": 0.1},
+        {"rollout_is": "token"},
+    ),
+    (
+        {"rollout_is": "token", "rollout_is_mode": "clip", "rollout_is_threshold": 5, "rollout_is_threshold_lower": 0.5},
+        {"rollout_is": "token", "rollout_is_threshold": "0.5_5"},
+    ),
+    (
+        {"rollout_is": True, "rollout_is_level": "sequence", "rollout_is_mode": "mask"},
+        {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+    ),
+    (
+        {"rollout_is": False, "rollout_is_mode": "mask", "rollout_is_threshold": 4},
+        {"rollout_is": None, "rollout_is_threshold": 4, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.25_4"},
+    ),
+    (
+        {"rollout_is": "token", "rollout_is_veto_threshold": 1e-4},
+        {"rollout_is": "token", "rollout_token_veto_threshold": 1e-4},
+    ),
     ({"use_tis": True, "tis_imp_ratio_cap": 3.0}, CAPPED),
     ({"use_tis": True, "tis_imp_ratio_cap": -1}, {"skyrl": {"tis_ratio_type": "token"}}),
     ({"use_tis": False}, {"skyrl": {}}),
@@ -62,7 +87,10 @@ def test_a_preset_sets_its_fields_and_leaves_verls_defaults(name: str) -> None:
 
 
 def test_former_names_of_presets_are_the_presets() -> None:
-    former = "token_is seq_is seq_is_rs geo_rs ppo_is_bypass pure_is pg_is pg_rs token_tis seq_mis geo_mis"
+    former = (
+        "token_is seq_is seq_is_rs geo_rs ppo_is_bypass pure_is pg_is pg_rs token_tis seq_mis geo_mis bypass_pg_rs "
+        "geo_rs_seq_tis pg_geo_rs_seq_tis"
+    )
     assert set(former.split()) == set(ALIASES)
     for alias, name in ALIASES.items():
         assert algorithm({"preset": alias}) == algorithm({"preset": name})
@@ -84,7 +112,8 @@ def test_skyrls_former_names_stand_beside_its_block() -> None:
     assert algorithm(use_tis=True, tis_imp_ratio_cap=3.0).correction.skyrl == SkyRLCorrection(**CAPPED["skyrl"])
 
 
-VERLS = {"preset_name": None, "rollout_is": "sequence", "rollout_is_threshold": 2.0}
+# verl's YAML has no weights, though its class has: what is pasted means what it meant there.
+VERLS = {"preset_name": None, "rollout_is": None, "rollout_is_threshold": 2.0}
 # The correction's fields, and what they come to: fields beside a preset win, others begin from verl's defaults.
 CHOSEN: dict[str, dict[str, Any]] = {
     "{preset: decoupled_k3_rs, rollout_rs_threshold: 0.5, rollout_is: token}": {
@@ -95,7 +124,10 @@ CHOSEN: dict[str, dict[str, Any]] = {
     },
     "{rollout_rs: token_k2, rollout_rs_threshold: 1}": VERLS,
     "{rollout_token_veto_threshold: 1.0e-4}": VERLS,
+    "{rollout_rs: token_k2, rollout_rs_threshold: 1, rollout_is: sequence}": {**VERLS, "rollout_is": "sequence"},
+    "{bypass_mode: true, rollout_is_threshold: 2.0}": VERLS,
     "{skyrl: {tis_ratio_type: token}}": {"preset_name": None, "rollout_is": None},
+    "{skyrl: {geo_mask_low: 0, product_mask_low: 0}}": {"masks": []},
 }  # fmt: skip
 # The algorithm's fields; proximal policy, loss and scaling of the learning rate that follow.
 IMPLIED = {
@@ -170,6 +202,8 @@ def test_a_band_needs_no_quotes(tmp_path: Path, band: str) -> None:
 
 def test_thresholds_are_read_as_verl_reads_them() -> None:
     plain = CorrectionConfig(rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.5_2,0.1")
+    twice = CorrectionConfig(rollout_rs="token_k1,seq_mean_k3,token_k1", rollout_rs_threshold="0.5_2,0.1")
+    assert twice.masks == [*plain.masks, plain.masks[0]]
     commas = CorrectionConfig(rollout_rs="token_k1, seq_mean_k3,", rollout_rs_threshold="0.5_2, 0.1,")
     assert commas.masks == plain.masks
     assert CorrectionConfig(rollout_is_threshold="3.0").weight == CorrectionConfig(rollout_is_threshold=3).weight

@@ -222,6 +222,12 @@ def test_skyrls_rows_are_bounded_whole(metric, x):
     assert result.mask.any(1).tolist() == [False, True]
 
 
+def test_a_rule_that_is_named_twice_is_counted_once():
+    fields = {"rollout_is": None, "rollout_rs_threshold": "0.5_2.0"}
+    once, twice = (of_fixture(rollout_rs=rules, **fields) for rules in ("token_k1", "token_k1,token_k1"))
+    assert twice.metrics == once.metrics
+
+
 def test_without_a_level_the_gap_is_still_reported():
     result = of_fixture(rollout_is=None)
     assert result.weights is None
