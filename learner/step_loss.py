@@ -205,23 +205,32 @@ def sure_negatives(old: torch.Tensor, advantages: torch.Tensor, max_prob: float)
 
 
 def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Estimate of KL(pi_theta || pi_ref) at each sampled token [N], with gradient.
+    """Estimate of KL(pi_theta || pi_ref) at each sampled token [N], with gradient, as verl and SkyRL compute it.
 
-    With d = log pi_theta - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d (Schulman, "Approximating KL
-    divergence"), k3 held within [-10, 10] as in verl and SkyRL, where it is also called low_var_kl. The gradient of
-    k1 is zero on average; that of k2 is the KL's own.
+    With d = log pi_theta - log pi_ref: k1 = d, abs = |d|, k2 = d^2 / 2, k3 = e^-d - 1 + d (Schulman, "Approximating KL
+    divergence"), k3 held within [-10, 10] and also called low_var_kl. The gradient of k1 is zero on average; that of
+    k2 is the KL's own. k1+ and k3+ have the value of k1 and k3 and the gradient of k2 (straight through).
 
     Raises:
         ValueError: the estimator is unknown.
     """
-    gap = (logprobs - reference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    gap = logprobs - reference
     if estimator == "k1":
         return gap
+    if estimator == "abs":
+        return gap.abs()
     if estimator == "k2":
         return gap.square() / 2
     if estimator in ("k3", "low_var_kl"):
-        return ((-gap).expm1() + gap).clamp(-K3_BOUND, K3_BOUND)
-    raise ValueError(f"kl_estimator {estimator!r} is unknown; allowed: k1, k2, k3, low_var_kl")
+        bounded = gap.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return ((-bounded).expm1() + bounded).clamp(-K3_BOUND, K3_BOUND)
+    if estimator in ("k1+", "k3+"):
+        slope = gap.square() / 2
+        return reference_kl(logprobs, reference, estimator[:-1]).detach() + (slope - slope.detach())
+    raise ValueError(
+        f"kl_estimator {estimator!r} is unknown; allowed: k1, k2, k3, low_var_kl, abs, k1+, k3+ (the + takes the "
+        "gradient of k2)"
+    )
 
 
 def teacher_loss(micro: MicroBatch, policy: PolicyOutput, tokens: PolicyTokens) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The golden file, and its cases by their id."""
+"""The golden files, and its cases by their id."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-GOLDEN_FILE: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "spo_golden.json").read_text())
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN_FILE: dict[str, Any] = json.loads((FOLDER / "spo_golden.json").read_text())
+# Losses, values and gradients, computed by the code of verl, TRL and AReaL.
+LOSSES_FILE: dict[str, Any] = json.loads((FOLDER / "losses.json").read_text())
 GOLDEN: dict[str, dict[str, Any]] = {case["id"]: case for case in GOLDEN_FILE["cases"]}
 
 

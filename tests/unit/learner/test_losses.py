@@ -328,7 +328,7 @@ ONES = torch.ones(1, 2)
             lambda: policy_loss("ppo_clip", ONES, ONES, ONES[0], ONES, AlgorithmConfig()),
             r"must all be \[B, T\]",
         ),
-        (lambda: reference_kl(ONES[0], ONES[0], "k4"), "'k4' is unknown; allowed: k1, k2, k3, low_var_kl"),
+        (lambda: reference_kl(ONES[0], ONES[0], "k4"), "'k4' is unknown; allowed: k1, k2, k3, low_var_kl, abs"),
     ],
 )
 def test_unknown_names_and_shapes_are_refused(act, words):

@@ -22,7 +22,10 @@ from learner.step_loss import (
     step_loss,
     sure_negatives,
 )
+from tests.support.golden import LOSSES_FILE
 from tests.support.learner import tokens_of_rows
+
+KL = LOSSES_FILE["kl"]
 
 # Value and derivative of each estimator, of d = log pi_theta - log pi_ref.
 ESTIMATORS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
@@ -30,6 +33,9 @@ ESTIMATORS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]]
     "k2": (lambda d: d * d / 2, lambda d: d),
     "k3": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
     "low_var_kl": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
+    "abs": (abs, lambda d: float((d > 0) - (d < 0))),
+    "k1+": (lambda d: d, lambda d: d),
+    "k3+": (lambda d: math.exp(-d) - 1 + d, lambda d: d),
 }
 
 
@@ -51,6 +57,21 @@ def test_reference_kl_has_the_value_and_gradient_of_its_formula(estimator):
     assert gradient == pytest.approx([slope(d) for d in gaps], rel=1e-9, abs=1e-12)
     far = kl_of([-1e4, -40.0, 40.0, 1e4], estimator)
     assert all(math.isfinite(number) for numbers in far for number in numbers)
+
+
+def test_k1_and_k2_are_not_bounded():
+    """verl and SkyRL bound k3 alone."""
+    assert kl_of([30.0, -30.0], "k2") == ([450.0, 450.0], [30.0, -30.0])
+    assert kl_of([30.0, -30.0], "k1") == ([30.0, -30.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("estimator", KL["expected"])
+def test_the_reference_kl_is_golden(estimator):
+    leaf = torch.tensor(KL["logprobs"], dtype=torch.float64, requires_grad=True)
+    penalty = reference_kl(leaf, torch.tensor(KL["reference"], dtype=torch.float64), estimator)
+    penalty.sum().backward()
+    assert penalty.tolist() == pytest.approx(KL["expected"][estimator]["value"], rel=1e-12, abs=1e-15)
+    assert leaf.grad.tolist() == pytest.approx(KL["expected"][estimator]["grad"], rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("estimator", ["k3", "low_var_kl"])
