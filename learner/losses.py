@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from common.config import AlgorithmConfig
+from common.config.algorithm import weighs
 from common.config.stages import LOG_RATIO_BOUND
 from common.errors import UserError
 from common.plugins import check_options, load_object
@@ -120,7 +121,8 @@ def policy_loss(
         old_logprobs: log pi_old: the proximal policy, or in bypass mode the generating one [B, T].
         advantages: one per token [B, T].
         mask: model tokens [B, T]; the correction's mask replaces it.
-        correction: weights that multiply the token losses, and the mask that rejection left.
+        correction: the mask that rejection left, and weights that multiply the token losses, except those whose ratio
+            is the weight already: with `proximal: rollout`, of all losses but `reinforce`.
         denominators: global counts; by default those of this batch, after rejection (with SkyRL's block, before).
         rollout_logprobs: log pi_rollout [B, T], which `double_sided` bounds; by default `old_logprobs`.
 
@@ -146,7 +148,7 @@ def policy_loss(
         tokens(logprobs), tokens(old_logprobs), tokens(rollout), tokens(advantages), keep, layout, config
     )
     losses, values = LOSSES[name](policy_tokens, config)
-    if correction is not None and correction.weights is not None:
+    if correction is not None and correction.weights is not None and weighs(name, config.proximal):
         losses = losses * torch.where(keep, tokens(correction.weights), 0.0).to(losses.dtype)
     lengths = row_lengths(keep, layout, config)
     loss = aggregate_tokens(losses, keep, layout, config.aggregation, denominators, lengths)
@@ -284,7 +286,8 @@ def aggregate_tokens(
         means = layout.segment_sum(values) / lengths.clamp(min=1)
         return (means * layout.shares.to(means.dtype)).sum() / max(denominators.samples, 1.0)
     if mode == "seq-mean-token-sum-norm":
-        return values.sum() / (max(denominators.samples, 1.0) * denominators.horizon)
+        # A batch of no columns has a horizon of zero.
+        return values.sum() / (max(denominators.samples, 1.0) * max(denominators.horizon, 1.0))
     raise ValueError(
         f"aggregation {mode!r} is unknown; allowed: token-mean, seq-mean-token-sum, seq-mean-token-mean, "
         "seq-mean-token-sum-norm"

@@ -13,7 +13,7 @@ import torch
 from common.config import AGE_BUCKETS, Config
 from common.log import get_logger
 from learner.batch import MicroBatch, RolloutBatch
-from learner.correction import BATCH_NORM_FACTOR
+from learner.correction import BATCH_NORM_FACTOR, weight_divisor
 from learner.correction.statistics import age_buckets
 from learner.disk_names import DiskNames
 from learner.engine import build_engine, full_weights, learning_rate, load_on_ranks, optimizer_step, set_learning_rate
@@ -248,8 +248,7 @@ class Trainer:
                 logprobs = self._forward(micro).logprobs if values.old is None else values.old
                 old = proximal_logprobs(micro, logprobs, values.old, start, config)
                 correct(micro, logprobs, old, batch.version, config, stats)
-        # Where no weight is above zero there is nothing to divide.
-        return stats.reduce(self.world, [BATCH_NORM_FACTOR])[BATCH_NORM_FACTOR] or 1.0
+        return weight_divisor(stats.reduce(self.world, [BATCH_NORM_FACTOR]))
 
     def _positions(self, batch: RolloutBatch) -> Iterator[TrainPosition]:
         """Each mini-batch's place, with its counts over all ranks before rejection."""

@@ -163,9 +163,13 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_loss(self) -> bool:
-        """True if importance weights multiply the loss.
+        """True if importance weights multiply the loss, and are not only measured."""
+        return weighs(self.loss, self.proximal)
 
-        In bypass mode the ratio pi_theta / pi_rollout of most losses is the importance weight already; the
-        weights are then only measured.
-        """
-        return self.proximal != "rollout" or self.loss == "reinforce"
+
+def weighs(loss: str, proximal: str) -> bool:
+    """True if importance weights multiply a loss.
+
+    In bypass mode the ratio pi_theta / pi_rollout of most losses is the importance weight already.
+    """
+    return proximal != "rollout" or loss == "reinforce"

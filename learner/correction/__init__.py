@@ -6,6 +6,7 @@ shrink the mask. One engine reads verl's fields and SkyRL's; docs/correction.md 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,10 +25,21 @@ __all__ = [
     "correct",
     "correct_tokens",
     "padded",
+    "weight_divisor",
 ]
 
 # The metric that the weights are divided by with `rollout_is_batch_normalize`.
 BATCH_NORM_FACTOR = "rollout_corr/rollout_is_batch_norm_factor"
+
+
+# Weights whose mean is not above this are left as they are, as in verl: divided by it, noise would become 1.
+SMALLEST_MEAN = 1e-8
+
+
+def weight_divisor(metrics: Mapping[str, float]) -> float:
+    """What `rollout_is_batch_normalize` divides the weights by: their mean, which the metrics hold; or 1."""
+    mean = metrics.get(BATCH_NORM_FACTOR, 0.0)
+    return mean if mean > SMALLEST_MEAN else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,6 @@ def correct(
     weights = corrected.weights
     if weights is not None:
         if config.rollout_is_batch_normalize:
-            weights = weights / (metrics.get(BATCH_NORM_FACTOR) or 1.0)
+            weights = weights / weight_divisor(metrics)
         weights = padded(weights, places, on.shape).to(old_logprobs.dtype)
     return Correction(weights, padded(corrected.keep, places, on.shape), metrics)

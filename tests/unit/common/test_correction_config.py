@@ -53,7 +53,12 @@ FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"rollout_is": "token"},
     ),
     (
-        {"rollout_is": "token", "rollout_is_mode": "clip", "rollout_is_threshold": 5, "rollout_is_threshold_lower": 0.5},
+        {
+            "rollout_is": "token",
+            "rollout_is_mode": "clip",
+            "rollout_is_threshold": 5,
+            "rollout_is_threshold_lower": 0.5,
+        },
         {"rollout_is": "token", "rollout_is_threshold": "0.5_5"},
     ),
     (

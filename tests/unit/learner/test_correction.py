@@ -222,6 +222,16 @@ def test_skyrls_rows_are_bounded_whole(metric, x):
     assert result.mask.any(1).tolist() == [False, True]
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_that_are_all_tiny_are_not_normalised(level):
+    """verl leaves them where their mean is not above 1e-8."""
+    x = [[-19.0, -19.0]] if level == "token" else [[-9.5, -9.5]]
+    tiny = of_log_ratio(x, rollout_is=level, rollout_is_batch_normalize=True)
+    assert_weights(tiny, [[math.exp(-19.0)] * 2], tolerance=0)
+    small = of_log_ratio([[-18.0]], rollout_is="token", rollout_is_batch_normalize=True)
+    assert_weights(small, [[1.0]])
+
+
 def test_a_rule_that_is_named_twice_is_counted_once():
     fields = {"rollout_is": None, "rollout_rs_threshold": "0.5_2.0"}
     once, twice = (of_fixture(rollout_rs=rules, **fields) for rules in ("token_k1", "token_k1,token_k1"))

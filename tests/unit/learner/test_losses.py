@@ -146,6 +146,26 @@ def test_the_learners_step_is_the_loss_of_padded_rows(name, mode):
     torch.testing.assert_close(of_tokens, gradient[batch["mask"]], rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.parametrize(("proximal", "loss", "weighs"), [
+    ("rollout", "ppo_clip", False), ("rollout", "gspo", False), ("rollout", "reinforce", True),
+    ("recompute", "ppo_clip", True),
+])  # fmt: skip
+def test_bypass_weighs_only_losses_without_a_ratio(proximal, loss, weighs):
+    """There the ratio is the importance weight already, in the public function as in the learner's step."""
+    batch, config = random_rows(), AlgorithmConfig(proximal=proximal, loss=loss)
+    weighted, plain = (loss_of(batch, config, Correction(w, batch["mask"]), loss) for w in (batch["weights"], None))
+    assert (weighted[0] != plain[0]) == weighs
+    assert torch.equal(weighted[1], plain[1]) != weighs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_without_columns_has_a_loss_of_zero(mode):
+    nothing = torch.zeros(2, 0)
+    loss, metrics = policy_loss("ppo_clip", nothing, nothing, nothing, nothing, AlgorithmConfig(aggregation=mode))
+    assert float(loss) == 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_aggregation_is_golden(mode):
     case = GOLDEN["H04"]
