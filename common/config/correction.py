@@ -143,7 +143,12 @@ class CorrectionConfig(Section):
         False,
         description="Compare k1 = -x with the logs of the band, as verl's code does: the band then holds 1/ratio.",
     )
-    compatible_metrics: bool = Field(False, description="Count empty rows and padding in metrics as verl and SkyRL do.")
+    compatible_metrics: bool | Literal["2026-01", "2026-08"] = Field(
+        False,
+        description='Figures of the metrics as verl and SkyRL have them, who count empty rows and padding: "2026-08", '
+        "in which those of verl's weights are of the weights as applied (since its #5722 of 2026-03-24), or "
+        '"2026-01", also `true`, in which they are of the ratio before truncation.',
+    )
     skyrl: SkyRLCorrection | None = Field(
         None, description="SkyRL's `off_policy_correction` block, instead of `rollout_is` and `rollout_rs`."
     )
@@ -212,6 +217,11 @@ class CorrectionConfig(Section):
                 "give one of the two"
             )
         return self
+
+    @property
+    def reports_applied(self) -> bool:
+        """True if metrics of verl's weights are of the weights as applied, as since its #5722."""
+        return self.compatible_metrics == "2026-08"
 
     @property
     def renormalizes(self) -> bool:

@@ -100,6 +100,9 @@ def correct(
     weights = corrected.weights
     if weights is not None:
         if config.rollout_is_batch_normalize:
-            weights = weights / weight_divisor(metrics)
+            divisor = weight_divisor(metrics)
+            weights = weights / divisor
+            if config.compatible_metrics and metrics:
+                metrics[BATCH_NORM_FACTOR] = divisor
         weights = padded(weights, places, on.shape).to(old_logprobs.dtype)
     return Correction(weights, padded(corrected.keep, places, on.shape), metrics)

@@ -100,10 +100,14 @@ class VerlStatistics:
         """
         stats, layout = self._stats, self._layout
         name = f"{PREFIX}rollout_is"
-        compatible = self._config.compatible_metrics
-        ratio_statistics(stats, name, ratio, lower, upper, 1.0, stage.of_rows, layout, all_rows=compatible)
+        compatible, reports_applied = bool(self._config.compatible_metrics), self._config.reports_applied
+        shown = weights if reports_applied else None
+        ratio_statistics(
+            stats, name, ratio, lower, upper, 1.0, stage.of_rows, layout, all_rows=compatible, applied=shown
+        )
         # verl used to raise small weights to 1 / C here, which makes the figure look better than it is.
-        applied = ratio.clamp(min=lower).clamp(max=upper) if compatible else weights
+        is_raised = compatible and not reports_applied
+        applied = ratio.clamp(min=lower).clamp(max=upper) if is_raised else weights
         applied = layout.expand(applied) if stage.of_rows else applied
         stats.effective_sample_size(f"{name}_eff_sample_size", applied, over="tokens")
         if stage.zero_outside:
@@ -126,7 +130,7 @@ class VerlStatistics:
         stats, layout = self._stats, self._layout
         rows_hit = layout.segment_any(~inside)
         if stage.name == "veto":
-            stats.mean(f"{PREFIX}rollout_is_veto_fraction", rows_hit, over="rows")
+            stats.mean(f"{PREFIX}rollout_is_veto_fraction", rows_hit, over=rows_in_means(self._config))
             stats.mean(f"{PREFIX}rollout_is_catastrophic_token_fraction", values > upper, over="tokens")
             return
         name = f"{PREFIX}rollout_rs_{stage.name}"
@@ -202,6 +206,7 @@ def ratio_statistics(
     layout: Layout,
     two_sided: bool = True,
     all_rows: bool = False,
+    applied: torch.Tensor | None = None,
 ) -> None:
     """Report one bounded quantity, by verl's definitions.
 
@@ -213,7 +218,11 @@ def ratio_statistics(
         lower, upper: bounds, shaped like `values` or plain numbers.
         neutral: the quantity's value where both policies are the same.
         all_rows: include empty rows, with a row mean of zero.
+        applied: what the mean, the std and `seq_*` but for the fractions are of instead, shaped like `values`; so are
+            the extremes, unless the quantity belongs to rows.
     """
+    bounded = values.clamp(min=lower).clamp(max=upper) if applied is None else applied
+    shown = values if applied is None else applied
 
     def of_tokens(quantity: torch.Tensor) -> torch.Tensor:
         return layout.expand(quantity) if of_rows else quantity
@@ -221,12 +230,12 @@ def ratio_statistics(
     rows, total = layout.has_tokens, "rows"
     if all_rows:
         rows, total = torch.ones_like(rows), "all_rows"
-    tokens = of_tokens(values)
+    tokens = of_tokens(shown)
     stats.mean(f"{name}_mean", tokens, over="tokens", around=neutral)
-    # verl takes the extremes over rows; an empty row has the neutral value.
+    # verl takes the extremes over rows, before truncation; an empty row has the neutral value.
     extremes = values if of_rows and all_rows else tokens
     stats.extremes({f"{name}_max": extremes}, {f"{name}_min": extremes})
-    stats.std(f"{name}_std", of_tokens(values.clamp(min=lower).clamp(max=upper)), over="tokens", around=neutral)
+    stats.std(f"{name}_std", of_tokens(bounded), over="tokens", around=neutral)
     # verl gives the fractions of its weights another name.
     fraction = f"{name}_ratio_fraction" if name.endswith("rollout_is") else f"{name}_fraction"
     beyond = {f"{fraction}_high": values > upper, f"{fraction}_low": values < lower}
@@ -237,6 +246,8 @@ def ratio_statistics(
     stats.mean_and_sample_std(f"{name}_seq_mean", f"{name}_seq_std", centred, over=total, around=neutral)
     largest = {f"{name}_seq_max": means, f"{name}_seq_max_deviation": (means - neutral).abs()}
     stats.extremes(largest, {f"{name}_seq_min": means}, where=rows)
+    if applied is not None:
+        means = layout.segment_mean(of_tokens(values))
     beyond = {f"{name}_seq_fraction_high": means > highest}
     if two_sided:
         beyond[f"{name}_seq_fraction_low"] = means < lowest

@@ -16,6 +16,7 @@ from common.config.correction import REJECTION_MODES
 # The last age in each bucket of `thresholds_by_age`, except the open last one.
 LAST_AGES = (0, 1, 2, 4)
 BY_AGE = [1.0, 1.5, 0.5, 2.0, 3.0]
+COMPATIBLE = (False, True, "2026-08")
 BANDS, BOUNDS = ("0.5_2.0", "0.9_1.1", "3", "0.25_1"), ("0.01", "0.5", "3", "200")
 STAGES: dict[str, Any] = {
     "outlier_token_is_threshold_low": [None, 1e-4, 0.5],
@@ -83,7 +84,7 @@ def verl_configs(draw: st.DrawFn) -> CorrectionConfig:
         rollout_token_veto_threshold=draw(st.sampled_from([None, None, 1e-4, 0.3, 0.9])),
         thresholds_by_age=draw(st.sampled_from([None, BY_AGE])),
         verl_compatible_k1=draw(st.booleans()),
-        compatible_metrics=draw(st.booleans()),
+        compatible_metrics=draw(st.sampled_from(COMPATIBLE)),
     )
 
 
@@ -91,7 +92,7 @@ def verl_configs(draw: st.DrawFn) -> CorrectionConfig:
 def skyrl_configs(draw: st.DrawFn) -> CorrectionConfig:
     """All stages, alone and together."""
     block = {name: draw(st.sampled_from(values)) for name, values in STAGES.items()}
-    by_age, compatible = draw(st.sampled_from([None, BY_AGE])), draw(st.booleans())
+    by_age, compatible = draw(st.sampled_from([None, BY_AGE])), draw(st.sampled_from(COMPATIBLE))
     return CorrectionConfig(skyrl=block, thresholds_by_age=by_age, compatible_metrics=compatible)
 
 

@@ -45,7 +45,7 @@ def assert_weights(result: Correction, expected: list, tolerance: float = 1e-9) 
     torch.testing.assert_close(result.weights, rows(expected), rtol=1e-6, atol=tolerance)
 
 
-@pytest.mark.parametrize("compatible", [False, True])
+@pytest.mark.parametrize("compatible", [False, True, "2026-01"])
 @pytest.mark.parametrize("name", ["D01", "D02", "D03", "D04", "D05", "D06", "D07"])
 def test_weights_and_their_statistics(name, compatible):
     case, inputs = GOLDEN[name], GOLDEN[name]["inputs"]
@@ -188,6 +188,55 @@ def test_effective_sample_size_is_of_the_applied_weights(level):
     weights = result.weights[fixture()[2].bool()]
     expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
     assert_metrics(result, {"rollout_is_eff_sample_size": expected.item()})
+
+
+@pytest.mark.parametrize("threshold", [1.2, "0.8_1.2"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_todays_figures_are_of_the_applied_weights(level, threshold):
+    """Against verl's definitions of 2026-08, written out, on a batch with an empty row."""
+    old, rollout, mask = fixture("B")
+    result = correct(
+        old,
+        rollout,
+        mask,
+        CorrectionConfig(rollout_is=level, rollout_is_threshold=threshold, compatible_metrics="2026-08"),
+    )
+    on, counts = mask.bool(), mask.sum(1)
+    low, high = (0.8, 1.2) if isinstance(threshold, str) else (1 / threshold, threshold)
+    x = torch.where(on, old - rollout, 0.0)
+    sums = x.sum(1)
+    raw = torch.where(on, x.exp() if level == "token" else sums.exp()[:, None].expand_as(x), 0.0)
+    weights = raw.clamp(max=high)
+    if isinstance(threshold, str):
+        weights = torch.where((raw < low) | (raw > high), 0.0, raw)
+    of_rows, raw_rows = weights.sum(1) / counts.clamp(min=1), raw.sum(1) / counts.clamp(min=1)
+    # Extremes of rows are those of the ratios, of which an empty row's is 1.
+    extremes, beyond = (weights[on], raw[on]) if level == "token" else (sums.exp(), sums.exp())
+    expected = {
+        "mean": weights[on].mean(),
+        "max": extremes.max(),
+        "min": extremes.min(),
+        "std": weights[on].std(correction=0),
+        "ratio_fraction_high": (beyond > high).double().mean(),
+        "ratio_fraction_low": (beyond < low).double().mean(),
+        "eff_sample_size": weights[on].mean() ** 2 / weights[on].square().mean(),
+        "seq_mean": of_rows.mean(),
+        "seq_std": of_rows.std(),
+        "seq_max": of_rows.max(),
+        "seq_min": of_rows.min(),
+        "seq_max_deviation": (of_rows - 1).abs().max(),
+        "seq_fraction_high": (raw_rows > high).double().mean(),
+        "seq_fraction_low": (raw_rows < low).double().mean(),
+    }
+    assert_metrics(result, {f"rollout_is_{name}": float(value) for name, value in expected.items()})
+
+
+@pytest.mark.parametrize(("compatible", "rows_counted"), [(False, 2), (True, 3), ("2026-01", 3), ("2026-08", 3)])
+def test_the_veto_counts_all_rows_where_verls_figures_are_asked_for(compatible, rows_counted):
+    x, mask = [[-12.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [[1, 1], [1, 1], [0, 0]]
+    veto = {"rollout_is": None, "rollout_token_veto_threshold": 1e-4}
+    result = of_log_ratio(x, mask, compatible_metrics=compatible, **veto)
+    assert_metrics(result, {"rollout_is_veto_fraction": 1 / rows_counted})
 
 
 @pytest.mark.parametrize(("x", "extreme"), [(0.5, "rollout_is_min"), (-0.5, "rollout_is_max")])
