@@ -288,6 +288,7 @@ def rollout_batch(
     sample_ids: Sequence[str] | None = None,
     experts: ExpertShape | None = None,
     top_k: int | None = None,
+    unit_tokens: Sequence[float] | None = None,
 ) -> RolloutBatch:
     """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
 
@@ -300,6 +301,7 @@ def rollout_batch(
         sample_ids: of the whole batch [B], if its micro-batches need them.
         experts: numbers of the model's experts, if those of the payloads are replayed.
         top_k: see `usable_rows`.
+        unit_tokens: model tokens of which each sample's rows are shares [B]; by default those of the sample.
     """
     rows: dict[Place, tuple[Payload, Advantage]] = {}
     shares: dict[Place, float] = {}
@@ -312,8 +314,9 @@ def rollout_batch(
         except InvalidMessage as error:
             reason = str(error)
             continue
+        whole = len(payload.logprobs) if unit_tokens is None else unit_tokens[sample]
         for number, row in enumerate(usable):
-            rows[sample, number], shares[sample, number] = row, len(row[0].logprobs) / len(payload.logprobs)
+            rows[sample, number], shares[sample, number] = row, len(row[0].logprobs) / whole
 
     def packed(held: Sequence[Place]) -> MicroBatch:
         held = [place for place in held if place in rows]
@@ -341,6 +344,7 @@ def own_share(
     vocabulary: int,
     experts: ExpertShape | None = None,
     top_k: int | None = None,
+    together: int = 1,
 ) -> RolloutBatch:
     """This rank's share of a batch that the sampler has sent.
 
@@ -349,6 +353,7 @@ def own_share(
         vocabulary: number of the model's token ids.
         experts: numbers of the model's experts, if those of the payloads are replayed.
         top_k: see `usable_rows`.
+        together: samples, one after another, whose rows are shares of all their model tokens (`prompt-mean`).
     """
     of_samples = batch.row_tokens or [[]] * len(batch.tokens)
     row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
@@ -368,6 +373,7 @@ def own_share(
         missing = set(samples) - as_planned.keys()
         is_missing = world.all_reduce_max([float(sample in missing) for sample in range(len(row_tokens))])
         as_planned = {sample: payload for sample, payload in as_planned.items() if not is_missing[sample]}
+    unit_tokens = _tokens_together(as_planned, len(row_tokens), together, world) if together > 1 else None
     advantages = batch.advantages if batch.turn_advantages is None else batch.turn_advantages
     return rollout_batch(
         batch.batch_id,
@@ -380,4 +386,14 @@ def own_share(
         batch.sample_ids,
         experts,
         top_k,
+        unit_tokens,
     )
+
+
+def _tokens_together(payloads: Mapping[int, Payload], samples: int, together: int, world: World) -> list[float]:
+    """For each sample of the batch, the model tokens of all samples of its prompt; all ranks together."""
+    own = [float(len(payloads[sample].logprobs)) if sample in payloads else 0.0 for sample in range(samples)]
+    # A sample of several rows may be on several ranks, each of which has fetched all of it.
+    counts = world.all_reduce_max(own)
+    starts = (sample - sample % together for sample in range(samples))
+    return [sum(counts[start : start + together]) for start in starts]

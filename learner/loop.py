@@ -228,8 +228,8 @@ class Learner:
         """
         self._set_state("training")
         with phases("payload"):
-            trainer = self.trainer
-            reads = trainer.policy.vocabulary, trainer.replayed_experts, trainer.top_k
+            trainer, together = self.trainer, self.config.algorithm.together
+            reads = trainer.policy.vocabulary, trainer.replayed_experts, trainer.top_k, together
             rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, *reads)
         record = TokenRecord(batch)
         metrics = self.trainer.train(rollouts, phases, record)

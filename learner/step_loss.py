@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from common.config import AlgorithmConfig, TeacherConfig
+from common.config.losses import spec_of
 from common.config.stages import LOG_RATIO_BOUND
 from learner.batch import MicroBatch
 from learner.correction import TokenCorrection, correct_tokens
@@ -63,11 +64,15 @@ class Precomputed:
         old: log pi_old of a recomputed proximal policy [N]; None in the first step, where it is the current policy.
         reference: log pi_ref [N]; None without a KL penalty.
         weight_mean: divisor of the importance weights (`rollout_is_batch_normalize`).
+        m2_keep: tokens that `m2_threshold` keeps, bool [N]; None: the micro-batch is the whole mini-batch.
+        chosen: tokens that a loss which compares all of a mini-batch's chooses, bool [N]; None as above.
     """
 
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     weight_mean: float = 1.0
+    m2_keep: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
 
 
 class StepLoss(NamedTuple):
@@ -100,16 +105,29 @@ def step_loss(
         teacher: what its scores are for; None: the run has no teacher.
     """
     old = proximal_logprobs(micro, policy.logprobs, precomputed.old, position, config)
-    correction = correct(micro, policy.logprobs, old, position.version, config, stats)
+    correction = correct(micro, policy.logprobs, old, position.version, config, stats, precomputed.m2_keep)
     advantages = micro.advantages
     if teacher is not None:
         advantages = taught_advantages(advantages, old, micro.teacher, teacher, position.version)
     keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
 
-    tokens = PolicyTokens.of(policy.logprobs, old, micro.rollout_logprobs, advantages, keep, micro.layout, config)
-    losses, token_metrics = token_loss(tokens, config)
+    weights = None
     if correction.weights is not None and config.weighs_loss:
-        losses = losses * torch.where(keep, correction.weights / precomputed.weight_mean, 0.0).to(losses.dtype)
+        weights = torch.where(keep, correction.weights / precomputed.weight_mean, 0.0)
+    tokens = PolicyTokens.of(
+        policy.logprobs,
+        old,
+        micro.rollout_logprobs,
+        advantages,
+        keep,
+        micro.layout,
+        config,
+        weights,
+        precomputed.chosen,
+    )
+    losses, token_metrics = token_loss(tokens, config)
+    if weights is not None and not spec_of(config.loss).weighs_rows:
+        losses = losses * weights.to(losses.dtype)
 
     lengths = row_lengths(keep, micro.layout, config)
 
@@ -186,11 +204,12 @@ def correct(
     version: int,
     config: AlgorithmConfig,
     stats: Stats,
+    m2_keep: torch.Tensor | None = None,
 ) -> TokenCorrection:
     """Correct the proximal policy's gap to the generating policy; in bypass mode the current policy's gap."""
     corrected = logprobs.detach() if config.proximal == "rollout" else old
     return correct_tokens(
-        corrected, micro.rollout_logprobs, micro.layout, config.correction, stats, micro.ages(version)
+        corrected, micro.rollout_logprobs, micro.layout, config.correction, stats, micro.ages(version), m2_keep
     )
 
 

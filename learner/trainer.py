@@ -24,6 +24,7 @@ from learner.reference import load_reference
 from learner.routers import ExpertShape, Routing, routing_statistics
 from learner.stats import Phases, Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, proximal_logprobs, step_loss
+from learner.survey import survey
 from learner.teacher import weight_at
 from learner.token_record import TokenRecord
 from learner.world import World
@@ -144,6 +145,7 @@ class Trainer:
         if denominators.tokens == 0:
             self._warn_skipped("no usable tokens", position)
             return None, None
+        precomputed = survey(mini_batch, precomputed, position, self._forward, config, self.world)
         step_stats, parts = Stats(), torch.zeros(4, dtype=torch.float64, device=self.world.device)
         before: torch.Tensor | None = None
         for micro, values in zip(mini_batch, precomputed, strict=True):

@@ -9,15 +9,25 @@ from pydantic import Field, model_validator
 
 from common.config.correction import CorrectionConfig
 from common.config.former_names import BESIDE_BLOCK, translate
+from common.config.losses import ALIASES, LOSS_NAMES, MEAN_OF_MEANS, spec_of
 from common.config.presets import RECOMMENDED, find_preset
 from common.config.section import Section
 
 # Fields that choose a correction; any other field alone adjusts the recommended one.
-CHOICES = ("preset", "rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode", "loss_type", "skyrl")
+CHOICES = (
+    "preset",
+    "rollout_is",
+    "rollout_rs",
+    "rollout_token_veto_threshold",
+    "m2_threshold",
+    "bypass_mode",
+    "loss_type",
+    "skyrl",
+)
 GROUP_METHODS = ("grpo", "rloo")
-LOSS_NAMES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "double_sided")
-# Losses of a whole row's ratio or gate, which verl always averages by row.
-MEAN_OF_MEANS = ("gspo", "sapo")
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum", "prompt-mean"
+]
 
 
 class AlgorithmConfig(Section):
@@ -50,7 +60,9 @@ class AlgorithmConfig(Section):
         description=f"Policy loss: {', '.join(LOSS_NAMES)} (docs/correction.md has the formulas), or your own, by "
         "`module:function` or the name under which an installed package announces it (docs/extending.md).",
     )
-    loss_options: dict[str, Any] = Field({}, description="Options of a loss of your own, by name.")
+    loss_options: dict[str, Any] = Field(
+        {}, description="Options of the loss, by name: those of docs/correction.md, or of a loss of your own."
+    )
     proximal: Literal["recompute", "rollout", "interpolate", "compare"] = Field(
         "recompute",
         description="pi_old, around which the loss clips. `recompute`: the learner's policy at the start of the batch; "
@@ -69,9 +81,9 @@ class AlgorithmConfig(Section):
     tau_neg: float = Field(1.05, gt=0, description="Temperature of `sapo`'s gate where it is not.")
     band_low: float = Field(0.5, ge=0, lt=1, description="Smallest pi_theta / pi_rollout `double_sided` learns from.")
     band_high: float = Field(5.0, gt=1, description="Largest pi_theta / pi_rollout `double_sided` learns from.")
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
+    aggregation: Aggregation = Field(
         "token-mean",
-        description="How token losses become one number; denominators are global. gspo and sapo take "
+        description=f"How token losses become one number; denominators are global. {', '.join(MEAN_OF_MEANS)} take "
         "seq-mean-token-mean unless another is given.",
     )
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
@@ -106,6 +118,8 @@ class AlgorithmConfig(Section):
         """Fill in what the chosen correction implies for the loss and the proximal policy."""
         if not isinstance(data, Mapping):
             return data
+        if data.get("loss") in ALIASES:
+            data = {**data, "loss": ALIASES[data["loss"]]}
         correction = data.get("correction")
         if isinstance(correction, CorrectionConfig):
             own = {"preset": correction.preset_name, "rollout_is": correction.rollout_is}
@@ -162,6 +176,11 @@ class AlgorithmConfig(Section):
         return self.group_size if self.method in GROUP_METHODS else 1
 
     @property
+    def together(self) -> int:
+        """How many samples, one after another in a batch, the loss averages as one."""
+        return self.responses if self.aggregation == "prompt-mean" else 1
+
+    @property
     def weighs_loss(self) -> bool:
         """True if importance weights multiply the loss, and are not only measured."""
         return weighs(self.loss, self.proximal)
@@ -172,4 +191,4 @@ def weighs(loss: str, proximal: str) -> bool:
 
     In bypass mode the ratio pi_theta / pi_rollout of most losses is the importance weight already.
     """
-    return proximal != "rollout" or loss == "reinforce"
+    return proximal != "rollout" or not spec_of(loss).has_ratio

@@ -11,6 +11,7 @@ from typing import Any
 from common.config.agent import AgentConfig
 from common.config.data import SIDES
 from common.config.generator import EpisodeConfig
+from common.config.losses import SPECS, loss_options
 from common.config.redis_url import check_queue, has_port
 from common.config.run import Config
 from common.config.teacher import WHO, context_pieces
@@ -26,6 +27,11 @@ ENGINE: dict[str, Any] = {"max_num_seqs": 1, "data_parallel_size": 1, "enable_pr
 
 def check_combinations(config: Config) -> None:
     """Raise `UserError` for values that are fine alone and impossible together."""
+    if config.algorithm.loss in SPECS:
+        try:
+            loss_options(config.algorithm.loss, config.algorithm)
+        except ValueError as error:
+            raise UserError(str(error)) from None
     _refuse(_run(config))
     _refuse(_episode(config, config.episode))
     for side in SIDES:

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, 
 from common.config.former_names import translate
 from common.config.presets import PRESETS, find_preset
 from common.config.section import Section
-from common.config.stages import Mask, Stage, Weight, ratio_band
+from common.config.stages import Mask, SecondMoment, Stage, Weight, ratio_band
 
 AGE_BUCKETS = ("age_0", "age_1", "age_2", "age_3_4", "age_5_plus")
 REJECTION_MODES = (
@@ -26,7 +26,7 @@ REJECTION_MODES = (
     "seq_max_k3",
 )
 # YAML's true would be read as 1.0 in them.
-THRESHOLDS = ("rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold")
+THRESHOLDS = ("rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold", "m2_threshold")
 # Every stage sees what the ones before it have left, and no single token is clipped before a row is summed.
 SKYRL: dict[str, Any] = {"sees": "left", "bound": math.inf}
 
@@ -128,6 +128,12 @@ class CorrectionConfig(Section):
     rollout_token_veto_threshold: float | None = Field(
         None, gt=0, description="A row with any token ratio below this is dropped (1e-4 is usual); null: no veto."
     )
+    m2_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="The tokens of the mini-batch with the largest (log pi_old - log pi_rollout)^2 are dropped until "
+        "the mean of the others is below this (M2PO; 0.04 is usual); null: none.",
+    )
     bypass_mode: bool = Field(False, description="verl's name for `algorithm.proximal: rollout`.")
     loss_type: Literal["ppo_clip", "reinforce"] = Field(
         "ppo_clip", description="verl's name for `algorithm.loss`; counts in bypass mode only."
@@ -211,10 +217,11 @@ class CorrectionConfig(Section):
                 "rollout_is_batch_normalize = true has no weights to normalise while rollout_is is null; set "
                 "rollout_is to token or sequence, or rollout_is_batch_normalize=false"
             )
-        if self.skyrl and (self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold):
+        own = (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold, self.m2_threshold)
+        if self.skyrl and any(own):
             raise ValueError(
-                "skyrl is one spelling and rollout_is, rollout_rs and rollout_token_veto_threshold are the other; "
-                "give one of the two"
+                "skyrl is one spelling and rollout_is, rollout_rs, rollout_token_veto_threshold and m2_threshold are "
+                "the other; give one of the two"
             )
         return self
 
@@ -255,6 +262,8 @@ class CorrectionConfig(Section):
                 stages.append(Weight(self.rollout_is, lower, upper, zero_outside=True))
         if self.rollout_token_veto_threshold is not None:
             stages.append(ratio_band("veto", "any", self.rollout_token_veto_threshold, None, by_age=False))
+        if self.m2_threshold is not None:
+            stages.append(SecondMoment(self.m2_threshold))
         return [*stages, *self.rejection()]
 
     def rejection(self) -> list[Mask]:

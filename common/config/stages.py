@@ -69,7 +69,21 @@ class Mask:
         return self.level in ("sum", "mean", "max")
 
 
-Stage = Weight | Mask
+@dataclass(frozen=True, slots=True)
+class SecondMoment:
+    """Drop the tokens with the largest x^2 of the mini-batch, until the mean of the others is below the threshold.
+
+    M2PO, arXiv 2510.01161. At least one token stays.
+
+    Attributes:
+        by_age: whether `thresholds_by_age` moves the threshold: it does not.
+    """
+
+    threshold: float
+    by_age: bool = False
+
+
+Stage = Weight | Mask | SecondMoment
 
 
 def ratio_band(name: str, level: Any, low: float | None, high: float | None, **others: Any) -> Mask:

@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from common.config.algorithm import GROUP_METHODS, LOSS_NAMES, MEAN_OF_MEANS, AlgorithmConfig
+from common.config.algorithm import GROUP_METHODS, AlgorithmConfig
 from common.config.correction import CorrectionConfig, SkyRLCorrection
 from common.config.data import DataConfig
 from common.config.generator import EpisodeConfig
+from common.config.losses import MEAN_OF_MEANS, SPECS
 from common.config.presets import PRESETS
 from common.config.run import Config
 from common.config.section import Section
 
-# The losses that read each knob.
-CLIPPED = ("ppo_clip", "gspo", "cispo")
+# The losses that read each knob of the section.
 KNOBS: dict[str, tuple[str, ...]] = {
-    "clip_low": CLIPPED,
-    "clip_high": CLIPPED,
-    "clip_dual": ("ppo_clip",),
-    "tau_pos": ("sapo",),
-    "tau_neg": ("sapo",),
-    "band_low": ("double_sided",),
-    "band_high": ("double_sided",),
+    knob: tuple(name for name, spec in SPECS.items() if knob in {option.field for option in spec.options.values()})
+    for knob in ("clip_low", "clip_high", "clip_dual", "tau_pos", "tau_neg", "band_low", "band_high")
 }
 # The methods that read each setting of theirs.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -243,14 +238,14 @@ def _skyrl(skyrl: SkyRLCorrection) -> Iterator[str]:
 
 def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction = algorithm.correction
-    if algorithm.ess_lr != "none" and correction.weight is None and not correction.masks:
+    if algorithm.ess_lr != "none" and not correction.stages():
         yield (
             f"ess_lr = {algorithm.ess_lr!r} has no effect without importance weights or rejection: the effective "
             "sample size is always 1"
         )
     for name, losses in KNOBS.items():
         # A loss of the user's own may read any of them.
-        if algorithm.loss in LOSS_NAMES and algorithm.loss not in losses:
+        if algorithm.loss in SPECS and algorithm.loss not in losses:
             yield from _idle("", algorithm, (name,), f"on loss {algorithm.loss!r}; it belongs to {', '.join(losses)}")
     if algorithm.loss in MEAN_OF_MEANS and algorithm.aggregation != "seq-mean-token-mean":
         yield (

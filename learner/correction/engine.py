@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from common.config import CorrectionConfig
-from common.config.stages import LOG_RATIO_BOUND, Mask, Weight
+from common.config.stages import LOG_RATIO_BOUND, Mask, SecondMoment, Weight
 from learner.correction.layout import Layout
+from learner.correction.second_moment import columns, second_moment_mask
 from learner.correction.statistics import (
+    PREFIX,
     Bound,
     SkyRLStatistics,
     VerlStatistics,
@@ -47,6 +49,7 @@ def correct_tokens(
     config: CorrectionConfig,
     stats: Stats,
     ages: torch.Tensor | None = None,
+    m2_keep: torch.Tensor | None = None,
 ) -> TokenCorrection:
     """Weights and mask of model tokens; their statistics go into `stats`. Nothing here waits for the device.
 
@@ -56,7 +59,9 @@ def correct_tokens(
         old: log pi_old of each model token [N].
         rollout: log pi_rollout of each model token [N].
         ages: versions between the token's weights and the batch's, int64 [N]; None: no statistics by age.
+        m2_keep: tokens that `m2_threshold` keeps, bool [N]; None: these tokens are the whole mini-batch.
     """
+    given = old, rollout
     old, rollout = old.double(), rollout.double()
     finite = old.isfinite() & rollout.isfinite()
     old, rollout = torch.where(finite, old, 0.0), torch.where(finite, rollout, 0.0)
@@ -68,6 +73,13 @@ def correct_tokens(
     divergence_statistics(stats, old, rollout, finite, divergences, layout, config)
     dialect = (SkyRLStatistics if config.skyrl else VerlStatistics)(stats, x, layout, config)
     for stage in dict.fromkeys(config.stages()):  # what stands there twice is done, and reported, once
+        if isinstance(stage, SecondMoment):
+            if m2_keep is None:
+                m2_keep = second_moment_mask(stage.threshold)(columns(*given, layout))
+            stats.mean(f"{PREFIX}m2", x.square(), over="tokens")
+            stats.mean(f"{PREFIX}m2_masked_fraction", ~m2_keep, over="tokens")
+            keep = keep & m2_keep
+            continue
         seen = keep if stage.sees == "left" else everything
         lower, upper = bounds(stage, ages, layout, config)
         if isinstance(stage, Weight):

@@ -22,7 +22,8 @@ class Layout:
         lengths: tokens of each row, int64 [B].
         has_tokens: rows with any token, bool [B].
         cells: size of the padded matrix that the tokens came from; N if there was none.
-        shares: of each row in its sample, float64 [B]; they add up to 1 for a whole sample.
+        shares: of each row in its sample (with `prompt-mean`, in its prompt's samples), float64 [B]; they add up to 1
+            for a whole one.
         samples: the sum of the shares.
     """
 
@@ -51,13 +52,20 @@ class Layout:
         )
 
     @classmethod
-    def of_mask(cls, mask: torch.Tensor) -> tuple[Layout, torch.Tensor]:
-        """The layout of a mask [B, T], and the place of each token in the flattened matrix, int64 [N]."""
+    def of_mask(cls, mask: torch.Tensor, together: int = 1) -> tuple[Layout, torch.Tensor]:
+        """The layout of a mask [B, T], and the place of each token in the flattened matrix, int64 [N].
+
+        Args:
+            together: rows, one after another, that share one sample or prompt.
+        """
         places = mask.reshape(-1).nonzero().squeeze(1)
         lengths = mask.sum(1)
         rows, columns = mask.shape
         shares = torch.ones(rows, dtype=torch.float64, device=mask.device)
-        layout = cls(places // max(columns, 1), lengths, lengths > 0, mask.numel(), shares, float(rows))
+        if together > 1:
+            units = torch.arange(rows, device=mask.device) // together
+            shares = lengths / lengths.new_zeros(rows).index_add(0, units, lengths)[units].clamp(min=1).double()
+        layout = cls(places // max(columns, 1), lengths, lengths > 0, mask.numel(), shares, float(-(-rows // together)))
         return layout, places
 
     @property

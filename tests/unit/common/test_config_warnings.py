@@ -10,6 +10,8 @@ import yaml
 
 from common.config import AlgorithmConfig, Config, parse_config
 from common.config.load import ConfigLoader
+from common.config.losses import ALIASES as OTHER_NAMES
+from common.config.losses import SPECS
 from common.config.presets import ALIASES, PRESETS
 from common.config.warnings import KNOBS, TURN_OPTIONS, episode_warnings, warnings
 from generator.users.load import BUILTIN
@@ -186,11 +188,12 @@ def test_turn_options_and_defaults_are_the_users_own() -> None:
         assert inspect.signature(BUILTIN[user]).parameters[option].default == default
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "reinforce", "double_sided"])
+@pytest.mark.parametrize("loss", [name for name in SPECS if name not in OTHER_NAMES])
 def test_a_knob_is_named_where_the_loss_ignores_it(loss: str) -> None:
-    plain = value_of(config(f"algorithm: {{loss: {loss}}}").algorithm)
+    options = "{beta: 1}" if loss == "dro" else "{}"
+    plain = value_of(config(f"algorithm: {{loss: {loss}, loss_options: {options}}}").algorithm)
     for knob, value in CHANGED.items():
-        made = config(f"algorithm: {{loss: {loss}, {knob}: {value}}}")
+        made = config(f"algorithm: {{loss: {loss}, loss_options: {options}, {knob}: {value}}}")
         ignored = value_of(made.algorithm) == plain
         expected = [f"algorithm.{knob} = {value} has no effect on loss {loss!r}"] if ignored else []
         assert [line.partition(";")[0] for line in warnings(made)] == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +15,23 @@ from learner.stats import Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, reference_kl, step_loss
 from tests.support.golden import GOLDEN
 from tests.support.learner import tokens_of_rows
+from tests.support.plain_losses import plain_loss
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+GOLDEN_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = (*GOLDEN_MODES, "token-sum", "prompt-mean")
 LENGTHS = [3, 0, 5, 1, 4]
+# Options that a loss must be given, or with which a few tokens are enough. With a ratio of 1 nothing is left to a draw.
+OPTIONS: dict[str, dict[str, float]] = {
+    "dro": {"beta": 0.5},
+    "clip_cov": {"ratio": 1.0, "cov_low": 0.1, "cov_high": 0.9},
+    "kl_cov": {"ratio": 0.3, "coef": 0.7},
+}
 WIDTH = 6
 Tensors = dict[str, torch.Tensor]
+
+
+def config_of(name: str, **fields: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(**{"loss": name, "loss_options": OPTIONS.get(name, {}), **fields})
 
 
 def golden(name: str = "H01") -> Tensors:
@@ -130,11 +141,8 @@ def loss_of_step(
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_learners_step_is_the_loss_of_padded_rows(name, mode):
     rejecting = {"rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.4_2.2,0.7_1.5"}
-    config = AlgorithmConfig(
-        loss=name,
-        aggregation=mode,
-        correction={"rollout_is": "token", "rollout_is_batch_normalize": True, **rejecting},
-    )
+    weighing = {"rollout_is": "token", "rollout_is_batch_normalize": True, **rejecting}
+    config = config_of(name, aggregation=mode, correction=weighing)
     batch = random_rows()
     correction = correct(batch["old"], batch["rollout"], batch["mask"], config.correction)
     assert 0 < correction.mask.sum() < batch["mask"].sum()
@@ -166,7 +174,7 @@ def test_a_batch_without_columns_has_a_loss_of_zero(mode):
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", GOLDEN_MODES)
 def test_aggregation_is_golden(mode):
     case = GOLDEN["H04"]
     mask = rows(case["inputs"]["mask"]).bool()
@@ -181,87 +189,10 @@ def test_where_everything_is_rejected_the_loss_is_zero(name, mode):
     batch = golden()
     nothing = torch.zeros_like(batch["mask"]).bool()
     rejected = Correction(torch.ones_like(batch["mask"]), nothing)
-    loss, gradient, metrics = loss_of(batch, AlgorithmConfig(aggregation=mode), rejected, name)
+    loss, gradient, metrics = loss_of(batch, config_of(name, aggregation=mode), rejected, name)
     assert loss == aggregate(batch["logprobs"], nothing, mode, Denominators.of(nothing)).item() == 0
     assert not gradient.any()
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-# The formulas, for one row, on scalars (log pi_theta, log pi_old, log pi_rollout, advantage).
-
-
-def clip(value: Any, config: AlgorithmConfig) -> Any:
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    return low + 0 * value if value < low else high + 0 * value if value > high else value
-
-
-def plain_ppo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
-    losses = []
-    for new, old, _, advantage in row:
-        ratio = torch.exp(new - old)
-        surrogate = min(ratio * advantage, clip(ratio, config) * advantage)
-        losses.append(-surrogate if advantage >= 0 else -max(surrogate, config.clip_dual * advantage + 0 * ratio))
-    return losses
-
-
-def plain_gspo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
-    value = math.exp(sum(float((new - old).detach()) for new, old, _, _ in row) / len(row))
-    ratios = [(value * torch.exp(new - new.detach()), advantage) for new, _, _, advantage in row]
-    return [-min(ratio * advantage, clip(ratio, config) * advantage) for ratio, advantage in ratios]
-
-
-def plain_cispo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
-    return [-clip(torch.exp((new - old).detach()), config) * advantage * new for new, old, _, advantage in row]
-
-
-def plain_sapo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
-    losses = []
-    for new, old, _, advantage in row:
-        tau = config.tau_pos if advantage > 0 else config.tau_neg
-        losses.append(-advantage * (4 / tau) / (1 + torch.exp(-tau * (torch.exp(new - old) - 1))))
-    return losses
-
-
-def plain_reinforce(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
-    return [-advantage * new for new, _, _, advantage in row]
-
-
-def plain_double_sided(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
-    losses = []
-    for new, old, rollout, advantage in row:
-        inside = config.band_low <= math.exp(float((new - rollout).detach())) <= config.band_high
-        losses.append(-advantage * torch.exp(new - old) if inside else 0 * new)
-    return losses
-
-
-PLAIN: dict[str, Callable[[list, AlgorithmConfig], list[torch.Tensor]]] = {
-    "ppo_clip": plain_ppo,
-    "gspo": plain_gspo,
-    "cispo": plain_cispo,
-    "sapo": plain_sapo,
-    "reinforce": plain_reinforce,
-    "double_sided": plain_double_sided,
-}
-
-
-def plain_loss(
-    name: str, leaf: torch.Tensor, batch: Tensors, keep: torch.Tensor, config: AlgorithmConfig
-) -> torch.Tensor:
-    """The loss by loops over kept tokens, with their weights."""
-    full = []
-    for row in range(len(leaf)):
-        places = [place for place in range(WIDTH) if keep[row, place]]
-        columns = (leaf, batch["old"], batch["rollout"], batch["advantages"].tolist())
-        tokens = [tuple(column[row][place] for column in columns) for place in places]
-        if tokens:
-            losses = PLAIN[name](tokens, config)
-            full.append([float(batch["weights"][row, p]) * loss for p, loss in zip(places, losses, strict=True)])
-    if config.aggregation == "token-mean":
-        return sum(sum(row) for row in full) / sum(len(row) for row in full)
-    if config.aggregation == "seq-mean-token-mean":
-        return sum(sum(row) / len(row) for row in full) / len(full)
-    horizon = WIDTH if config.aggregation == "seq-mean-token-sum-norm" else 1
-    return sum(sum(row) for row in full) / (len(full) * horizon)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -270,7 +201,7 @@ def plain_loss(
 def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale, clip_low):
     """With a lower clip of 10 verl's example of CISPO switches that bound off."""
     bounds = {"clip_low": clip_low, "clip_dual": 3.0, "band_low": 0.6, "band_high": 1.5}
-    config = AlgorithmConfig(aggregation=mode, tau_pos=0.75, tau_neg=1.75, **bounds)
+    config = config_of(name, aggregation=mode, tau_pos=0.75, tau_neg=1.75, **bounds)
     batch = random_rows(scale)
     if scale == 0.5:
         batch["advantages"][:, 2:] *= -0.5  # turns of one row have advantages of both signs
@@ -281,14 +212,16 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale, cli
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-10, atol=1e-14)
-    assert bool((gradient != 0).any()) or (name in ("double_sided", "gspo") and scale == 3.0)
+    assert bool((gradient != 0).any()) or (name in ("double_sided", "gspo", "geo_mean") and scale == 3.0)
 
 
 def test_metrics_count_the_tokens_that_a_bound_holds():
     logprobs = torch.tensor([[0.5, -0.5, 0.1, 0.6, 2.0]])
     ones = torch.ones_like(logprobs)
     batch = {"logprobs": logprobs, "old": 0 * ones, "mask": ones, "advantages": ones * torch.tensor([1, -1, 1, 1, -1])}
-    metrics = {name: loss_of(batch, AlgorithmConfig(clip_dual=1.5), name=name)[2] for name in LOSSES}
+    metrics = {
+        name: loss_of(batch, AlgorithmConfig(clip_dual=1.5), name=name)[2] for name in ("ppo_clip", "cispo", "sapo")
+    }
     of_ppo = {"pg_clipfrac": 0.6, "clip_high": 0.4, "clip_low": 0.2, "pg_clipfrac_lower": 0.2}
     assert {name: metrics["ppo_clip"][f"actor/{name}"] for name in of_ppo} == pytest.approx(of_ppo)
     assert metrics["cispo"]["actor/clip_high"] == pytest.approx(0.6)
@@ -304,9 +237,9 @@ def test_metrics_count_the_tokens_that_a_bound_holds():
 def test_masked_and_rejected_junk_reaches_nothing(name, junk):
     batch = random_rows()
     keep = without(batch["mask"], (2, 1))
-    clean = loss_of(batch, AlgorithmConfig(), Correction(batch["weights"], keep), name)
+    clean = loss_of(batch, config_of(name), Correction(batch["weights"], keep), name)
     dirty = {key: values if key == "mask" else torch.where(keep, values, junk) for key, values in batch.items()}
-    loss, gradient, metrics = loss_of(dirty, AlgorithmConfig(), Correction(dirty["weights"], keep), name)
+    loss, gradient, metrics = loss_of(dirty, config_of(name), Correction(dirty["weights"], keep), name)
     assert (loss, metrics) == (clean[0], clean[2])
     assert torch.equal(gradient, clean[1])
 
@@ -318,7 +251,7 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(name, dtype):
     correction = correct(batch["old"], batch["rollout"], batch["mask"], CorrectionConfig(rollout_is="token"))
     for size in (-1e4, -1e3, -30.0, 30.0, 1e3, 1e4):
         batch["logprobs"] = batch["old"] + size
-        loss, gradient, metrics = loss_of(batch, AlgorithmConfig(), correction, name)
+        loss, gradient, metrics = loss_of(batch, config_of(name), correction, name)
         assert all(math.isfinite(value) for value in (loss, *metrics.values()))
         assert bool(gradient.isfinite().all())
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from common.config import AlgorithmConfig
-from common.config.algorithm import LOSS_NAMES
+from common.config.losses import LOSS_NAMES
 from common.errors import UserError
 from learner.correction import Layout
 from learner.losses import LOSSES, PolicyTokens, load_loss
@@ -65,7 +65,8 @@ def trial(config: AlgorithmConfig | None = None) -> tuple[PolicyTokens, Algorith
 
 def test_names_options_metrics_and_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuple(LOSSES) == LOSS_NAMES
-    assert [load(name) for name in LOSS_NAMES] == [*LOSSES.values()]
+    given = {"dro": {"beta": 1.0}}
+    assert [load(name, **given.get(name, {})) for name in LOSS_NAMES] == [*LOSSES.values()]
     losses, metrics = load("own_losses:reinforce", scale=2.0)(*trial())
     assert torch.equal(losses, 2 * LOSSES["reinforce"](*trial())[0])
     assert metrics == {}
@@ -101,7 +102,8 @@ def test_the_documented_example_is_a_loss_that_trains(tmp_path: Path, monkeypatc
         ("own_losses:bad_metric", {}, ["the metric 'gap' must be one number for each token"]),
         ("own_losses:reinforce", {"scales": 2}, ["algorithm.loss_options of 'own_losses:reinforce'", "allowed: scale"]),
         ("own_losses:reinforce", {"scale": "big"}, ["scale = 'big'"]),
-        ("gspo", {"scale": 2}, ["algorithm.loss_options", "'gspo' takes none"]),
+        ("gspo", {"scale": 2}, ["algorithm.loss_options.scale is no option of loss 'gspo'", "allowed: low, high"]),
+        ("gpg", {"scale": 2}, ["no option of loss 'reinforce'; 'reinforce' takes none"]),
     ],
 )
 def test_a_loss_that_cannot_be_trained_with_is_refused(name: str, options: dict[str, Any], parts: list[str]) -> None:

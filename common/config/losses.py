@@ -1,0 +1,147 @@
+"""The built-in policy losses: the options of each, and what the learner must know of it. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from common.config.algorithm import AlgorithmConfig
+
+GROUP = "spo.losses"  # entry points under which packages announce losses
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A number that a loss reads from `algorithm.loss_options`.
+
+    Attributes:
+        allowed: an interval, whose ends a bracket includes and a parenthesis does not.
+        default: None: it must be given, or `field` has it.
+        field: of `algorithm`, with the same meaning; its value is the default.
+    """
+
+    allowed: str
+    default: float | None = None
+    field: str = ""
+
+    def holds(self, value: float) -> bool:
+        """Whether the value is in the interval."""
+        low, high = map(float, self.allowed[1:-1].split(","))
+        above = value >= low if self.allowed[0] == "[" else value > low
+        return above and (value <= high if self.allowed[-1] == "]" else value < high)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """What a built-in loss reads and needs.
+
+    Attributes:
+        by_row: verl and its authors always average it by row.
+        has_ratio: its ratio pi_theta / pi_old is the importance weight where pi_old generated the tokens.
+        weighs_rows: it takes importance weights into a row's ratio itself, instead of being multiplied by them.
+        compares: it chooses tokens by comparing all tokens of a mini-batch.
+    """
+
+    options: Mapping[str, Option] = field(default_factory=dict)
+    by_row: bool = False
+    has_ratio: bool = True
+    weighs_rows: bool = False
+    compares: bool = False
+
+
+CLIP = {"low": Option("(0, inf)", field="clip_low"), "high": Option("(0, inf)", field="clip_high")}
+SPECS: dict[str, LossSpec] = {
+    "ppo_clip": LossSpec({**CLIP, "cap": Option("(1, inf)", field="clip_dual")}),
+    "gspo": LossSpec(CLIP, by_row=True),
+    "cispo": LossSpec(CLIP),
+    "sapo": LossSpec(
+        {"tau_pos": Option("(0, inf)", field="tau_pos"), "tau_neg": Option("(0, inf)", field="tau_neg")}, by_row=True
+    ),
+    "reinforce": LossSpec(has_ratio=False),
+    "gpg": LossSpec(has_ratio=False),
+    "double_sided": LossSpec(
+        {"low": Option("[0, 1)", field="band_low"), "high": Option("(1, inf)", field="band_high")}
+    ),
+    "importance_sampling": LossSpec(),
+    "dppo_tv": LossSpec(
+        {"low": Option("(0, inf)", 0.2), "high": Option("(0, inf)", 0.2), "cap": Option("[1, inf)", 20.0)}
+    ),
+    "dppo_kl": LossSpec(
+        {"low": Option("(0, inf)", 0.05), "high": Option("(0, inf)", 0.05), "cap": Option("[1, inf)", 20.0)}
+    ),
+    "dro": LossSpec({"beta": Option("(0, inf)")}, has_ratio=False),
+    "geo_mean": LossSpec(
+        {"low": Option("(0, inf)", 0.4), "high": Option("(0, inf)", 0.4)}, by_row=True, weighs_rows=True
+    ),
+    "vespo": LossSpec(
+        {
+            "k_pos": Option("[0, inf)", 2.0),
+            "lambda_pos": Option("(0, inf)", 3.0),
+            "k_neg": Option("[0, inf)", 3.0),
+            "lambda_neg": Option("(0, inf)", 2.0),
+        },
+        weighs_rows=True,
+    ),
+    "clip_cov": LossSpec(
+        {
+            **CLIP,
+            "ratio": Option("(0, 1]", 2e-4),
+            "cov_low": Option("(-inf, inf)", 1.0),
+            "cov_high": Option("(-inf, inf)", 5.0),
+        },
+        compares=True,
+    ),
+    "kl_cov": LossSpec({"ratio": Option("(0, 1]", 2e-4), "coef": Option("[0, inf)", 1.0)}, compares=True),
+}
+# Other names of losses.
+ALIASES = {"gpg": "reinforce"}
+LOSS_NAMES = tuple(SPECS)
+MEAN_OF_MEANS = tuple(name for name, spec in SPECS.items() if spec.by_row)
+
+
+def spec_of(loss: str) -> LossSpec:
+    """What the learner must know of a loss; of a user's own, that it has a ratio and is multiplied by weights."""
+    return SPECS.get(loss, LossSpec())
+
+
+def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:
+    """All options of a built-in loss by name: those of `algorithm.loss_options`, and defaults.
+
+    Raises:
+        ValueError: one is unknown, missing, out of its range, or contradicts the field with the same meaning.
+    """
+    options, values = SPECS[loss].options, dict[str, float]()
+    for name in config.loss_options:
+        if name not in options:
+            allowed = f"allowed: {', '.join(options)}" if options else f"{loss!r} takes none; remove it"
+            raise ValueError(f"algorithm.loss_options.{name} is no option of loss {loss!r}; {allowed}")
+    for name, option in options.items():
+        value: Any = config.loss_options.get(name, getattr(config, option.field) if option.field else option.default)
+        if value is None:
+            raise ValueError(f"loss {loss!r} needs algorithm.loss_options.{name}, a number in {option.allowed}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not option.holds(value):
+            raise ValueError(
+                f"algorithm.loss_options.{name} = {value!r} of loss {loss!r} must be a number in {option.allowed}"
+            )
+        if name in config.loss_options and option.field:
+            _check_field(name, value, option.field, config)
+        values[name] = float(value)
+    if values.get("cov_low", -math.inf) > values.get("cov_high", math.inf):
+        raise ValueError(
+            f"algorithm.loss_options.cov_low = {values['cov_low']:g} is above cov_high = {values['cov_high']:g}; swap "
+            "the two"
+        )
+    return values
+
+
+def _check_field(name: str, value: float, field_name: str, config: AlgorithmConfig) -> None:
+    """Refuse an option beside the field with the same meaning, if that was changed to another value."""
+    current = getattr(config, field_name)
+    if current not in (value, type(config).model_fields[field_name].default):
+        raise ValueError(
+            f"algorithm.loss_options.{name} = {value!r} and algorithm.{field_name} = {current!r} are one setting; "
+            "give one of the two"
+        )

@@ -1,0 +1,43 @@
+"""M2PO's mask (arXiv 2510.01161): the tokens on which the policies differ most are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from learner.correction.layout import Layout
+from learner.ranking import largest, token_keys
+
+
+def columns(old: torch.Tensor, rollout: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What the mask depends on, float64 [N, 3]: x^2, the key that decides ties, and whether both are finite.
+
+    Args:
+        old, rollout: log-probs of each token of a micro-batch, of the proximal and of the generating policy [N].
+    """
+    x = old.double() - rollout.double()
+    finite = x.isfinite()
+    keys = token_keys(torch.where(finite, rollout, 0.0), layout)
+    return torch.stack([torch.where(finite, x, 0.0).square(), keys, finite.double()], dim=1)
+
+
+def second_moment_mask(threshold: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From the columns of all tokens of a mini-batch [M, 3] to those that stay, bool [M]."""
+
+    def stays(table: torch.Tensor) -> torch.Tensor:
+        kept = table[:, 2].bool()
+        places = kept.nonzero()[:, 0]
+        if not len(places):
+            return kept
+        squares, keys, _ = table[places].unbind(1)
+        order = largest(squares, keys, len(places))
+        # Of the tokens from each place on, in descending order: their mean.
+        counts = torch.arange(len(order), 0, -1, dtype=squares.dtype, device=squares.device)
+        means = squares[order].flip(0).cumsum(0).flip(0) / counts
+        below = (means < threshold).nonzero()
+        dropped = int(below[0]) if len(below) else len(order) - 1
+        kept[places[order[:dropped]]] = False
+        return kept
+
+    return stays

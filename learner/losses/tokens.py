@@ -1,0 +1,100 @@
+"""What a policy loss is given, and what it returns: model tokens [N] of several rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.config import AlgorithmConfig
+from common.config.stages import LOG_RATIO_BOUND
+from learner.correction import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """The input of a loss. Values of tokens that are not kept are zero.
+
+    Attributes:
+        logprobs: log pi_theta, with gradient [N].
+        old_logprobs: log pi_old [N].
+        rollout_logprobs: log pi_rollout [N].
+        advantages: [N].
+        keep: tokens that take part, bool [N].
+        of_means: tokens that means of rows are taken over: those that take part, or with SkyRL's block, which never
+            renormalises, all with finite log-probs; bool [N].
+        layout: rows of the tokens.
+        weights: importance weights [N], zero where not kept; None: there are none. Losses but those of whole rows are
+            multiplied by them afterwards.
+        chosen: the tokens that a comparison with all of the mini-batch has chosen, bool [N]; None: these tokens are the
+            whole mini-batch, and the loss compares them itself.
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    keep: torch.Tensor
+    of_means: torch.Tensor
+    layout: Layout
+    weights: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        logprobs: torch.Tensor,
+        old: torch.Tensor,
+        rollout: torch.Tensor,
+        advantages: torch.Tensor,
+        keep: torch.Tensor,
+        layout: Layout,
+        config: AlgorithmConfig,
+        weights: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
+    ) -> PolicyTokens:
+        """Zero unused values before anything is computed from them, so that NaN reaches neither loss nor gradient."""
+        of_means = keep if config.correction.renormalizes else old.isfinite() & rollout.isfinite()
+        logprobs, old, rollout, advantages = (
+            torch.where(of_means, values, 0.0) for values in (logprobs, old, rollout, advantages)
+        )
+        return cls(logprobs, old, rollout, advantages, keep, of_means, layout, weights, chosen)
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """log pi_theta - log pi_old [N]."""
+        return self.logprobs - self.old_logprobs
+
+    def row_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean of values [N] over each row's tokens [B]; 0 for a row without any."""
+        total = self.layout.segment_sum(torch.where(self.of_means, values, 0.0))
+        return total / self.layout.segment_sum(self.of_means.to(values.dtype)).clamp(min=1)
+
+
+# The loss of each token [N], and its metrics: values of each token [N] by name.
+TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+TokenLoss = Callable[[PolicyTokens, AlgorithmConfig], TokenLosses]
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(clip(log_ratio, +-20))."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """-A ratio plain and with the ratio held within [1 - low, 1 + high], and where the clip binds."""
+    plain = -advantages * ratio
+    held = -advantages * ratio.clamp(1 - low, 1 + high)
+    binds = held > plain
+    return (
+        plain,
+        held,
+        {
+            "actor/pg_clipfrac": binds,
+            "actor/clip_low": binds & (ratio < 1),
+            "actor/clip_high": binds & (ratio > 1),
+        },
+    )
