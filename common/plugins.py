@@ -41,12 +41,7 @@ def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | 
     """
     if name in builtin:
         return builtin[name]
-    values = {name} if ":" in name else {f"{one.module}:{one.attr}" for one in _announced(group) if one.name == name}
-    if len(values) > 1:
-        raise UserError(f"{field} = {name!r} is the name of several installed objects; give one of {sorted(values)}")
-    if not values:
-        raise UserError(f"{field} = {name!r} is unknown; {_near(name, builtin)}{_allowed(builtin, group)}")
-    module_name, _, attribute = values.pop().partition(":")
+    module_name, _, attribute = find_object(name, builtin, field, group).partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module raises
@@ -59,6 +54,20 @@ def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | 
         hint = _hidden(module_name) or near + _allowed(builtin, group)
         raise UserError(f"{field} = {name!r}: module {module_name} has no {attribute}; {hint}")
     return getattr(module, attribute)
+
+
+def find_object(name: str, builtin: Iterable[str], field: str, group: str | None = None) -> str:
+    """The `module:object` behind a name that is not built in; imports nothing.
+
+    Raises:
+        UserError: nothing has this name.
+    """
+    values = {name} if ":" in name else {f"{one.module}:{one.attr}" for one in _announced(group) if one.name == name}
+    if len(values) > 1:
+        raise UserError(f"{field} = {name!r} is the name of several installed objects; give one of {sorted(values)}")
+    if not values:
+        raise UserError(f"{field} = {name!r} is unknown; {_near(name, builtin)}{_allowed(builtin, group)}")
+    return values.pop()
 
 
 def make_object(
@@ -163,7 +172,7 @@ def _announced(group: str | None) -> Iterable[EntryPoint]:
     return entry_points(group=group) if group else ()
 
 
-def _allowed(builtin: Mapping[str, Any], group: str | None) -> str:
+def _allowed(builtin: Iterable[str], group: str | None) -> str:
     names = [*builtin, *sorted({point.name for point in _announced(group)})]
     known = f"{', '.join(names)}, or " if names else ""
     return f"allowed: {known}module:object of your own, in a module beside the configuration or installed"

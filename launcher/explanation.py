@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from common.config import AGE_BUCKETS, AlgorithmConfig, Config, CorrectionConfig
+from common.config.losses import SPECS, loss_options, spec_of
 from common.config.stages import Mask
 from common.config.warnings import algorithm_warnings
 
@@ -21,6 +22,8 @@ AGGREGATION = {
     "seq-mean-token-sum": "the mean over rows of their token sums",
     "seq-mean-token-mean": "the mean over rows of their token means",
     "seq-mean-token-sum-norm": "the mean over rows of their token sums, divided by episode.max_response_tokens",
+    "token-sum": "the sum over tokens",
+    "prompt-mean": "the mean over prompts of the mean over all tokens of their responses",
 }
 
 
@@ -76,7 +79,12 @@ def _rejection(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield mask_words(mask, ratio)
         if mask.by_age:
             yield from _by_age(correction, "bounds", mask.of_rows, _bound_at(mask))
-    if not correction.masks:
+    if correction.m2_threshold is not None:
+        yield (
+            f"the tokens of the mini-batch with the largest (log {ratio})^2 are left out, until the mean of the others "
+            f"is below {correction.m2_threshold:g}"
+        )
+    if not correction.masks and correction.m2_threshold is None:
         yield "none"
     elif correction.skyrl is not None:
         yield "each rule sees what the rule before it kept; the loss keeps the denominator it had before rejection"
@@ -132,20 +140,8 @@ def _root(limit: float, sign: float, reach: float) -> float:
 
 
 def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
-    low, high = f"{1 - algorithm.clip_low:g}", f"{1 + algorithm.clip_high:g}"
-    clip = f"clip(r, {low}, {high})"
-    yield {
-        "ppo_clip": f"ppo_clip: -min(r A, {clip} A), at most {algorithm.clip_dual:g} |A| where A < 0",
-        "gspo": f"gspo: -min(r A, {clip} A), r being the row's geometric mean",
-        "cispo": f"cispo: -A {clip} log pi_theta, the clipped r being constant",
-        "sapo": f"sapo: -A sigmoid(tau (r - 1)) 4 / tau, tau = {algorithm.tau_pos:g} where A > 0, else "
-        f"{algorithm.tau_neg:g}",
-        "reinforce": "reinforce: -A log pi_theta",
-        "double_sided": f"double_sided: -A r where pi_theta / pi_rollout is inside [{algorithm.band_low:g}, "
-        f"{algorithm.band_high:g}], nothing elsewhere",
-    }.get(algorithm.loss, f"{algorithm.loss}: a loss of your own") + (
-        "" if algorithm.loss == "reinforce" else f"; r = {_clipped_ratio(algorithm)}"
-    )
+    words = loss_words(algorithm)
+    yield f"{words}; r = {_clipped_ratio(algorithm)}" if spec_of(algorithm.loss).has_ratio else words
     if algorithm.turn_advantage == "turn":
         yield "A is the advantage of the token's turn: the rewards from this turn on, minus the prompt's value"
     yield f"added up as {AGGREGATION[algorithm.aggregation]}, over all ranks and micro-batches"
@@ -159,6 +155,17 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"the learning rate is multiplied by {root}the weights' effective sample size, between 0 and 1"
 
 
+def loss_words(algorithm: AlgorithmConfig) -> str:
+    """The loss of a token, with the numbers of its options, e.g. `kl_cov: -A r, plus 1 |log r| for ...`."""
+    if algorithm.loss not in SPECS:
+        return f"{algorithm.loss}: a loss of your own"
+    options = loss_options(algorithm.loss, algorithm)
+    words = {name: f"{value:g}" for name, value in options.items()}
+    if "low" in options:
+        words["clip"] = f"clip(r, {1 - options['low']:g}, {1 + options['high']:g})"
+    return f"{algorithm.loss}: {SPECS[algorithm.loss].formula.format_map(words)}"
+
+
 def _passes(config: Config) -> Iterator[str]:
     algorithm, minis = config.algorithm, config.learner.mini_batches
     passes = []
@@ -169,6 +176,8 @@ def _passes(config: Config) -> Iterator[str]:
     if algorithm.correction.rollout_is_batch_normalize:
         covers = "the first mini-batch" if passes else "the batch"
         passes.append(f"the weights' mean, over {covers}")
+    if algorithm.correction.m2_threshold is not None or spec_of(algorithm.loss).compares:
+        passes.append("what compares all tokens of a mini-batch, once each, unless one rank has it in one micro-batch")
     if algorithm.kl_coef:
         passes.append("the reference policy, once a mini-batch")
     yield from passes or ["none"]

@@ -21,6 +21,11 @@ def preset(name: str, *more: str) -> list[str]:
     return [f"algorithm.correction.preset={name}", *more]
 
 
+def loss(name: str, *more: str) -> list[str]:
+    """Overrides for a loss around the recomputed policy, without weights; with single fields beside it."""
+    return ["algorithm.correction.preset=disabled", f"algorithm.loss={name}", *more]
+
+
 REFERENCE = "disabled"  # at staleness 0 the on-policy reference
 VARIANTS: dict[str, list[str]] = {
     **{
@@ -40,6 +45,16 @@ VARIANTS: dict[str, list[str]] = {
             "vcpo",
         )
     },
+    # Losses, around the policy that generated the tokens where that is what their authors do.
+    "dppo_tv": loss("dppo_tv", "algorithm.proximal=rollout"),
+    "dppo_kl": loss("dppo_kl", "algorithm.proximal=rollout"),
+    "vespo": loss("vespo", "algorithm.proximal=rollout"),
+    "dro": loss("dro", "algorithm.proximal=rollout", "algorithm.loss_options.beta=0.5"),
+    "importance_sampling": loss("importance_sampling", "algorithm.proximal=rollout"),
+    "geo_mean": loss("geo_mean"),
+    "clip_cov": loss("clip_cov"),
+    "kl_cov": loss("kl_cov"),
+    "m2po": preset("disabled", "algorithm.correction.m2_threshold=0.04"),
     "decoupled_token_is, interpolated": preset("decoupled_token_is", "algorithm.proximal=interpolate"),
     "decoupled_seq_is, ess_lr": preset("decoupled_seq_is", "algorithm.ess_lr=sqrt"),
     "skyrl token, outliers": [
@@ -67,6 +82,13 @@ BY_TOKEN = (
     "icepop",
     "sao",
     "skyrl token, outliers",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "importance_sampling",
+    "clip_cov",
+    "kl_cov",
+    "m2po",
 )
 DEFAULT_VARIANTS: dict[int, list[str]] = {
     0: [REFERENCE, "decoupled_token_is", "decoupled_k3_rs_seq_tis"],

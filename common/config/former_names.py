@@ -23,6 +23,7 @@ PRESETS = {
     "bypass_pg_rs": "bypass_pg_geo_rs",
     "geo_rs_seq_tis": "decoupled_geo_rs_seq_tis",
     "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
+    "sao": "sao_mask",
 }
 # What verl and SkyRL call settings of `algorithm`; a nearest name would lead elsewhere.
 ELSEWHERE = {

@@ -39,12 +39,15 @@ class LossSpec:
     """What a built-in loss reads and needs.
 
     Attributes:
+        formula: of a token's loss, with r = pi_theta / pi_old, A the advantage, and the options in braces; {clip} is
+            r held within [1 - low, 1 + high].
         by_row: verl and its authors always average it by row.
         has_ratio: its ratio pi_theta / pi_old is the importance weight where pi_old generated the tokens.
         weighs_rows: it takes importance weights into a row's ratio itself, instead of being multiplied by them.
         compares: it chooses tokens by comparing all tokens of a mini-batch.
     """
 
+    formula: str
     options: Mapping[str, Option] = field(default_factory=dict)
     by_row: bool = False
     has_ratio: bool = True
@@ -52,40 +55,56 @@ class LossSpec:
     compares: bool = False
 
 
-CLIP = {"low": Option("(0, inf)", field="clip_low"), "high": Option("(0, inf)", field="clip_high")}
+POSITIVE = "(0, inf)"
+CLIP = {"low": Option(POSITIVE, field="clip_low"), "high": Option(POSITIVE, field="clip_high")}
+DPPO = "-A min(r, {cap}) log pi_theta, the r being constant; nothing where the token's"
 SPECS: dict[str, LossSpec] = {
-    "ppo_clip": LossSpec({**CLIP, "cap": Option("(1, inf)", field="clip_dual")}),
-    "gspo": LossSpec(CLIP, by_row=True),
-    "cispo": LossSpec(CLIP),
+    "ppo_clip": LossSpec(
+        "-min(r A, {clip} A), at most {cap} |A| where A < 0", {**CLIP, "cap": Option("(1, inf)", field="clip_dual")}
+    ),
+    "gspo": LossSpec("-min(r A, {clip} A), r being the row's geometric mean", CLIP, by_row=True),
+    "cispo": LossSpec("-A {clip} log pi_theta, the clipped r being constant", CLIP),
     "sapo": LossSpec(
-        {"tau_pos": Option("(0, inf)", field="tau_pos"), "tau_neg": Option("(0, inf)", field="tau_neg")}, by_row=True
+        "-A sigmoid(tau (r - 1)) 4 / tau, tau = {tau_pos} where A > 0, else {tau_neg}",
+        {"tau_pos": Option(POSITIVE, field="tau_pos"), "tau_neg": Option(POSITIVE, field="tau_neg")},
+        by_row=True,
     ),
-    "reinforce": LossSpec(has_ratio=False),
-    "gpg": LossSpec(has_ratio=False),
+    "reinforce": LossSpec("-A log pi_theta", has_ratio=False),
+    "gpg": LossSpec("-A log pi_theta", has_ratio=False),
     "double_sided": LossSpec(
-        {"low": Option("[0, 1)", field="band_low"), "high": Option("(1, inf)", field="band_high")}
+        "-A r where pi_theta / pi_rollout is inside [{low}, {high}], nothing elsewhere",
+        {"low": Option("[0, 1)", field="band_low"), "high": Option("(1, inf)", field="band_high")},
     ),
-    "importance_sampling": LossSpec(),
+    "importance_sampling": LossSpec("-A r"),
     "dppo_tv": LossSpec(
-        {"low": Option("(0, inf)", 0.2), "high": Option("(0, inf)", 0.2), "cap": Option("[1, inf)", 20.0)}
+        f"{DPPO} probability has risen by more than {{high}} and A > 0, or fallen by more than {{low}} and A <= 0",
+        {"low": Option(POSITIVE, 0.2), "high": Option(POSITIVE, 0.2), "cap": Option("[1, inf)", 20.0)},
     ),
     "dppo_kl": LossSpec(
-        {"low": Option("(0, inf)", 0.05), "high": Option("(0, inf)", 0.05), "cap": Option("[1, inf)", 20.0)}
+        f"{DPPO} binary KL exceeds {{high}} and its probability has risen, A > 0, or {{low}}, fallen, and A <= 0",
+        {"low": Option(POSITIVE, 0.05), "high": Option(POSITIVE, 0.05), "cap": Option("[1, inf)", 20.0)},
     ),
-    "dro": LossSpec({"beta": Option("(0, inf)")}, has_ratio=False),
+    "dro": LossSpec("-(A log pi_theta - {beta} / 2 (log r)^2)", {"beta": Option(POSITIVE)}, has_ratio=False),
     "geo_mean": LossSpec(
-        {"low": Option("(0, inf)", 0.4), "high": Option("(0, inf)", 0.4)}, by_row=True, weighs_rows=True
+        "-A times the geometric mean of the row's r, of which each log is held within [-{low}, {high}]",
+        {"low": Option(POSITIVE, 0.4), "high": Option(POSITIVE, 0.4)},
+        by_row=True,
+        weighs_rows=True,
     ),
     "vespo": LossSpec(
+        "-w^k e^(lambda (1 - w)) A log pi_theta, w being the constant product of the row's r; (k, lambda) = "
+        "({k_pos}, {lambda_pos}) where A >= 0, else ({k_neg}, {lambda_neg})",
         {
             "k_pos": Option("[0, inf)", 2.0),
-            "lambda_pos": Option("(0, inf)", 3.0),
+            "lambda_pos": Option(POSITIVE, 3.0),
             "k_neg": Option("[0, inf)", 3.0),
-            "lambda_neg": Option("(0, inf)", 2.0),
+            "lambda_neg": Option(POSITIVE, 2.0),
         },
         weighs_rows=True,
     ),
     "clip_cov": LossSpec(
+        "-min(r A, {clip} A), but nothing for the share {ratio} of all tokens, drawn from those whose covariance of A "
+        "and log pi_theta is between {cov_low} and {cov_high}",
         {
             **CLIP,
             "ratio": Option("(0, 1]", 2e-4),
@@ -94,7 +113,11 @@ SPECS: dict[str, LossSpec] = {
         },
         compares=True,
     ),
-    "kl_cov": LossSpec({"ratio": Option("(0, 1]", 2e-4), "coef": Option("[0, inf)", 1.0)}, compares=True),
+    "kl_cov": LossSpec(
+        "-A r, plus {coef} |log r| for the share {ratio} of tokens with the largest covariance of A and log pi_theta",
+        {"ratio": Option("(0, 1]", 2e-4), "coef": Option("[0, inf)", 1.0)},
+        compares=True,
+    ),
 }
 # Other names of losses.
 ALIASES = {"gpg": "reinforce"}
@@ -104,7 +127,7 @@ MEAN_OF_MEANS = tuple(name for name, spec in SPECS.items() if spec.by_row)
 
 def spec_of(loss: str) -> LossSpec:
     """What the learner must know of a loss; of a user's own, that it has a ratio and is multiplied by weights."""
-    return SPECS.get(loss, LossSpec())
+    return SPECS.get(loss, LossSpec("a loss of your own"))
 
 
 def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:

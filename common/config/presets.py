@@ -207,10 +207,10 @@ ALL = (
         "IcePop, arXiv 2510.18855",
     ),
     Preset(
-        "sao",
+        "sao_mask",
         {**NO_WEIGHTS, **BYPASS},
         "-A pi_theta / pi_rollout inside [0.5, 5]; tokens outside contribute nothing; no extra forward pass",
-        "One response a prompt, asynchronous, long: double-sided masking against the generating policy.",
+        "SAO's mask alone, without the critic that its results need; the worst of our own study at staleness 16.",
         "SAO, arXiv 2607.07508",
         algorithm={"loss": "double_sided"},
     ),

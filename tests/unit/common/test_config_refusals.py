@@ -61,6 +61,31 @@ SECTIONS = [
     # Methods.
     ("{algorithm: {method: grpo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
     ("algorithm: {method: rloo, turn_advantage: turn}", "algorithm.turn_advantage = 'turn' has no baseline with"),
+    # Options of losses.
+    (
+        "algorithm: {loss_options: {beta: 1}}",
+        "algorithm.loss_options.beta is no option of loss 'ppo_clip'; allowed: low",
+    ),
+    (
+        "algorithm: {loss: gpg, loss_options: {low: 1}}",
+        "loss_options.low is no option of loss 'reinforce' | takes none",
+    ),
+    ("algorithm: {loss: dro}", "loss 'dro' needs algorithm.loss_options.beta, a number in (0, inf)"),
+    (
+        "algorithm: {loss: dro, loss_options: {beta: 0}}",
+        "loss_options.beta = 0 of loss 'dro' must be a number in (0, inf)",
+    ),
+    ("algorithm: {loss: dppo_tv, loss_options: {low: -0.1}}", "loss_options.low = -0.1 of loss 'dppo_tv' must be"),
+    ("algorithm: {loss: dppo_tv, loss_options: {cap: .inf}}", "cap = inf | in [1, inf)"),
+    ("algorithm: {loss: dppo_kl, loss_options: {high: .nan}}", "high = nan"),
+    ("algorithm: {loss: kl_cov, loss_options: {ratio: 1.5}}", "ratio = 1.5 | in (0, 1]"),
+    ("algorithm: {loss: kl_cov, loss_options: {coef: true}}", "coef = True"),
+    ("algorithm: {loss: vespo, loss_options: {k_pos: two}}", "k_pos = 'two'"),
+    ("algorithm: {loss: clip_cov, loss_options: {cov_low: 6}}", "cov_low = 6 is above cov_high = 5"),
+    (
+        "algorithm: {loss: cispo, clip_high: 2, loss_options: {high: 3}}",
+        "loss_options.high = 3 | clip_high = 2.0 are one",
+    ),
     # Names of verl's and SkyRL's.
     ("algorithm: {kl_loss_type: k3}", "key algorithm.kl_loss_type; did you mean algorithm.kl_estimator?"),
     ("algorithm: {kl_loss_coef: 0.1}", "did you mean algorithm.kl_coef?"),
@@ -216,6 +241,8 @@ CORRECTIONS = [
     ("{preset: bypass_pg_is}, loss: gspo", "loss = 'gspo' contradicts correction.loss_type = 'reinforce'"),
     ("{skyrl: {}, rollout_is: token}", "give one of the two"),
     ("{skyrl: {}, rollout_token_veto_threshold: 1e-4}", "give one of the two"),
+    ("{skyrl: {}, m2_threshold: 0.04}", "give one of the two"),
+    ("{m2_threshold: 0}", "m2_threshold = 0"),
     ("{rollout_is: null, rollout_is_batch_normalize: true}", "rollout_is_batch_normalize = true has no"),
     ("{skyrl: {tis_ratio_type: token}, rollout_is_batch_normalize: true}", "rollout_is is null"),
     ("{rollout_is: null, rollout_rs_threshold: 2}", "rollout_rs_threshold = 2.0 bounds nothing while rollout_rs"),

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from common.config import AlgorithmConfig, CorrectionConfig, SkyRLCorrection, dump_config, load_config, parse_config
+from common.config.losses import SPECS, loss_options
 from common.config.presets import ALIASES, PRESETS, RECOMMENDED
 from common.config.warnings import warnings
 
@@ -94,7 +95,7 @@ def test_a_preset_sets_its_fields_and_leaves_verls_defaults(name: str) -> None:
 def test_former_names_of_presets_are_the_presets() -> None:
     former = (
         "token_is seq_is seq_is_rs geo_rs ppo_is_bypass pure_is pg_is pg_rs token_tis seq_mis geo_mis bypass_pg_rs "
-        "geo_rs_seq_tis pg_geo_rs_seq_tis"
+        "geo_rs_seq_tis pg_geo_rs_seq_tis sao"
     )
     assert set(former.split()) == set(ALIASES)
     for alias, name in ALIASES.items():
@@ -129,6 +130,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     },
     "{rollout_rs: token_k2, rollout_rs_threshold: 1}": VERLS,
     "{rollout_token_veto_threshold: 1.0e-4}": VERLS,
+    "{m2_threshold: 0.04}": {**VERLS, "masks": []},
     "{rollout_rs: token_k2, rollout_rs_threshold: 1, rollout_is: sequence}": {**VERLS, "rollout_is": "sequence"},
     "{bypass_mode: true, rollout_is_threshold: 2.0}": VERLS,
     "{skyrl: {tis_ratio_type: token}}": {"preset_name": None, "rollout_is": None},
@@ -144,7 +146,7 @@ IMPLIED = {
     "correction: {preset: bypass_pg_is, bypass_mode: false}": "recompute ppo_clip none",
     "correction: {preset: bypass_pg_token_icepop}": "rollout reinforce none",
     "correction: {preset: sao}": "rollout double_sided none",
-    "{correction: {preset: sao}, loss: cispo}": "rollout cispo none",
+    "{correction: {preset: sao_mask}, loss: cispo}": "rollout cispo none",
     "correction: {preset: vcpo}": "rollout reinforce sqrt",
     "{correction: {preset: vcpo}, ess_lr: none}": "rollout reinforce none",
 }
@@ -178,9 +180,10 @@ def test_a_correction_implies_proximal_policy_and_loss(fields: str) -> None:
 
 @pytest.mark.parametrize("proximal", ["recompute", "interpolate", "compare", "rollout"])
 def test_weights_multiply_the_loss_unless_its_ratio_is_one(proximal: Any) -> None:
-    for loss in ("ppo_clip", "gspo", "double_sided", "reinforce"):
-        chosen = algorithm({"preset": "decoupled_token_is"}, proximal=proximal, loss=loss)
-        assert chosen.weighs_loss == (proximal != "rollout" or loss == "reinforce")
+    for loss in SPECS:
+        options = {"beta": 1.0} if loss == "dro" else {}
+        chosen = algorithm({"preset": "decoupled_token_is"}, proximal=proximal, loss=loss, loss_options=options)
+        assert chosen.weighs_loss == (proximal != "rollout" or loss in ("reinforce", "gpg", "dro"))
         assert not chosen.correction.bypass_mode
 
 
@@ -203,6 +206,15 @@ def test_a_band_needs_no_quotes(tmp_path: Path, band: str) -> None:
     path.write_text(head)
     overrides = ("algorithm.correction.rollout_rs=token_k1", f"algorithm.correction.rollout_rs_threshold={band}")
     assert load_config(path, overrides, {}).algorithm.correction.masks == wanted
+
+
+def test_options_are_the_fields_of_the_same_meaning() -> None:
+    chosen = algorithm(loss="cispo", loss_options={"low": 0.3})
+    assert loss_options("cispo", chosen) == {"low": 0.3, "high": 0.28}
+    assert loss_options("ppo_clip", algorithm(clip_low=0.1)) == {"low": 0.1, "high": 0.28, "cap": 10.0}
+    assert loss_options("vespo", algorithm(loss="vespo", loss_options={"k_neg": 1})) == {
+        "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 1.0, "lambda_neg": 2.0,
+    }  # fmt: skip
 
 
 def test_thresholds_are_read_as_verl_reads_them() -> None:

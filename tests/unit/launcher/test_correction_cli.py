@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from common.config import AlgorithmConfig, parse_config
+from common.config.losses import SPECS
 from common.config.presets import ALIASES, ALL, PRESETS, RECOMMENDED, Preset
 from launcher.cli import app
 from launcher.explanation import explain
@@ -130,6 +131,17 @@ EXPLAINED: list[tuple[dict[str, Any], int, str, str]] = [
     ({"proximal": "interpolate"}, 4, "extra forward passes", "none"),
     ({"correction": {"preset": "bypass_ppo_clip"}}, 4, "extra forward passes", "none"),
     ({"kl_coef": 0.1}, 1, "extra forward passes", "the reference policy"),
+    ({"correction": {"m2_threshold": 0.04}}, 1, "rejection", "until the mean of the others is below 0.04"),
+    ({"correction": {"m2_threshold": 0.04}}, 1, "extra forward passes", "what compares all tokens"),
+    ({"loss": "kl_cov", "loss_options": {"coef": 2}}, 1, "loss", "plus 2 |log r| for the share 0.0002 of tokens"),
+    ({"loss": "kl_cov"}, 1, "extra forward passes", "what compares all tokens"),
+    ({"loss": "dro", "loss_options": {"beta": 3}}, 1, "loss", "dro: -(A log pi_theta - 3 / 2 (log r)^2)"),
+    ({"aggregation": "prompt-mean"}, 1, "loss", "the mean over prompts"),
+    *(
+        ({"loss": name, "loss_options": {"beta": 1} if name == "dro" else {}}, 1, "loss", f"{name}: -")
+        for name in SPECS
+        if name != "gpg"
+    ),
     ({"correction": BATCH_NORMALIZED}, 1, "extra forward passes", "the weights' mean"),
     (
         {"correction": {"preset": "icepop", "rollout_is_threshold": 3.0}}, 1,

@@ -50,6 +50,10 @@ def test_config_prints_every_key_with_overrides_applied(spo: Spo) -> None:
 
 # Others are on docs/troubleshooting.md, whose test gives them.
 REFUSALS = [
+    (
+        ["config", CONFIG, "-o", "algorithm.loss=ppo_clp"],
+        "algorithm.loss = 'ppo_clp' is unknown; did you mean ppo_clip?",
+    ),
     (["quickstart", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
     (["quickstart", "--redis", "redis://127.0.0.1:1/0", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
     (["quickstart", "--task", "sums"], "no task 'sums'; there are arithmetic, agent, code, corrector, dialogue"),

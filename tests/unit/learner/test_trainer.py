@@ -69,6 +69,9 @@ class Twins(World):
     def all_reduce_max(self, values: list[float]) -> list[float]:
         return values
 
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data, data]
+
 
 def trained(
     model: str,
@@ -79,14 +82,15 @@ def trained(
     zero_stage: int = 2,
     loss: TokenLoss | None = None,
     teacher: dict[str, Any] | None = None,
+    budget: int = 96,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics of one batch of several micro-batches, and the weights after it; `teacher` is its section."""
     settings: dict[str, Any] = {"teacher": teacher or {}}
-    settings |= {"dtype": "float32", "zero_stage": zero_stage, "mini_batches": mini_batches, "token_budget": 96}
+    settings |= {"dtype": "float32", "zero_stage": zero_stage, "mini_batches": mini_batches, "token_budget": budget}
     algorithm = KEEPS_ALL | algorithm
     config = learner_config(model, "runs", algorithm=algorithm, sampler={"drift": {"mode": "ledger"}}, **settings)
     policy, (payloads, advantages) = load_policy(config), samples
-    places = plan_micro_batches([[len(one.token_ids)] for one in payloads], mini_batches, 1, 96).of_rank(0)
+    places = plan_micro_batches([[len(one.token_ids)] for one in payloads], mini_batches, 1, budget).of_rank(0)
     with nullcontext() if world.device == CPU else other_device.other_device():
         if world.device != CPU:
             other_device.move(policy)
@@ -170,6 +174,38 @@ def test_neither_more_ranks_nor_rejected_samples_change_the_step(model, samples,
     far = [replace(payload, logprobs=payload.logprobs - np.float32(40)) for payload in samples[0][:5]]
     metrics, weights = trained(model, algorithm, ALONE, (far + samples[0], [1.0] * 5 + samples[1]))
     assert metrics["rollout_corr/seq_masked_fraction"] == pytest.approx(5 / 13)
+    assert_same(weights, expected)
+
+
+def comparing(name: str, samples: Samples) -> dict[str, Any]:
+    """What compares all tokens of a mini-batch, and changes a third of them, so that it matters which."""
+    tokens = sum(len(payload.logprobs) for payload in samples[0])
+    ratio = (tokens // 3 + 0.25) / tokens  # a third of them, and of twice as many twice as many
+    return {
+        "kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": ratio, "coef": 2.0}},
+        "clip_cov": {"loss": "clip_cov", "loss_options": {"ratio": ratio, "cov_low": -9.0, "cov_high": 9.0}},
+        "m2": {"correction": {"m2_threshold": 0.1}},
+        "m2 and kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": 0.5}, "correction": {"m2_threshold": 0.1}},
+    }[name] | {"proximal": "rollout"}
+
+
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov", "m2", "m2 and kl_cov"])
+def test_what_compares_all_tokens_is_the_same_however_packed(model, samples, name) -> None:
+    algorithm = comparing(name, samples)
+    metrics, expected = trained(model, algorithm, ALONE, samples, budget=10_000)
+    packed, weights = trained(model, algorithm, ALONE, samples, budget=60)
+    assert_same(weights, expected)
+    del packed["actor/drift"], metrics["actor/drift"]  # of the first micro-batch
+    assert packed == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+    counts = ("actor/cov_chosen", "rollout_corr/m2_masked_fraction")
+    assert all(0.2 < metrics[count] < 0.8 for count in counts if count in metrics)
+
+
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov", "m2"])
+def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name) -> None:
+    algorithm = comparing(name, samples)
+    _, expected = trained(model, algorithm, ALONE, samples)
+    _, weights = trained(model, algorithm, Twins(0, 2, CPU), samples)
     assert_same(weights, expected)
 
 
