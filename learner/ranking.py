@@ -19,7 +19,7 @@ def token_keys(rollout: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A number for each token [N], float64, that decides draws and ties.
 
     It is a hash of the row's recorded log-probs and of the token's place in the row, so that it depends neither on
-    packing, ranks and rejection nor on a seed: the same batch is drawn from in the same way, also after a restart.
+    packing and ranks nor on a seed: the same batch is drawn from in the same way, also after a restart.
 
     Args:
         rollout: log pi_rollout of each token, row by row [N].

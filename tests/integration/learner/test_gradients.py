@@ -36,6 +36,7 @@ PLAIN_SGD = {"lr": 1.0, "deepspeed": SGD}
 TWO_STEPS = {"mini_batches": 2, **PLAIN_SGD}
 PENALTIES = {"entropy_coef": 0.3, "kl_coef": 0.5, "kl_estimator": "k2"}
 GEOMETRIC = {"preset": "bypass_pg_geo_rs_seq_tis", "rollout_rs_threshold": "0.7_1.5"}
+DRAWN = {"ratio": 0.3, "cov_low": -9.0, "cov_high": 9.0}
 # Every loss, aggregation and kind of correction, the first optimizer step of each.
 ALGORITHMS: dict[str, Job] = {
     "ppo_clip": {"correction": SOME_OF_BOTH},
@@ -43,6 +44,14 @@ ALGORITHMS: dict[str, Job] = {
     "cispo": {"loss": "cispo", "aggregation": "seq-mean-token-sum", "correction": SOME_OF_BOTH},
     "sapo": {"loss": "sapo", "aggregation": "seq-mean-token-sum-norm", "correction": SOME_OF_BOTH},
     "double_sided": {"loss": "double_sided", "proximal": "rollout", "correction": SOME_ROWS},
+    "dppo_tv": {"loss": "dppo_tv", "aggregation": "token-sum", "correction": SOME_OF_BOTH},
+    "dppo_kl": {"loss": "dppo_kl", "proximal": "rollout", "correction": SOME_ROWS},
+    "dro": {"loss": "dro", "loss_options": {"beta": 0.5}, "correction": SOME_OF_BOTH},
+    "geo_mean": {"loss": "geo_mean", "correction": SOME_OF_BOTH},
+    "vespo": {"loss": "vespo", "correction": SOME_OF_BOTH},
+    "clip_cov": {"loss": "clip_cov", "loss_options": DRAWN, "proximal": "rollout", "correction": SOME_ROWS},
+    "kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": 0.3}, "proximal": "rollout", "correction": SOME_OF_BOTH},
+    "second moment": {"correction": {"m2_threshold": 0.1}},
     "policy gradient": {"correction": GEOMETRIC, "aggregation": "seq-mean-token-mean"},
     "skyrl": {"correction": {"skyrl": SKYRL}},
     "skyrl by row": {"correction": {"skyrl": SKYRL}, "aggregation": "seq-mean-token-mean"},
@@ -56,6 +65,7 @@ IN_TWO_STEPS: dict[str, Job] = {
     "recompute": {"proximal": "recompute", **NARROW},
     "interpolate": {"proximal": "interpolate", **NARROW},
     "token": NARROW | {"correction": {**SOME_OF_BOTH, "rollout_is_batch_normalize": True}},
+    "second moment, two steps": NARROW | {"correction": {"m2_threshold": 0.1}},
     "sequence": NARROW | {"correction": {**SOME_OF_BOTH, "rollout_is": "sequence", "rollout_is_batch_normalize": True}},
 }
 # Settings of a teacher that scores every second sample.
@@ -76,7 +86,7 @@ ALONE: dict[str, Job] = {
 }
 
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean")
 
 
 def job(model: str, learner: Job, **others: Any) -> Job:
