@@ -161,6 +161,32 @@ def test_ranks_of_one_sequence_leave_out_what_one_of_them_misses(monkeypatch):
 MIXED = joined([ONE, LONG])  # 2 and 3 model tokens
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_are_shares_of_all_the_tokens_of_their_prompt(monkeypatch, ranks):
+    """Two samples answer a prompt each; a rank that has not got one of them hears of it from the other."""
+    samples = {"mixed": MIXED, "two": TWO, "long": LONG, "one": ONE}
+    tokens = [len(sample.token_ids) for sample in samples.values()]
+    columns = {"advantages": [0.0] * 4, "rewards": [0.0] * 4, "tokens": tokens, "row_tokens": [[5, 4], [], [], []]}
+    batch = Batch(batch_id=4, sample_ids=[*samples], **columns)
+    told: list[list[float]] = []
+
+    def all_reduce_max(world: World, counts: list[float]) -> list[float]:
+        told.append(counts)
+        return [5.0, 2.0, 3.0, 2.0]
+
+    monkeypatch.setattr(World, "all_reduce_max", all_reduce_max)
+    config = LearnerConfig(mini_batches=1, token_budget=8)
+    shares: dict[tuple[str, int], float] = {}
+    for rank in range(ranks):
+        world = World(rank, ranks, torch.device("cpu"))
+        part = own_share(batch, lambda ids: [samples[sample] for sample in ids], config, world, 50, together=2)
+        for micro in part.mini_batches[0]:
+            shares |= dict(zip(micro.names, micro.layout.shares.tolist(), strict=True))
+    assert [max(counts) for counts in zip(*told, strict=True)] == [5.0, 2.0, 3.0, 2.0]
+    of_first = {("mixed", 0): 2 / 7, ("mixed", 1): 3 / 7, ("two", 0): 2 / 7}
+    assert shares == pytest.approx(of_first | {("long", 0): 3 / 5, ("one", 0): 2 / 5})
+
+
 def shares_of_two_ranks(batch: Batch, budget: int, payloads: dict[str, Payload]) -> list[RolloutBatch]:
     """What each of two ranks trains on; a sample is fetched once by a rank."""
 
