@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 
 from common.config import AGE_BUCKETS, AlgorithmConfig, Config, CorrectionConfig
-from common.config.losses import SPECS, loss_options, spec_of
+from common.config.algorithm import loss_options
+from common.config.losses import SPECS, spec_of
 from common.config.stages import Mask
 from common.config.warnings import algorithm_warnings
 

@@ -15,8 +15,8 @@ from common.config import AlgorithmConfig
 from common.config.losses import spec_of
 from learner.batch import MicroBatch
 from learner.correction import second_moment
+from learner.correction.ranking import over_all
 from learner.losses import PolicyTokens, covariance
-from learner.ranking import over_all
 from learner.stats import Stats
 from learner.step_loss import (
     PolicyOutput,
@@ -46,7 +46,11 @@ def survey(
     """The micro-batches' precomputed values, with verdicts on their tokens; all ranks must call this together."""
     if not needs_survey(config) or (len(mini_batch) == 1 and world.shares == 1):
         return precomputed
-    logprobs = [forward(micro).logprobs for micro in mini_batch]
+    compares = spec_of(config.loss).compares
+    logprobs = [
+        forward(micro).logprobs if compares or values.old is None else values.old
+        for micro, values in zip(mini_batch, precomputed, strict=True)
+    ]
     olds = [
         proximal_logprobs(micro, own, values.old, position, config)
         for micro, own, values in zip(mini_batch, logprobs, precomputed, strict=True)
@@ -59,7 +63,7 @@ def survey(
         ]
         verdicts = over_all(columns, second_moment.second_moment_mask(config.correction.m2_threshold), world)
         precomputed = [replace(one, m2_keep=keep) for one, keep in zip(precomputed, verdicts, strict=True)]
-    if spec_of(config.loss).compares:
+    if compares:
         columns = [
             _compared(micro, own, old, values, position, config)
             for micro, own, old, values in zip(mini_batch, logprobs, olds, precomputed, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from pydantic import Field, model_validator
 
 from common.config.correction import CorrectionConfig
 from common.config.former_names import BESIDE_BLOCK, translate
-from common.config.losses import ALIASES, LOSS_NAMES, MEAN_OF_MEANS, spec_of
+from common.config.losses import ALIASES, LOSS_NAMES, MEAN_OF_MEANS, SPECS, spec_of
 from common.config.presets import RECOMMENDED, find_preset
 from common.config.section import Section
 
@@ -192,3 +193,43 @@ def weighs(loss: str, proximal: str) -> bool:
     In bypass mode the ratio pi_theta / pi_rollout of most losses is the importance weight already.
     """
     return proximal != "rollout" or not spec_of(loss).has_ratio
+
+
+def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:
+    """All options of a built-in loss by name: those of `algorithm.loss_options`, and defaults.
+
+    Raises:
+        ValueError: one is unknown, missing, out of its range, or contradicts the field with the same meaning.
+    """
+    options, values = SPECS[loss].options, dict[str, float]()
+    for name in config.loss_options:
+        if name not in options:
+            allowed = f"allowed: {', '.join(options)}" if options else f"{loss!r} takes none; remove it"
+            raise ValueError(f"algorithm.loss_options.{name} is no option of loss {loss!r}; {allowed}")
+    for name, option in options.items():
+        value: Any = config.loss_options.get(name, getattr(config, option.field) if option.field else option.default)
+        if value is None:
+            raise ValueError(f"loss {loss!r} needs algorithm.loss_options.{name}, a number in {option.allowed}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not option.holds(value):
+            raise ValueError(
+                f"algorithm.loss_options.{name} = {value!r} of loss {loss!r} must be a number in {option.allowed}"
+            )
+        if name in config.loss_options and option.field:
+            _check_field(name, value, option.field, config)
+        values[name] = float(value)
+    if values.get("cov_low", -math.inf) > values.get("cov_high", math.inf):
+        raise ValueError(
+            f"algorithm.loss_options.cov_low = {values['cov_low']:g} is above cov_high = {values['cov_high']:g}; swap "
+            "the two"
+        )
+    return values
+
+
+def _check_field(name: str, value: float, field_name: str, config: AlgorithmConfig) -> None:
+    """Refuse an option beside the field with the same meaning, if that was changed to another value."""
+    current = getattr(config, field_name)
+    if current not in (value, type(config).model_fields[field_name].default):
+        raise ValueError(
+            f"algorithm.loss_options.{name} = {value!r} and algorithm.{field_name} = {current!r} are one setting; "
+            "give one of the two"
+        )

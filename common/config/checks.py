@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from common.config.agent import AgentConfig
+from common.config.algorithm import loss_options
 from common.config.data import SIDES
 from common.config.generator import EpisodeConfig
-from common.config.losses import SPECS, loss_options
+from common.config.losses import SPECS
 from common.config.redis_url import check_queue, has_port
 from common.config.run import Config
 from common.config.teacher import WHO, context_pieces

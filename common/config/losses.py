@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from common.config.algorithm import AlgorithmConfig
 
 GROUP = "spo.losses"  # entry points under which packages announce losses
 
@@ -128,43 +123,3 @@ MEAN_OF_MEANS = tuple(name for name, spec in SPECS.items() if spec.by_row)
 def spec_of(loss: str) -> LossSpec:
     """What the learner must know of a loss; of a user's own, that it has a ratio and is multiplied by weights."""
     return SPECS.get(loss, LossSpec("a loss of your own"))
-
-
-def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:
-    """All options of a built-in loss by name: those of `algorithm.loss_options`, and defaults.
-
-    Raises:
-        ValueError: one is unknown, missing, out of its range, or contradicts the field with the same meaning.
-    """
-    options, values = SPECS[loss].options, dict[str, float]()
-    for name in config.loss_options:
-        if name not in options:
-            allowed = f"allowed: {', '.join(options)}" if options else f"{loss!r} takes none; remove it"
-            raise ValueError(f"algorithm.loss_options.{name} is no option of loss {loss!r}; {allowed}")
-    for name, option in options.items():
-        value: Any = config.loss_options.get(name, getattr(config, option.field) if option.field else option.default)
-        if value is None:
-            raise ValueError(f"loss {loss!r} needs algorithm.loss_options.{name}, a number in {option.allowed}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not option.holds(value):
-            raise ValueError(
-                f"algorithm.loss_options.{name} = {value!r} of loss {loss!r} must be a number in {option.allowed}"
-            )
-        if name in config.loss_options and option.field:
-            _check_field(name, value, option.field, config)
-        values[name] = float(value)
-    if values.get("cov_low", -math.inf) > values.get("cov_high", math.inf):
-        raise ValueError(
-            f"algorithm.loss_options.cov_low = {values['cov_low']:g} is above cov_high = {values['cov_high']:g}; swap "
-            "the two"
-        )
-    return values
-
-
-def _check_field(name: str, value: float, field_name: str, config: AlgorithmConfig) -> None:
-    """Refuse an option beside the field with the same meaning, if that was changed to another value."""
-    current = getattr(config, field_name)
-    if current not in (value, type(config).model_fields[field_name].default):
-        raise ValueError(
-            f"algorithm.loss_options.{name} = {value!r} and algorithm.{field_name} = {current!r} are one setting; "
-            "give one of the two"
-        )

@@ -51,7 +51,9 @@ def correct_tokens(
     ages: torch.Tensor | None = None,
     m2_keep: torch.Tensor | None = None,
 ) -> TokenCorrection:
-    """Weights and mask of model tokens; their statistics go into `stats`. Nothing here waits for the device.
+    """Weights and mask of model tokens; their statistics go into `stats`.
+
+    Nothing here waits for the device, unless `m2_threshold` is to be answered from these tokens alone.
 
     The weights are not divided by their mean here, even if the configuration says so: that takes all ranks.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from learner.correction.layout import Layout
-from learner.ranking import largest, token_keys
+from learner.correction.ranking import largest, token_keys
 
 
 def columns(old: torch.Tensor, rollout: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from common.config import AlgorithmConfig
-from common.config.losses import loss_options
+from common.config.algorithm import loss_options
 from common.config.stages import LOG_RATIO_BOUND
 from learner.losses.tokens import PolicyTokens, TokenLosses, bounded_exp, clipped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.config import AlgorithmConfig
-from common.config.losses import loss_options
+from common.config.algorithm import loss_options
 from learner.losses.tokens import PolicyTokens, TokenLosses, bounded_exp, clipped
 
 # verl's guard of a probability that has become one.

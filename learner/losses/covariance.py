@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 from common.config import AlgorithmConfig
-from common.config.losses import loss_options
+from common.config.algorithm import loss_options
+from learner.correction.ranking import largest, token_keys
 from learner.losses.tokens import PolicyTokens, TokenLosses, bounded_exp, clipped
-from learner.ranking import largest, token_keys
 
 
 def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
@@ -41,45 +41,27 @@ def columns(tokens: PolicyTokens) -> torch.Tensor:
 
 def choose(loss: str, config: AlgorithmConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """From the columns of all tokens [M, 5] to the tokens that the loss chooses, bool [M]."""
-    options, rule = loss_options(loss, config), {"clip_cov": _drawn, "kl_cov": _largest}[loss]
+    options = loss_options(loss, config)
 
     def chosen(table: torch.Tensor) -> torch.Tensor:
         verdicts = torch.zeros(len(table), dtype=torch.bool, device=table.device)
         kept = table[:, 4].nonzero()[:, 0]
-        if len(kept):
-            logprobs, old, advantages, keys, _ = table[kept].unbind(1)
-            covariances = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
-            count = max(1, int(len(kept) * options["ratio"]))
-            verdicts[kept[rule(covariances, logprobs - old, advantages, keys, count, options)]] = True
+        if not len(kept):
+            return verdicts
+        logprobs, old, advantages, keys, _ = table[kept].unbind(1)
+        covariances = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+        count = max(1, int(len(kept) * options["ratio"]))
+        if loss == "kl_cov":
+            places = largest(covariances, keys, count)
+        else:  # those with the smallest keys among tokens within the bounds at which the clip does not bind
+            counts = clipped(bounded_exp(logprobs - old), advantages, options["low"], options["high"])[2]
+            inside = (covariances > options["cov_low"]) & (covariances < options["cov_high"])
+            candidates = (inside & ~counts["actor/pg_clipfrac"]).nonzero()[:, 0]
+            places = candidates[keys[candidates].argsort(stable=True)[:count]]
+        verdicts[kept[places]] = True
         return verdicts
 
     return chosen
-
-
-def _largest(
-    covariances: torch.Tensor,
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    keys: torch.Tensor,
-    count: int,
-    options: dict[str, float],
-) -> torch.Tensor:
-    return largest(covariances, keys, count)
-
-
-def _drawn(
-    covariances: torch.Tensor,
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    keys: torch.Tensor,
-    count: int,
-    options: dict[str, float],
-) -> torch.Tensor:
-    """Those with the smallest keys among tokens within the bounds at which the clip does not bind."""
-    _, _, counts = clipped(bounded_exp(log_ratio), advantages, options["low"], options["high"])
-    inside = (covariances > options["cov_low"]) & (covariances < options["cov_high"])
-    candidates = (inside & ~counts["actor/pg_clipfrac"]).nonzero()[:, 0]
-    return candidates[keys[candidates].argsort(stable=True)[:count]]
 
 
 def _chosen(loss: str, tokens: PolicyTokens, config: AlgorithmConfig) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from common.config import AlgorithmConfig
-from common.config.losses import GROUP, loss_options
+from common.config.algorithm import loss_options
+from common.config.losses import GROUP
 from common.errors import UserError
 from common.plugins import check_options, load_object
 from learner.correction import Layout

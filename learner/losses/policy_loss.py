@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from common.config import AlgorithmConfig
-from common.config.algorithm import weighs
-from common.config.losses import loss_options, spec_of
+from common.config.algorithm import loss_options, weighs
+from common.config.losses import spec_of
 from learner.correction import Correction, Layout
 from learner.losses import by_row, by_token, covariance
 from learner.losses.aggregation import Denominators, aggregate_tokens, row_lengths

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from common.config import AlgorithmConfig, CorrectionConfig, SkyRLCorrection, dump_config, load_config, parse_config
-from common.config.losses import SPECS, loss_options
+from common.config.algorithm import loss_options
+from common.config.losses import SPECS
 from common.config.presets import ALIASES, PRESETS, RECOMMENDED
 from common.config.warnings import warnings
 

@@ -9,8 +9,8 @@ import torch
 
 from common.config import AlgorithmConfig, CorrectionConfig
 from learner.correction import Correction, Layout, correct
+from learner.correction.ranking import largest, token_keys
 from learner.losses import policy_loss
-from learner.ranking import largest, token_keys
 from tests.support.golden import LOSSES_FILE
 
 CASES: list[dict[str, Any]] = LOSSES_FILE["cases"]
