@@ -79,7 +79,9 @@ SPECS: dict[str, LossSpec] = {
         f"{DPPO} binary KL exceeds {{high}} and its probability has risen, A > 0, or {{low}}, fallen, and A <= 0",
         {"low": Option(POSITIVE, 0.05), "high": Option(POSITIVE, 0.05), "cap": Option("[1, inf)", 20.0)},
     ),
-    "dro": LossSpec("-(A log pi_theta - {beta} / 2 (log r)^2)", {"beta": Option(POSITIVE)}, has_ratio=False),
+    "dro": LossSpec(
+        "-(A log pi_theta - {beta} / 2 (log pi_theta - log pi_old)^2)", {"beta": Option(POSITIVE)}, has_ratio=False
+    ),
     "geo_mean": LossSpec(
         "-A times the geometric mean of the row's r, of which each log is held within [-{low}, {high}]",
         {"low": Option(POSITIVE, 0.4), "high": Option(POSITIVE, 0.4)},

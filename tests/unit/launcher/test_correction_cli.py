@@ -135,7 +135,7 @@ EXPLAINED: list[tuple[dict[str, Any], int, str, str]] = [
     ({"correction": {"m2_threshold": 0.04}}, 1, "extra forward passes", "what compares all tokens"),
     ({"loss": "kl_cov", "loss_options": {"coef": 2}}, 1, "loss", "plus 2 |log r| for the share 0.0002 of tokens"),
     ({"loss": "kl_cov"}, 1, "extra forward passes", "what compares all tokens"),
-    ({"loss": "dro", "loss_options": {"beta": 3}}, 1, "loss", "dro: -(A log pi_theta - 3 / 2 (log r)^2)"),
+    ({"loss": "dro", "loss_options": {"beta": 3}}, 1, "loss", "dro: -(A log pi_theta - 3 / 2 (log pi_theta"),
     ({"aggregation": "prompt-mean"}, 1, "loss", "the mean over prompts"),
     *(
         ({"loss": name, "loss_options": {"beta": 1} if name == "dro" else {}}, 1, "loss", f"{name}: -")

@@ -232,7 +232,7 @@ def test_todays_figures_are_of_the_applied_weights(level, threshold):
 
 
 @pytest.mark.parametrize(("compatible", "rows_counted"), [(False, 2), (True, 3), ("2026-01", 3), ("2026-08", 3)])
-def test_the_veto_counts_all_rows_where_verls_figures_are_asked_for(compatible, rows_counted):
+def test_the_veto_counts_all_rows_as_verls_figures(compatible, rows_counted):
     x, mask = [[-12.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [[1, 1], [1, 1], [0, 0]]
     veto = {"rollout_is": None, "rollout_token_veto_threshold": 1e-4}
     result = of_log_ratio(x, mask, compatible_metrics=compatible, **veto)

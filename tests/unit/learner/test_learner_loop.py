@@ -95,7 +95,8 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     made.version, made.sent, made.log, made.stop = 0, SentStats(), structlog.get_logger(), threading.Event()
     made.timeline = Timeline(None, "learner")
     run = SimpleNamespace(steps=100, folder=None)
-    made.config = SimpleNamespace(learner=SimpleNamespace(checkpoint_every=100, lr=1e6), run=run)
+    ours = SimpleNamespace(checkpoint_every=100, lr=1e6)
+    made.config = SimpleNamespace(learner=ours, run=run, algorithm=SimpleNamespace(together=1))
     made.checkpoints, made.saved, made.most_weight = SimpleNamespace(begun=None), 0, 1e5
     made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), world)
     return made

@@ -124,8 +124,10 @@ ALONE = World(0, 1, CPU)
         {"proximal": "rollout", "loss": "gspo", "aggregation": "seq-mean-token-mean"},
         {"proximal": "interpolate", "loss": "sapo", "negative_max_prob": 0.9},
         {"loss": "double_sided", "aggregation": "seq-mean-token-sum-norm", "ess_lr": "sqrt"},
+        {"loss": "kl_cov", "loss_options": {"ratio": 0.3}, "proximal": "rollout", "correction": {"m2_threshold": 0.1}},
+        {"loss": "vespo", "correction": {"rollout_is": "token"}},
     ],
-    ids=["default", "penalties", "gspo", "interpolate", "double-sided"],
+    ids=["default", "penalties", "gspo", "interpolate", "double-sided", "all compared", "vespo"],
 )
 @pytest.mark.integration
 def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, algorithm) -> None:
