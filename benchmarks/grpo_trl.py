@@ -1,13 +1,20 @@
-"""TRL's GRPO on the task of `benchmarks.small_episodes`, which runs this file with a Python that has TRL.
+"""TRL's GRPO on a task of ours; `benchmarks.small_episodes` and `benchmarks.head_to_head` run this file with a Python
+that has TRL.
 
-Prints a JSON object: for each step its end in seconds, the process's CPU seconds by then, and its mean reward. Needs
-nothing of this project.
+    python grpo_trl.py settings.json steps.jsonl
+
+The settings are a JSON object: `model` (folder), `dtype` of its weights, `rows` (JSON lines with `prompt` and
+`answer`), `system_prompt` or null, `pattern` (the first group of its last match in a response is the answer; null: all
+of the response is), `threads`, and `grpo`, the arguments of TRL's `GRPOConfig`. Each line of the second file is a step:
+its Unix time, the process's CPU seconds by then, the mean reward, the mean tokens of a response and the share of groups
+without a signal. Needs nothing of this project.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,66 +24,60 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
-def exact(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 where the response is the answer."""
-    return [float(turns[0]["content"].strip() == right) for turns, right in zip(completions, answer, strict=True)]
+def right_answer(pattern: str | None) -> Any:
+    """A reward of 1 where a response's answer is the row's."""
+    search = re.compile(pattern, re.DOTALL) if pattern is not None else None
+
+    def exact(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        rewards = []
+        for turns, right in zip(completions, answer, strict=True):
+            text = turns[0]["content"]
+            found = [match[1] for match in search.finditer(text)] if search is not None else []
+            rewards.append(float((found[-1] if found else text).strip() == right))
+        return rewards
+
+    return exact
 
 
 class Clock(TrainerCallback):
-    """Notes when each step ends."""
+    """Writes a line for each step."""
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Called after each step."""
-        if logs and "reward" in logs:
-            self.steps.append({"time": time.time(), "cpu": time.process_time(), "reward": float(logs["reward"])})
+        if not logs or "reward" not in logs:
+            return
+        step = {
+            "time": time.time(),
+            "cpu": time.process_time(),
+            "reward": float(logs["reward"]),
+            "tokens": float(logs["completions/mean_length"]),
+            "no_signal": float(logs["frac_reward_zero_std"]),
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(step) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, required=True)
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(args.threads)
-    rows = load_dataset("json", data_files=str(args.folder / "train.jsonl"), split="train")
-    rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    clock = Clock()
+    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    torch.set_num_threads(settings["threads"])
+    system = settings["system_prompt"]
+    before = [{"role": "system", "content": system}] if system else []
+    rows = load_dataset("json", data_files=settings["rows"], split="train").select_columns(["prompt", "answer"])
+    rows = rows.map(lambda row: {"prompt": [*before, {"role": "user", "content": row["prompt"]}]})
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(args.folder / "model", dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(args.folder / "model"),
-        reward_funcs=exact,
+        model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"])),
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        reward_funcs=right_answer(settings["pattern"]),
         train_dataset=rows,
-        callbacks=[clock],
-        args=GRPOConfig(
-            output_dir=str(args.folder / "trl"),
-            per_device_train_batch_size=args.batch,
-            num_generations=args.group,
-            max_completion_length=args.max_tokens,
-            max_steps=args.steps,
-            learning_rate=args.lr,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            temperature=1.0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-        ),
+        callbacks=[Clock(Path(sys.argv[2]))],
+        args=GRPOConfig(logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, **settings["grpo"]),
     )
     trainer.train()
-    print(json.dumps(clock.steps))
 
 
 if __name__ == "__main__":

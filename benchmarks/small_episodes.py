@@ -11,22 +11,16 @@ On a machine that does other work too, compare CPU time a sample: that depends l
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from benchmarks import options
+from benchmarks.watched import Point, watch_spo, watch_trl
 from common.errors import reports_user_errors
 
 BATCH, TOKENS = 128, 8
@@ -35,16 +29,6 @@ GOAL = 0.9
 TASK_SIZE = 2048
 INITIAL = 0.15  # part of the answers that the initial model gets right
 STEPS_OF_WARM_START = 200
-ROLES = {"sampler.cli": "sampler", "generator.cli": "generator", "EngineCore": "generator", "learner.cli": "learner"}
-
-
-@dataclass(frozen=True)
-class Point:
-    """The end of a step: Unix time, CPU seconds by process so far, and the mean reward of its batch."""
-
-    time: float
-    cpu: dict[str, float]
-    reward: float
 
 
 def make_task(folder: Path) -> None:
@@ -100,58 +84,31 @@ def run_spo(folder: Path, checkout: Path, steps: int, lr: float, concurrency: in
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "config.yaml"
         path.write_text(yaml.safe_dump(config(folder, Path(name), steps, lr, concurrency)))
-        command = [sys.executable, "-m", "launcher.cli", "run", str(path), "--plain", "--generators", "1"]
-        for override in overrides:
-            command += ["-o", override]
-        environment = os.environ | {"PYTHONPATH": str(checkout)}
-        with (Path(name) / "log").open("w+") as log:
-            process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=log, stderr=log)
-            points = _watch(process, Path(name) / "small" / "metrics.jsonl")
-            if process.wait() or len(points) <= FIRST:
-                log.seek(0)
-                raise SystemExit(f"spo run ended with {process.returncode}:\n{log.read()[-3000:]}")
-        return points
-
-
-def _watch(process: subprocess.Popen[Any], metrics: Path) -> list[Point]:
-    """The steps of a run: when the learner's metrics are written, and what CPU time was used by then."""
-    points: list[Point] = []
-    samples: list[tuple[float, dict[str, float]]] = []
-    while process.poll() is None:
-        samples.append((time.time(), _cpu_by_role(process.pid)))
-        time.sleep(0.1)
-    rewards: dict[int, float] = {}
-    for line in metrics.read_text().splitlines() if metrics.exists() else ():
-        entry = json.loads(line)
-        if "reward/mean" in entry["values"]:
-            rewards[entry["version"]] = entry["values"]["reward/mean"]
-        if "actor/loss" in entry["values"]:
-            cpu = next(used for at, used in reversed(samples) if at <= entry["time"])
-            points.append(Point(entry["time"], cpu, rewards[entry["version"]]))
-    return points
-
-
-def _cpu_by_role(launcher: int) -> dict[str, float]:
-    """CPU seconds of the run's processes, vLLM's with the generator's."""
-    used: dict[str, float] = {}
-    try:
-        for process in psutil.Process(launcher).children(recursive=True):
-            words = " ".join(process.cmdline())
-            role = next((role for mark, role in ROLES.items() if mark in words), "redis" if "redis" in words else "")
-            role = "engine" if "EngineCore" in words else role
-            used[role] = used.get(role, 0.0) + sum(process.cpu_times()[:2])
-    except psutil.Error:
-        pass
-    return used
+        return watch_spo(path, Path(name) / "small" / "metrics.jsonl", checkout, overrides, every=0.1)
 
 
 def run_trl(folder: Path, python: Path, steps: int, lr: float) -> list[Point]:
-    """The steps of the same task by TRL."""
-    command = [str(python), str(Path(__file__).with_name("grpo_trl.py")), str(folder), "--steps", str(steps)]
-    command += ["--lr", str(lr), "--batch", str(BATCH), "--max-tokens", str(TOKENS)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    steps_done = json.loads(done.stdout.splitlines()[-1])
-    return [Point(step["time"], {"trl": step["cpu"]}, step["reward"]) for step in steps_done]
+    """The same task by TRL."""
+    with tempfile.TemporaryDirectory() as name:
+        grpo = {
+            "output_dir": name,
+            "per_device_train_batch_size": BATCH,
+            "num_generations": 8,
+            "max_completion_length": TOKENS,
+            "max_steps": steps,
+            "learning_rate": lr,
+            "lr_scheduler_type": "constant",
+            "beta": 0.0,
+            "temperature": 1.0,
+            "save_strategy": "no",
+            "bf16": False,
+            "gradient_checkpointing": False,
+        }
+        settings = {
+            "model": str(folder / "model"), "dtype": "float32", "rows": str(folder / "train.jsonl"),
+            "system_prompt": None, "pattern": None, "threads": 2, "grpo": grpo,
+        }  # fmt: skip
+        return watch_trl(python, settings, Path(name))
 
 
 def figures(points: list[Point]) -> dict[str, float]:

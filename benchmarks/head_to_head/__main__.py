@@ -1,0 +1,64 @@
+"""Runs what the file of rows lacks, or shows what it has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import benchmarks.head_to_head
+from benchmarks import options
+from benchmarks.head_to_head import page, runs
+from common.config import load_config
+from common.errors import UserError, reports_user_errors
+
+RESULTS = Path(__file__).parents[1] / "results" / "head_to_head.jsonl"
+
+
+@reports_user_errors
+def main() -> None:
+    """Run what the file of rows lacks, and print a table of all it has."""
+    parser = options.Parser(benchmarks.head_to_head.__doc__)
+    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("--config", type=options.file, default=runs.CONFIG, help="the task, a file of `spo run`")
+    parser.add_argument("--arms", nargs="+", default=page.ORDER, choices=page.ORDER)
+    parser.add_argument("--seeds", nargs="+", type=options.at_least(0), default=[0, 1, 2])
+    parser.add_argument("--trl", type=options.file, help=f"a Python in which TRL {runs.TRL_VERSION} is installed")
+    parser.add_argument("--steps", type=options.positive, default=60)
+    parser.add_argument("--every", type=options.positive, default=20, help="steps between two evaluations")
+    parser.add_argument("--samples", type=options.positive, default=4, help="answers to each held-out prompt")
+    parser.add_argument("--folder", type=Path, default=Path(".cache/head_to_head"), help="for the runs under way")
+    parser.add_argument("--results", type=options.new_file, default=RESULTS, help="file of the rows")
+    parser.add_argument("--plot", type=options.new_file, metavar="PNG", help="picture to draw")
+    args = parser.parse_args()
+    common = None
+    if args.what == "run":
+        if args.steps % args.every:
+            raise UserError(f"--steps {args.steps} is not a multiple of --every {args.every}; the end is evaluated")
+        common = runs.settings(load_config(args.config), args.steps, args.every, args.samples)
+    rows = runs.read_rows(args.results, common)
+    if common is not None:
+        if runs.TRL in args.arms:
+            if args.trl is None:
+                raise UserError("the arm trl needs --trl PYTHON; or name the others: --arms " + " ".join(runs.ARMS))
+            runs.check_trl(args.trl)
+        # Seed by seed, so that an unfinished study compares like with like.
+        wanted = [(runs.START, 0)] + [(arm, seed) for seed in args.seeds for arm in args.arms]
+        missing = [job for job in wanted if not any((row["arm"], row["seed"]) == job for row in rows)]
+        print(f"{len(wanted)} runs, {len(missing)} of them to do", flush=True)
+        for number, (arm, seed) in enumerate(missing, 1):
+            row = runs.measure(arm, seed, common, args.config, args.folder.absolute(), args.trl)
+            with args.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            ends = ", ".join(f"{step}: {sum(right.values()) / max(1, len(right)) / args.samples:.1%}"
+                             for step, right in row["heldout"].items())  # fmt: skip
+            print(f"[{number}/{len(missing)}] {arm}, seed {seed}: held-out {ends}", flush=True)
+        rows = runs.read_rows(args.results)
+    if not rows:
+        raise UserError(f"{args.results} has no rows; make some: python -m benchmarks.head_to_head run")
+    print(page.table(rows))
+    if args.plot:
+        page.plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
