@@ -1,0 +1,142 @@
+"""The layer before the server of agents: whose a request is, and what is refused before the server sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from generator.agents import layer
+from tests.support.agent_sessions import CHAT, MAX_BODY, MODEL, Client, Rig
+from tests.support.event_loop import in_event_loop
+
+
+@pytest.mark.parametrize("place", ["header", "x-api-key", "path", "path before header"])
+@in_event_loop
+async def test_a_session_is_known_by_its_key(place: str) -> None:
+    rig = Rig()
+    one = rig.session()
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    path = f"/s/{one.key}{CHAT}" if place.startswith("path") else CHAT
+    key = {"header": one.key, "path before header": "EMPTY"}.get(place)
+    headers = {"x-api-key": one.key} if place == "x-api-key" else {}
+    assert (await Client(rig.layer, path, key, body, headers=headers).reply())[0] == 200
+
+
+@in_event_loop
+async def test_no_other_key_opens_a_session() -> None:
+    rig = Rig()
+    one, other = rig.session(), rig.session()
+    gone = rig.session()
+    await gone.close()
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    for key in (None, "", "x", one.key[:-1], one.key + "A", one.reward_key, "*", "EMPTY"):
+        assert (await Client(rig.layer, CHAT, key, body).reply())[0] == 401
+    assert (await Client(rig.layer, CHAT, gone.key, body).reply())[0] == 409
+    assert (await Client(rig.layer, layer.REWARD, one.key, {"reward": 1}).reply())[0] == 401
+    assert rig.app.scopes == []
+    await rig.ask(other, "a").reply()
+    assert (one.requests, other.requests) == (0, 1)
+
+
+PATHS = [
+    "/", "/v1", "/v1/", "/metrics", "/tokenize", "/v1/load_lora_adapter", "/v1/completions", "/health", "/sleep",
+    "/v1/chat/completions/", "/v1/chat/completions/batch", "//v1/chat/completions", "/v1//chat/completions",
+    "/v1/../tokenize", "/v1/chat/completions/../../../tokenize", "/v1/chat/completions/..", "/./v1/chat/completions",
+    "/v1/chat/completions;x", "/v1/chat/completions\n", "/V1/chat/completions", "/v1/chat/completions\0",
+    "/inference/v1/generate", "/v1/messages/count_tokens/x", "/v1/models/policy", "http://x/v1/models",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_path", [False, True])
+@in_event_loop
+async def test_only_the_dialects_paths_are_served(in_path: bool) -> None:
+    rig = Rig()
+    one = rig.session()
+    for path in PATHS:
+        for method in ("GET", "POST", "DELETE"):
+            shown = f"/s/{one.key}{path}" if in_path else path
+            client = Client(rig.layer, shown, one.key, {}, method=method)
+            assert (await client.reply())[0] in (401, 404, 405), path
+    for path in (f"/s/{one.key}", f"/s/{one.key}/s/{one.key}{CHAT}", f"/s//{one.key}{CHAT}", f"/s/../{one.key}{CHAT}"):
+        assert (await Client(rig.layer, path, None, {}).reply())[0] == 401
+    assert rig.app.scopes == []
+
+
+@in_event_loop
+async def test_nothing_of_a_clients_headers_reaches_the_app() -> None:
+    rig = Rig()
+    one = rig.session()
+    headers = {"x-data-parallel-rank": "1", "cookie": "a=b", "x-request-id": "z", "host": "evil"}
+    await rig.ask(one, "a", path=f"/s/{one.key}{CHAT}", headers=headers).reply()
+    (scope,) = rig.app.scopes
+    assert {name for name, _ in scope["headers"]} == {b"content-type", b"content-length"}
+    assert (scope["path"], scope["query_string"], scope["root_path"]) == (CHAT, b"", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"", 400, "not valid JSON"),
+        (b"[" * 100_000, 413, "longer than"),
+        (b"[" * 50_000, 400, "not valid JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b"\xff\xfe", 400, "not valid JSON"),
+        ({"messages": 7}, 400, "messages: Field required"),
+        ({"messages": [], "model": "gpt-4o"}, 404, "`gpt-4o` does not exist"),
+        (b"x" * (MAX_BODY + 1), 413, f"longer than {MAX_BODY} bytes"),
+    ],
+)
+@in_event_loop
+async def test_a_bad_body_is_refused_in_one_line(body: Any, status: int, words: str) -> None:
+    rig = Rig()
+    one = rig.session()
+    code, answer = await Client(rig.layer, CHAT, one.key, body).reply()
+    assert (code, words in answer["error"]["message"]) == (status, True)
+    assert "\n" not in answer["error"]["message"]
+    assert (one.requests, one.in_flight, rig.app.scopes) == (0, 0, [])
+
+
+@in_event_loop
+async def test_errors_have_the_shape_of_their_dialect() -> None:
+    rig = Rig()
+    one = rig.session(max_model_len=40)
+    _, openai = await rig.ask(one, "x" * 100, body={"model": MODEL}).reply()
+    assert openai["error"]["code"] == "context_length_exceeded"
+    assert openai["error"]["type"] == "invalid_request_error"
+    _, anthropic = await rig.ask(one, "x" * 100, path="/v1/messages").reply()
+    assert anthropic["type"] == "error"
+    assert anthropic["error"]["message"].startswith("prompt is too long: ")
+    refused = await Client(rig.layer, "/v1/messages", "x", {}).reply()
+    assert refused == (401, {"type": "error", "error": {"type": "authentication_error",
+                             "message": "the API key is of no session here"}})  # fmt: skip
+
+
+@in_event_loop
+async def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    one = rig.session()
+    monkeypatch.setattr(layer, "BODY_SECONDS", 0.01)
+    client = rig.ask(one, "a", endless=True)
+    status, answer = await client.reply()
+    assert (status, "not complete" in answer["error"]["message"]) == (408, True)
+    headers = dict(client.sent[0]["headers"])
+    assert (headers[b"connection"], headers[b"x-should-retry"]) == (b"close", b"true")
+    gone = rig.ask(one, "a", endless=True)
+    await gone.leave()
+    assert one.in_flight == 0
+
+
+@in_event_loop
+async def test_a_session_has_a_bounded_number_of_requests_in_flight() -> None:
+    rig = Rig()
+    rig.app.gate.clear()
+    one = rig.session(max_turns=1000)
+    waiting = [rig.ask(one, f"{i}") for i in range(layer.MAX_IN_FLIGHT)]
+    while len(rig.app.forwarded) < len(waiting):
+        await asyncio.sleep(0)
+    assert (await rig.ask(one, "one more").reply())[0] == 429
+    rig.app.gate.set()
+    assert {(await client.reply())[0] for client in waiting} == {200}
