@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from common.config import Config
 from common.messages import Task
-from common.streams import dead
+from common.streams import dead, scoring
 from common.streams.broker import Broker
 from common.streams.inbox import Finished
+from common.streams.scoring import ScoringInbox
 from common.streams.tasks import TaskInbox
 from sampler import tasks
-from tests.support.sampler import NoopGenerator, NoopLearner, TaughtGenerator, make_config
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import audited, drive, start, started
-from tests.support.streams import payload
+from tests.support.streams import payload, scored
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +105,21 @@ def test_replaying_a_dead_letter_leaves_no_payload_behind(broker: Broker, tmp_pa
     assert audited(broker, sampler.config)["ignored"] == 1
 
 
+class TaughtGenerator(NoopGenerator):
+    """Has its answers scored, unless the teacher is `away`."""
+
+    def __init__(self, broker: Broker, config: Config) -> None:
+        (teacher,) = scoring.teachers(config)
+        super().__init__(broker, teacher=teacher)
+        self.scoring, self.away = ScoringInbox(broker, "teacher", teacher), False
+
+    def work(self, n: int = 64, block_ms: int = 0, **changes: Any) -> int:
+        """As its base; what one call finishes is scored in the next."""
+        deliveries = [] if self.away else self.scoring.take(n, 0)
+        self.scoring.finish([scored(delivery, payload()) for delivery in deliveries])
+        return super().work(n, block_ms, **changes)
+
+
 def test_a_task_that_waits_for_its_teacher_is_not_sent_again(broker: Broker, tmp_path: Path) -> None:
     sampler, _, learner = started(broker, tmp_path, teacher={"model": "large"})
     generator = TaughtGenerator(broker, sampler.config)
@@ -126,3 +145,16 @@ def test_a_run_ends_although_tasks_vanish_from_a_teachers_stream(broker: Broker,
         broker.redis.xdel(key, entry_id)
     drive(sampler, generator, learner)
     assert audited(broker, sampler.config)["sent_again"] == 3
+
+
+def test_streams_are_searched_in_the_order_in_which_tasks_pass_them() -> None:
+    searched: list[str] = []
+
+    def task_ids(stream: str, after: str, count: int) -> tuple[str, list[str]]:
+        searched.append(stream)
+        return "", []
+
+    search = tasks.LostTasks(SimpleNamespace(task_ids=task_ids), ["scoring:maths"])  # type: ignore[arg-type]
+    for _ in range(4):
+        search.search({"t0"}, "e0")
+    assert searched == ["tasks", "tasks:e0", "scoring:maths", "samples"]
