@@ -17,6 +17,7 @@ from generator.teacher.scores import Scores
 from generator.teacher.vocabulary import read_tokenizer
 
 TIMEOUT = 300.0  # seconds; a long prompt waits for its turn, and is read as a whole
+ATTEMPTS = 2  # at a request; an episode has those of `generator.max_attempts` beside
 ENTRY_BYTES = 256  # of one log-prob in an answer, with its token as text
 NO_SUCH_PATH = (404, 405, 501)
 # Words, digits, code, other scripts and a symbol of four bytes: tokenizers of different families differ on some of it.
@@ -37,9 +38,8 @@ class ServerScorer:
             UserError: the server cannot be used, or means other tokens.
         """
         assert teacher.url is not None
-        api = ModelApi(
-            teacher.url, api_key_env=teacher.api_key_env, concurrency=teacher.max_concurrency, timeout=TIMEOUT
-        )
+        key, most = teacher.api_key_env, teacher.max_concurrency
+        api = ModelApi(teacher.url, api_key_env=key, concurrency=most, timeout=TIMEOUT, attempts=ATTEMPTS)
         try:
             model = teacher.url_model
             if model is None:
