@@ -106,9 +106,7 @@ def step_loss(
     """
     old = proximal_logprobs(micro, policy.logprobs, precomputed.old, position, config)
     correction = correct(micro, policy.logprobs, old, position.version, config, stats, precomputed.m2_keep)
-    advantages = micro.advantages
-    if teacher is not None:
-        advantages = taught_advantages(advantages, old, micro.teacher, teacher, position.version)
+    advantages = taught_advantages(micro.advantages, old, micro.teacher, teacher, position.version)
     keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
 
     weights = None

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from common.config import AlgorithmConfig
+from common.config import AlgorithmConfig, TeacherConfig
 from common.config.losses import spec_of
 from learner.batch import MicroBatch
 from learner.correction import second_moment
@@ -26,6 +26,7 @@ from learner.step_loss import (
     proximal_logprobs,
     sure_negatives,
 )
+from learner.teacher import taught_advantages
 from learner.world import World
 
 
@@ -42,6 +43,7 @@ def survey(
     forward: Callable[[MicroBatch], PolicyOutput],
     config: AlgorithmConfig,
     world: World,
+    teacher: TeacherConfig | None = None,
 ) -> list[Precomputed]:
     """The micro-batches' precomputed values, with verdicts on their tokens; all ranks must call this together."""
     if not needs_survey(config) or (len(mini_batch) == 1 and world.shares == 1):
@@ -65,7 +67,7 @@ def survey(
         precomputed = [replace(one, m2_keep=keep) for one, keep in zip(precomputed, verdicts, strict=True)]
     if compares:
         columns = [
-            _compared(micro, own, old, values, position, config)
+            _compared(micro, own, old, values, position, config, teacher)
             for micro, own, old, values in zip(mini_batch, logprobs, olds, precomputed, strict=True)
         ]
         verdicts = over_all(columns, covariance.choose(config.loss, config), world)
@@ -80,10 +82,12 @@ def _compared(
     values: Precomputed,
     position: TrainPosition,
     config: AlgorithmConfig,
+    teacher: TeacherConfig | None,
 ) -> torch.Tensor:
     """What the loss compares, of the tokens that the correction keeps."""
     correction = correct(micro, logprobs, old, position.version, config, Stats(), values.m2_keep)
-    keep = correction.keep & ~sure_negatives(old, micro.advantages, config.negative_max_prob)
+    advantages = taught_advantages(micro.advantages, old, micro.teacher, teacher, position.version)
+    keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
     return covariance.columns(
-        PolicyTokens.of(logprobs, old, micro.rollout_logprobs, micro.advantages, keep, micro.layout, config)
+        PolicyTokens.of(logprobs, old, micro.rollout_logprobs, advantages, keep, micro.layout, config)
     )

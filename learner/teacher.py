@@ -81,7 +81,11 @@ def log_ratio(logprobs: torch.Tensor, scores: TeacherScores) -> torch.Tensor:
 
 
 def taught_advantages(
-    advantages: torch.Tensor, old: torch.Tensor, scores: TeacherScores | None, config: TeacherConfig, version: int
+    advantages: torch.Tensor,
+    old: torch.Tensor,
+    scores: TeacherScores | None,
+    config: TeacherConfig | None,
+    version: int,
 ) -> torch.Tensor:
     """The advantages [N] that the policy loss learns from: of scored tokens A - w (log pi_old - log pi_T).
 
@@ -91,8 +95,9 @@ def taught_advantages(
     Args:
         advantages: the reward's [N].
         old: log pi_old [N].
+        config: None: the run has no teacher.
     """
-    if scores is None:
+    if scores is None or config is None:
         return advantages
     taught = advantages if config.reward else torch.zeros_like(advantages)
     if config.form == "advantage":

@@ -145,7 +145,7 @@ class Trainer:
         if denominators.tokens == 0:
             self._warn_skipped("no usable tokens", position)
             return None, None
-        precomputed = survey(mini_batch, precomputed, position, self._forward, config, self.world)
+        precomputed = survey(mini_batch, precomputed, position, self._forward, config, self.world, self.teacher)
         step_stats, parts = Stats(), torch.zeros(4, dtype=torch.float64, device=self.world.device)
         before: torch.Tensor | None = None
         for micro, values in zip(mini_batch, precomputed, strict=True):
