@@ -157,7 +157,7 @@ def test_entropy_and_kl_are_means_over_the_tokens_that_are_left():
     assert metrics["learned_tokens"] == 4
     # The counts are those before rejection.
     entropy, kl = (1 + 2 + 3 + 4) / 5, (1.0 + 0.0 + 1.95 + 1.0) / 5
-    assert step.parts.tolist() == pytest.approx([plain.loss.item(), kl, entropy])
+    assert step.parts.tolist() == pytest.approx([plain.loss.item(), kl, entropy, 0.0])
     assert step.loss.item() == pytest.approx(plain.loss.item() + 0.5 * kl - 0.1 * entropy)
 
 
