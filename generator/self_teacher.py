@@ -70,7 +70,7 @@ class SelfTeacher:
             )
         at = np.flatnonzero(payload.mask()) + (len(prompt_ids) - len(row.prompt_ids))
         if self._top_k:
-            likeliest, logprobs = await self._engine.likeliest(token_ids, self._top_k)
+            likeliest, logprobs = await self._engine.score(token_ids, self._top_k)
             scored = replace(payload, teacher_logprobs=logprobs[at], teacher_ids=likeliest[at])
         else:
             scored = replace(payload, teacher_logprobs=(await self._engine.score(token_ids))[at, None])

@@ -27,13 +27,13 @@ class Scorer(PretendEngine):
         self.read: list[np.ndarray] = []
         self.scale = 1000.0
 
-    async def score(self, token_ids: Any) -> np.ndarray:
+    async def score(self, token_ids: Any, top_k: int = 0) -> Any:
         self.read.append(np.asarray(token_ids))
-        return (-np.asarray(token_ids) / self.scale).astype(np.float32)
-
-    async def likeliest(self, token_ids: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.asarray(token_ids, np.int32)[:, None] + np.arange(1, k + 1, dtype=np.int32)
-        return ids, (await self.score(token_ids))[:, None] - np.arange(k, dtype=np.float32)
+        logprobs = (-np.asarray(token_ids) / self.scale).astype(np.float32)
+        if not top_k:
+            return logprobs
+        ids = np.asarray(token_ids, np.int32)[:, None] + np.arange(1, top_k + 1, dtype=np.int32)
+        return ids, logprobs[:, None] - np.arange(top_k, dtype=np.float32)
 
 
 def taught(broker: Broker, context: str = CONTEXT, *, task: dict[str, Any] | None = None, **sections: Any) -> Any:

@@ -203,6 +203,14 @@ def test_what_compares_all_tokens_is_the_same_however_packed(model, samples, nam
     assert all(0.2 < metrics[count] < 0.8 for count in counts if count in metrics)
 
 
+def test_a_loss_compares_tokens_by_what_the_teacher_adds(model, samples) -> None:
+    taught = [with_scores(one, 0) for one in samples[0]], samples[1]
+    algorithm, teacher = comparing("kl_cov", samples), {"model": "t", "weight": 5.0}
+    _, expected = trained(model, algorithm, ALONE, taught, budget=10_000, teacher=teacher)
+    _, weights = trained(model, algorithm, ALONE, taught, budget=60, teacher=teacher)
+    assert_same(weights, expected)
+
+
 @pytest.mark.parametrize("name", ["kl_cov", "clip_cov", "m2"])
 def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name) -> None:
     algorithm = comparing(name, samples)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from common.config import Config
 from common.messages import Task
-from common.streams import dead, scoring
+from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.inbox import Finished
-from common.streams.scoring import ScoringInbox
 from common.streams.tasks import TaskInbox
 from sampler import tasks
-from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler import NoopGenerator, NoopLearner, TaughtGenerator, make_config
 from tests.support.sampler_driving import audited, drive, start, started
-from tests.support.streams import payload, scored
+from tests.support.streams import payload
 
 
 @pytest.fixture(autouse=True)
@@ -103,21 +100,6 @@ def test_replaying_a_dead_letter_leaves_no_payload_behind(broker: Broker, tmp_pa
     dead.replay(broker, letter)
     drive(sampler, generator, learner)
     assert audited(broker, sampler.config)["ignored"] == 1
-
-
-class TaughtGenerator(NoopGenerator):
-    """Has its answers scored, unless the teacher is `away`."""
-
-    def __init__(self, broker: Broker, config: Config) -> None:
-        (teacher,) = scoring.teachers(config)
-        super().__init__(broker, teacher=teacher)
-        self.scoring, self.away = ScoringInbox(broker, "teacher", teacher), False
-
-    def work(self, n: int = 64, block_ms: int = 0, **changes: Any) -> int:
-        """As its base; what one call finishes is scored in the next."""
-        deliveries = [] if self.away else self.scoring.take(n, 0)
-        self.scoring.finish([scored(delivery, payload()) for delivery in deliveries])
-        return super().work(n, block_ms, **changes)
 
 
 def test_a_task_that_waits_for_its_teacher_is_not_sent_again(broker: Broker, tmp_path: Path) -> None:
