@@ -21,6 +21,7 @@ from common.streams.presence import Presence
 from common.weights.server import SentStats
 from learner.batch import own_share
 from learner.checkpoint import Checkpoints
+from learner.heap import Heap
 from learner.publishing import Publisher, RankCopies, scored_prompt
 from learner.stats import Phases
 from learner.token_record import TokenRecord, discard
@@ -77,9 +78,9 @@ class Learner:
         Raises:
             UserError: model or checkpoint cannot be loaded, or the checkpoints are of a run that Redis does not know.
         """
-        self.config, self.broker, self.world, self.presence, self.log = config, broker, world, presence, log
-        self.inbox = inbox
-        self.stop = threading.Event()
+        self.config, self.broker, self.inbox, self.world = config, broker, inbox, world
+        self.presence, self.log = presence, log
+        self.stop, self.sent, self.heap = threading.Event(), SentStats(), Heap()
         self.timeline = Timeline(config.run.folder if world.is_main else None, "learner")
         self.trainer = Trainer(config, world)
         attention = self.trainer.policy.attention
@@ -95,7 +96,6 @@ class Learner:
         self.publisher = Publisher()
         self.copies = RankCopies(config, world)
         self.announcing = threading.RLock()  # guards `announced`: the publisher's thread announces versions
-        self.sent = SentStats()
         self.most_weight = torch.finfo(getattr(torch, config.model.dtype)).max
 
     def run(self) -> bool:
@@ -232,7 +232,7 @@ class Learner:
             reads = trainer.policy.vocabulary, trainer.replayed_experts, trainer.top_k, together
             rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, *reads)
         record = TokenRecord(batch)
-        metrics = self.trainer.train(rollouts, phases, record)
+        metrics = trainer.train(rollouts, phases, record)
         if self.trainer.not_finite >= DIVERGED_AFTER:
             raise self._diverged(f"{self.trainer.not_finite} gradients in a row were not finite")
         if record:  # on all ranks, or on none
@@ -251,6 +251,7 @@ class Learner:
         is_due = self.version % self.config.learner.checkpoint_every == 0 or self.version == self.config.run.steps
         drift = metrics.get("actor/drift", 0.0)
         self._publish(copy, Step(version=self.version, drift=drift, metrics=metrics, checkpoint=is_due))
+        self.heap.give_back()
         phases = Phases(self.timeline)
         if is_due:
             with phases("checkpoint"):

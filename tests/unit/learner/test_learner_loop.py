@@ -22,6 +22,7 @@ from common.streams.broker import Broker
 from common.weights.server import SentStats
 from common.weights.wire import ScoredPrompt
 from learner import loop
+from learner.heap import Heap
 from learner.loop import Learner
 from learner.publishing import Publisher, RankCopies
 from learner.stats import Phases
@@ -93,7 +94,7 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     made.server = Server(made.trainer, fake_broker)
     made.publisher, made.announcing, made.announced = Publisher(), threading.RLock(), deque()
     made.version, made.sent, made.log, made.stop = 0, SentStats(), structlog.get_logger(), threading.Event()
-    made.timeline = Timeline(None, "learner")
+    made.timeline, made.heap = Timeline(None, "learner"), Heap()
     run = SimpleNamespace(steps=100, folder=None)
     ours = SimpleNamespace(checkpoint_every=100, lr=1e6)
     made.config = SimpleNamespace(learner=ours, run=run, algorithm=SimpleNamespace(together=1))

@@ -1,0 +1,34 @@
+"""Memory that a learner on a processor has freed, given back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from pathlib import Path
+
+GROWTH = 1.25  # times the size after the last time
+STATM = Path("/proc/self/statm")
+
+
+class Heap:
+    """Keeps the C library's heap from growing by tensors whose sizes differ from batch to batch.
+
+    The library puts tensors of up to 32 MiB into one heap, from which it gives only the end back to the system. Batches
+    of ever other lengths leave holes in it: a model of 135 M parameters took 6.7 GB after one step and 13.6 after 73.
+    """
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        self._settled = 0
+
+    def give_back(self) -> None:
+        """If the process has grown by a quarter since the last time, give back what is free; to be called by step."""
+        if self._trim is None or resident() < GROWTH * self._settled:
+            return
+        self._trim(0)
+        self._settled = resident()
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(STATM.read_text().split()[1]) * resource.getpagesize()
