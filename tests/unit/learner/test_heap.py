@@ -17,8 +17,7 @@ def test_holes_in_the_heap_are_given_back() -> None:
     library = ctypes.CDLL(None)
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
-    heap = Heap()
-    heap.give_back()
+    Heap().give_back()
     before = resident()
     blocks = [library.malloc(BLOCK) for _ in range(BLOCKS)]
     for block in blocks:
@@ -27,7 +26,7 @@ def test_holes_in_the_heap_are_given_back() -> None:
     for block in blocks[:-1]:  # the last one keeps the heap's end where it is
         library.free(block)
     assert resident() - before > 0.9 * BLOCK * BLOCKS
-    heap.give_back()
+    Heap().give_back()
     assert resident() - before < 0.1 * BLOCK * BLOCKS
     library.free(blocks[-1])
 
