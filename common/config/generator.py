@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from common.config.agent import AgentConfig
-from common.config.section import LOCAL, Section, explain
-from common.errors import UserError
+from common.config.section import LOCAL, Section, SourceSection
 
 MOST_EPISODES = 512  # of a generator that chooses their number itself
 # Where a source has tools or a reward of its own, the run's options for others are left out.
 OPTIONS = {"tools": "tool_options", "reward": "reward_options"}
-OF_THE_RUN = ("rollouts_every",)
 
 
-class EpisodeConfig(Section):
+class EpisodeConfig(SourceSection):
     """Turns, tools and the reward of one episode."""
+
+    section: ClassVar[str] = "episode"
+    of_the_run: ClassVar[tuple[str, ...]] = ("rollouts_every",)
 
     agent: AgentConfig | None = Field(None, description="A program of your own that plays the episodes; null: none.")
     max_assistant_turns: int | None = Field(
@@ -107,22 +108,9 @@ class EpisodeConfig(Section):
         """The weight of each reward, by its name."""
         return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
 
-    def with_changes(self, changes: Mapping[str, Any], source: str) -> EpisodeConfig:
-        """The section for the tasks of a source.
-
-        Args:
-            changes: the source's own values.
-            source: key of the source, for messages.
-
-        Raises:
-            UserError: a key or a value is wrong.
-        """
-        if not changes:
-            return self
-        for key in OF_THE_RUN:
-            if key in changes:
-                raise UserError(f"{source}.episode.{key} cannot be set for one source; set episode.{key}, for all")
-        merged: dict[str, Any] = {**self.model_dump(), **changes}
+    def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """As its base has it; options of what the changes no longer name are dropped."""
+        merged = super().merged(changes)
         for key, options in OPTIONS.items():
             if key in changes and options not in changes:
                 names = changes[key]
@@ -130,10 +118,7 @@ class EpisodeConfig(Section):
                 merged[options] = {name: value for name, value in merged[options].items() if name in kept}
         if changes.get("user", self.user) != self.user and "user_options" not in changes:
             merged["user_options"] = {}
-        try:
-            return EpisodeConfig.model_validate(merged)
-        except ValidationError as error:
-            raise UserError(explain(error, merged, EpisodeConfig, f"{source}.episode")) from None
+        return merged
 
 
 class GeneratorConfig(Section):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from common.config.former_names import ELSEWHERE
-from common.errors import nearest
+from common.errors import UserError, nearest
 from common.network import without_password
 
 LOCAL: dict[str, Any] = {"local": True}
@@ -32,6 +32,44 @@ class Section(BaseModel):
     """Unknown keys are errors, values are fixed once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SourceSection(Section):
+    """A section of which a source of the data may have values of its own.
+
+    Attributes:
+        section: its key in the configuration.
+        of_the_run: keys that are the same for all sources.
+    """
+
+    section: ClassVar[str]
+    of_the_run: ClassVar[tuple[str, ...]]
+
+    def with_changes(self, changes: Mapping[str, Any], source: str) -> Self:
+        """The section for the tasks of a source.
+
+        Args:
+            changes: the source's own values.
+            source: key of the source, for messages.
+
+        Raises:
+            UserError: a key or a value is wrong.
+        """
+        if not changes:
+            return self
+        name = f"{source}.{self.section}"
+        for key in self.of_the_run:
+            if key in changes:
+                raise UserError(f"{name}.{key} cannot be set for one source; set {self.section}.{key}, for all")
+        merged = self.merged(changes)
+        try:
+            return type(self).model_validate(merged)
+        except ValidationError as error:
+            raise UserError(explain(error, merged, type(self), name)) from None
+
+    def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The section's values with these in their place."""
+        return {**self.model_dump(), **changes}
 
 
 def explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel], name: str = "") -> str:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from string import Formatter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from common.config.section import LOCAL, Section, explain
-from common.errors import UserError
+from common.config.section import LOCAL, SourceSection
 
 # Who the teacher is; at most one of them is set.
 WHO = ("model", "url", "context")
-# What all sources share, because the learner does not know which source a sample is of.
-OF_THE_RUN = ("top_k", "form", "weight", "decay_steps", "reward")
 
 
 def context_pieces(context: str) -> list[tuple[str, str]]:
@@ -35,11 +32,15 @@ def context_pieces(context: str) -> list[tuple[str, str]]:
     return pieces
 
 
-class TeacherConfig(Section):
+class TeacherConfig(SourceSection):
     """Who scores the tokens of finished episodes, and what the learner makes of the scores (docs/teacher.md).
 
     There is a teacher where one of `model`, `url` and `context` is set.
     """
+
+    section: ClassVar[str] = "teacher"
+    # The learner does not know which source a sample is of.
+    of_the_run: ClassVar[tuple[str, ...]] = ("top_k", "form", "weight", "decay_steps", "reward")
 
     model: str | None = Field(
         None, description="Model folder or Hugging Face name of a teacher that `spo-teacher` serves with vLLM."
@@ -101,26 +102,7 @@ class TeacherConfig(Section):
         """Whether `spo-teacher` scores; otherwise a generator does, or nobody."""
         return self.model is not None or self.url is not None
 
-    def with_changes(self, changes: Mapping[str, Any], source: str) -> TeacherConfig:
-        """The section for the tasks of a source; one that names another teacher names it in place of the run's.
-
-        Args:
-            changes: the source's own values.
-            source: key of the source, for messages.
-
-        Raises:
-            UserError: a key or a value is wrong.
-        """
-        if not changes:
-            return self
-        for key in OF_THE_RUN:
-            if key in changes:
-                raise UserError(f"{source}.teacher.{key} cannot be set for one source; set teacher.{key}, for all")
-        merged = self.model_dump()
-        if any(key in changes for key in WHO):
-            merged |= dict.fromkeys(WHO)
-        merged |= changes
-        try:
-            return TeacherConfig.model_validate(merged)
-        except ValidationError as error:
-            raise UserError(explain(error, merged, TeacherConfig, f"{source}.teacher")) from None
+    def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """As its base has it; changes that name a teacher name it in place of the section's."""
+        others = dict.fromkeys(WHO) if any(key in changes for key in WHO) else {}
+        return super().merged({**others, **changes})
