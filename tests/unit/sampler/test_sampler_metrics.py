@@ -44,7 +44,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def entry(version: int, value: float = 1.0, process: str = "sampler", name: str = "a") -> Entry:
-    return Entry(version, process, {name: value})
+    return Entry(version, process, {name: value}, time=1_700_000_000.125)  # always as many digits
 
 
 def test_an_entry_is_read_back_as_it_was_written(tmp_path: Path) -> None:
