@@ -208,8 +208,9 @@ class Session:
         ]
         unheard = [one for one in same if not one.heard and not one.readers]
         for exchange in unheard or (same if says_so else []):
-            if exchange.seen and not exchange.heard:
-                # A stream that broke off was cut with it, so the rest of this reply does not exist: sample anew.
+            if exchange.seen and not exchange.heard and not exchange.readers:
+                # A stream that broke off was cut with it, so the rest of this reply does not exist: sample anew. One
+                # that somebody reads goes on, and is no less the reply of a second reader.
                 self.drop(exchange.node)
             elif not exchange.node.children:
                 self.retries += 1

@@ -188,6 +188,26 @@ async def test_parallel_requests_with_one_body_are_samples_of_their_own() -> Non
 
 
 @in_event_loop
+async def test_a_retry_takes_no_reply_from_one_who_listens() -> None:
+    rig = Rig("1<|im_end|>", "2<|im_end|>", "3<|im_end|>", "4<|im_end|>")
+    one = rig.session()
+    rig.app.gate.clear()
+    twins = [rig.ask(one, "a", body={"stream": True}) for _ in range(2)]
+    for twin in twins:
+        await twin.heard.wait()
+    for twin in twins:
+        await twin.leave()
+    retries = []
+    for _ in range(2):  # the second one comes while the first one's reply is under way
+        retries.append(rig.ask(one, "a", body={"stream": True}, **RETRY))
+        await retries[-1].heard.wait()
+    rig.app.gate.set()
+    heard = {str((await client.reply())[1]) for client in retries}
+    await one.close()
+    assert {text.removesuffix("<|im_end|>") for (text,) in sampled(one)} == heard
+
+
+@in_event_loop
 async def test_a_failed_request_is_no_reply_to_repeat() -> None:
     rig = Rig()
     one = rig.session()
