@@ -20,6 +20,7 @@ from learner.engine import build_engine, full_weights, learning_rate, load_on_ra
 from learner.lora import merged_weights
 from learner.losses import Denominators, load_loss
 from learner.model import Policy
+from learner.past_versions import PastVersions, exact_statistics
 from learner.reference import load_reference
 from learner.routers import ExpertShape, Routing, routing_statistics
 from learner.stats import Phases, Stats
@@ -38,9 +39,11 @@ class Trainer:
 
     Attributes:
         not_finite: optimizer steps in a row that were skipped because loss or gradient was not finite.
+        past: the versions before, if tokens are to be scored by those that sampled them.
     """
 
     not_finite = 0
+    past: PastVersions | None = None
 
     def __init__(self, config: Config, world: World) -> None:
         """Load the model and build the engine; raises `UserError`."""
@@ -99,6 +102,7 @@ class Trainer:
         self._report_loss(stats, torch.zeros(4, dtype=torch.float64, device=self.world.device), steps=0)
         with phases("old"):
             precomputed = self._precompute(batch)
+        exact = self._exact(batch, phases) if self.config.learner.exact_every else {}
         before: torch.Tensor | None = None
         grad_norms = []
         with phases("train"):
@@ -110,8 +114,11 @@ class Trainer:
                     before = logprobs
                 if grad_norm is not None:
                     grad_norms.append(grad_norm)
+        if self.past is not None:
+            with phases("exact"):
+                self.past.keep()
         batch_statistics(batch, stats)
-        metrics = stats.reduce(self.world)
+        metrics = stats.reduce(self.world) | exact
         metrics["actor/grad_norm"] = sum(grad_norms) / max(len(grad_norms), 1)
         metrics["actor/lr"] = self.engine.optimizer.param_groups[0]["lr"] if grad_norms else 0.0
         metrics["actor/skipped_steps"] = float(len(batch.mini_batches) - len(grad_norms))
@@ -124,6 +131,18 @@ class Trainer:
                 metrics["actor/drift"] = self._drift(batch.mini_batches[0][0], before)
         metrics["tokens/per_second"] = metrics["tokens/total"] / (time.perf_counter() - started)
         return metrics
+
+    def _exact(self, batch: RolloutBatch, phases: Phases) -> dict[str, float]:
+        """Metrics of the tokens' scores by the versions that sampled them, where they are due."""
+        if self.past is None:
+            # Only now: a checkpoint may have been loaded since the model.
+            trained = (parameter for _, parameter in self.policy.named_weights())
+            self.past = PastVersions(trained, self.config.sampler.max_staleness)
+        if batch.version % self.config.learner.exact_every:
+            return {}
+        with phases("exact"):
+            self.before_update()  # meanwhile the weights are others
+            return exact_statistics(batch, self.past, lambda micro: self._forward(micro).logprobs, self.world)
 
     def _train_mini_batch(
         self,

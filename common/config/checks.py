@@ -153,6 +153,11 @@ def _run(config: Config) -> Iterator[Rule]:
         "learner.offload_params=false",
     )
     yield (
+        bool(learner.exact_every) and learner.zero_stage == 3,
+        "learner.exact_every goes back to earlier weights, which no rank has whole under learner.zero_stage=3; take a "
+        "stage up to 2, or leave it out",
+    )
+    yield (
         learner.offload_optimizer and learner.zero_stage == 0,
         "learner.offload_optimizer needs learner.zero_stage of 1, 2 or 3 (given: 0)",
     )

@@ -138,6 +138,13 @@ class LearnerConfig(Section):
         ge=0,
         description="Coefficient of a loss that balances the load of a mixture's experts (docs/mixtures.md); 0: none.",
     )
+    exact_every: int = Field(
+        0,
+        ge=0,
+        description="Every so many batches, score each token by the version that sampled it too, so that the metrics "
+        "`exact/…` tell the engine's gap from staleness: a forward pass for each version in the batch, and the last "
+        "`sampler.max_staleness` versions as differences in host memory; 0: never.",
+    )
     logprob_chunk: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
     checkpoint_every: int = Field(
         20, ge=1, description="Steps between checkpoints; batches are kept until two checkpoints contain their update."

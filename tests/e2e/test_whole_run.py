@@ -29,7 +29,7 @@ SECTIONS = {
     "run": {"steps": STEPS, "log_to": list(TRACKERS)},
     "sampler": {"batch_size": BATCH, "max_staleness": 2, "tracker": {"reward_range": [-1, 1]}},
     "algorithm": {"turn_advantage": "turn"},
-    "learner": {"checkpoint_every": 3},
+    "learner": {"checkpoint_every": 3, "exact_every": 1},
     # Nearly every answer of a random model is wrong, and each costs something.
     "episode": {"max_response_tokens": 32, "rollouts_every": 2, "max_assistant_turns": 3, "user": "corrector"}
     | {"user_options": {"message": "No.", "penalty": 0.25}},
@@ -129,6 +129,15 @@ def test_kept_episodes_have_what_training_did_with_them(ended: Ended) -> None:
     ratios = [ratio for view in fresh for ratio in view["ratios"] if ratio is not None]
     assert ratios
     assert ratios == pytest.approx([1.0] * len(ratios), abs=0.01)
+
+
+def test_the_engines_gap_is_that_of_rounding_however_stale_a_token_is(ended: Ended) -> None:
+    metrics = read_metrics(ended.folder)
+    stale = "exact/age_1/staleness_gap", "exact/age_2/staleness_gap"
+    for age in ("age_0", "age_1", "age_2"):
+        assert max(metrics.series(f"exact/{age}/engine_gap").values) < 1e-4
+    assert min(min(metrics.series(name).values) for name in stale) > 1e-3
+    assert max(metrics.series("exact/scored").values) == 1.0
 
 
 def test_every_tracker_has_every_metric(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:

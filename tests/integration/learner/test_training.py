@@ -73,6 +73,10 @@ def pair(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> 
                 f"{kind}{stage} first half": job(path, here, 2, learner, save=[2], full=True),
                 f"{kind}{stage} second half": job(path, here, 3, learner, load=True),
             }
+            if stage < 3:
+                exact = learner | {"exact_every": 2}
+                todo[f"{kind}{stage} exact"] = job(path, here, 3, exact, age=1)
+                todo[f"{kind}{stage} aged"] = job(path, here, 3, learner, age=1)
     todo["fills up"] = job(model, folder / "fills up", 2, {"zero_stage": 2}, save=[1, 2], fills_up=20_000)
     for precision in ("float32", "bfloat16"):
         learner = {"zero_stage": 3, "dtype": precision, "algorithm": {"kl_coef": 0.1}}
@@ -108,6 +112,19 @@ def test_zero_stages_train_and_resume_to_the_same_weights(pair, stage, kind):
     assert pair[f"{kind}{stage} second half"]["loaded"] == 2
     assert_same_weights(pair[f"{kind}{stage} second half"], pair[f"{kind}{stage} straight"])
     assert_same_weights(pair[f"{kind}{stage} straight"], pair[f"{kind}0 straight"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["", "mixture "])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_scoring_by_past_versions_leaves_training_as_it_is(pair, stage, kind):
+    scored, plain = pair[f"{kind}{stage} exact"], pair[f"{kind}{stage} aged"]
+    assert_same_weights(scored, plain)
+    first, second, third = scored["metrics"]
+    assert "exact/scored" not in second
+    # Of the first batch, half the tokens are of a version before this process.
+    assert 0.0 < first["exact/scored"] < third["exact/scored"] == 1.0
+    assert first["exact/staleness_gap"] == 0.0
+    assert 0.0 < third["exact/age_1/staleness_gap"] < third["exact/age_2/staleness_gap"]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

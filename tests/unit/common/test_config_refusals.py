@@ -44,6 +44,7 @@ SECTIONS = [
     ("sampler: {drift: {estimator: k3, mode: ledger}}", "estimator=abs"),
     ("learner: {offload_params: true}", "zero_stage=3 (given: 0)"),
     ("learner: {offload_optimizer: true}", "zero_stage of 1, 2 or 3"),
+    ("learner: {exact_every: 4, zero_stage: 3}", "learner.exact_every goes back to earlier weights"),
     ("broker: {dead_after: 1}", "twice broker.heartbeat = 1.0 s"),
     ("broker: {url: 'http://x'}", "must start with redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel"),
     ("learner: {weights: {bind: 'tcp://0.0.0.0:5555'}}", "is open to the network without keys | spo keys"),

@@ -1,0 +1,161 @@
+"""Exact log-probs of stale tokens: each scored by the version that sampled it (arXiv 2605.12070; docs/correction.md).
+
+What lies between a token's recorded log-prob and today's has two causes. The engine computes other numbers than the
+learner does from the same weights, and the weights have changed since. With the version's own weights the learner can
+tell one from the other: log π_rollout − log π_exact is the engine's, log π_exact − log π_old is the staleness.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from learner.batch import MicroBatch, RolloutBatch
+from learner.correction.statistics import age_buckets, token_divergences
+from learner.stats import Stats
+from learner.world import World
+
+# Views of these types compare bits, so that a NaN is equal to itself.
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(slots=True)
+class Difference:
+    """The values of one parameter in the next older version.
+
+    Attributes:
+        values: [K], in host memory.
+        where: positions in the flat parameter that differ, int32 [K] (int64 where it has more); None: `values` are all.
+    """
+
+    values: torch.Tensor
+    where: torch.Tensor | None
+
+    def swap(self, parameter: torch.Tensor) -> None:
+        """Exchange the values with the parameter's: once goes back a version, twice changes nothing."""
+        flat, older = parameter.detach().view(-1), self.values.to(parameter.device)
+        if self.where is None:
+            self.values = flat.to("cpu", copy=True)
+            flat.copy_(older)
+            return
+        where = self.where.to(parameter.device, torch.int64)
+        self.values = flat[where].cpu()
+        flat[where] = older
+
+
+class PastVersions:
+    """The trained weights of the last versions, as lossless differences from one to the next, in host memory.
+
+    At the small steps of reinforcement learning most bfloat16 weights stay as they are, so that a version takes a few
+    percent of the model. A process that has just started knows none.
+
+    Args:
+        parameters: what training changes; whole on this rank, so not under ZeRO 3.
+        most: versions to keep besides the current one.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], most: int) -> None:
+        self._parameters = list(parameters)
+        self._current = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+        self._older: deque[list[Difference]] = deque(maxlen=most)  # newest first
+
+    def __len__(self) -> int:
+        return len(self._older)
+
+    @property
+    def bytes(self) -> int:
+        """Host memory that the older versions take."""
+        tensors = [tensor for step in self._older for one in step for tensor in (one.values, one.where)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def keep(self) -> None:
+        """Take what the parameters are now as the current version, and what they were as the one before."""
+        self._older.appendleft(
+            [_difference(old, new.detach()) for old, new in zip(self._current, self._parameters, strict=True)]
+        )
+
+    @contextmanager
+    def travel(self) -> Iterator[Iterator[int]]:
+        """Within the block, the parameters become those of the version before, as often as the iterator is advanced.
+
+        It yields how many versions back they are; afterwards they are bit for bit what they were.
+        """
+        gone: list[list[Difference]] = []
+
+        def back() -> Iterator[int]:
+            for age, step in enumerate(self._older, 1):
+                gone.append(step)
+                self._swap(step)
+                yield age
+
+        try:
+            yield back()
+        finally:
+            for step in reversed(gone):
+                self._swap(step)
+
+    def _swap(self, step: list[Difference]) -> None:
+        for difference, parameter in zip(step, self._parameters, strict=True):
+            difference.swap(parameter)
+
+
+def _difference(old: torch.Tensor, new: torch.Tensor) -> Difference:
+    """What leads from `new` back to `old`, which is overwritten by `new`."""
+    current, before = new.cpu().view(-1), old.view(-1)
+    bits = BITS[old.element_size()]
+    where = (current.view(bits) != before.view(bits)).nonzero()[:, 0]
+    if len(where) * (old.element_size() + 4) < old.nbytes:
+        values = before[where]
+        before[where] = current[where]
+        return Difference(values, where.to(torch.int32 if old.numel() < 1 << 31 else torch.int64))
+    values = before.clone()
+    before.copy_(current)
+    return Difference(values, None)
+
+
+@torch.no_grad()
+def exact_statistics(
+    batch: RolloutBatch, past: PastVersions, score: Callable[[MicroBatch], torch.Tensor], world: World
+) -> dict[str, float]:
+    """Metrics `exact/…` of a batch, before it is trained on; all ranks together.
+
+    Args:
+        score: log-probs of a micro-batch's model tokens [N] by the weights as they are.
+    """
+    micros = [micro for mini_batch in batch.mini_batches for micro in mini_batch]
+    ages = [micro.ages(batch.version) for micro in micros]
+    now = [score(micro) for micro in micros]
+    exact = [torch.where(age == 0, today, torch.nan) for age, today in zip(ages, now, strict=True)]
+    with past.travel() as versions:
+        oldest = int(world.all_reduce_max([float(max((int(age.max()) for age in ages if len(age)), default=0))])[0])
+        for back in versions:
+            if back > oldest:
+                break
+            if world.any_rank(any(bool((age == back).any()) for age in ages)):
+                exact = [
+                    torch.where(age == back, score(micro), known)
+                    for age, micro, known in zip(ages, micros, exact, strict=True)
+                ]
+    stats, joined = Stats(), [torch.cat(parts) for parts in (ages, exact, now)]
+    rollout = torch.cat([micro.rollout_logprobs for micro in micros])
+    _report(stats, rollout, *joined)
+    stats.total("exact/kept_mb", past.bytes / 1e6 if world.is_main else 0.0)
+    return {name: value for name, value in stats.reduce(world).items() if "/" in name}
+
+
+def _report(stats: Stats, rollout: torch.Tensor, ages: torch.Tensor, exact: torch.Tensor, now: torch.Tensor) -> None:
+    scored = (rollout + exact + now).isfinite()
+    stats.total("tokens", float(len(rollout)))
+    stats.mean("exact/scored", scored, over="tokens")
+    rollout, exact, now, ages = (values[scored] for values in (rollout, exact, now, ages))
+    stats.total("scored", float(len(rollout)))
+    gaps = {}
+    for cause, x in (("engine", exact - rollout), ("staleness", now - exact)):
+        gaps[f"exact/{{age}}/{cause}_gap"] = x.abs()
+        stats.mean(f"exact/{cause}_gap", x.abs(), over="scored")
+        stats.mean(f"exact/{cause}_kl", token_divergences(x)["k3_kl"], over="scored")
+    stats.by_age(age_buckets(ages), gaps, {}, "exact/{age}/fraction", "scored")
