@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ import pytest
 import yaml
 
 from common.config import Config, load_config
+from tests.support.documented import blocks
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "taught")  # the last is cpu with a teacher, added as docs/kubernetes.md says
 # Patches of documents in other files.
 PATCHES = {"overlays/cpu/wait-for-data.yaml", "overlays/gpu/generator.yaml", "overlays/gpu/learner.yaml"}
 RUN = "/etc/run/run.yaml"
@@ -42,10 +45,29 @@ def written() -> list[tuple[str, Document]]:
 def _rendered(overlay: str) -> str:
     for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
         if shutil.which(command[0]):
-            ran = subprocess.run([*command, FOLDER / "overlays" / overlay], capture_output=True, text=True, check=False)
+            with _overlay(overlay) as folder:
+                ran = subprocess.run([*command, folder], capture_output=True, text=True, check=False)
             assert ran.returncode == 0, ran.stderr
             return ran.stdout
     pytest.skip("neither kustomize nor kubectl is installed")
+
+
+@contextmanager
+def _overlay(name: str) -> Iterator[Path]:
+    """The folder of an overlay; of `taught` in a copy."""
+    if name != "taught":
+        yield FOLDER / "overlays" / name
+        return
+    (addition,) = blocks("kubernetes.md", "A teacher", "yaml")
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(FOLDER, copy, dirs_exist_ok=True)
+        folder = Path(copy, "overlays", "cpu")
+        path = folder / "kustomization.yaml"
+        kustomization, added = (yaml.safe_load(text) for text in (path.read_text(encoding="utf-8"), addition))
+        kustomization["components"] = added["components"]
+        kustomization["configMapGenerator"] += added["configMapGenerator"]
+        path.write_text(yaml.safe_dump(kustomization), encoding="utf-8")
+        yield folder
 
 
 def rendered(overlay: str) -> list[Document]:
@@ -103,4 +125,5 @@ def processes(documents: list[Document]) -> Iterator[tuple[str, Document]]:
 
 def configuration(overlay: str, environ: dict[str, str]) -> Config:
     """The run as a process with this environment reads it."""
-    return load_config(FOLDER / "overlays" / overlay / "run.yaml", environ=environ)
+    folder = "cpu" if overlay == "taught" else overlay
+    return load_config(FOLDER / "overlays" / folder / "run.yaml", environ=environ)

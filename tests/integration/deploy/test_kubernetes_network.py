@@ -31,6 +31,7 @@ COMMON = {
 }
 EXPECTED = {
     "cpu": COMMON,
+    "taught": COMMON | {("teacher", "redis", 6379), ("teacher", "dns", 53)},
     "gpu": COMMON
     | {
         ("relay", "redis", 6379),
