@@ -1,4 +1,4 @@
-"""What a teacher saves: samples to 60% held-out accuracy, and the accuracy at the end, by arm and seed.
+"""What a teacher saves: samples to 50% held-out accuracy, and the accuracy of the run and at its end, by arm and seed.
 
     python -m benchmarks.teacher                       # five seeds of every arm, on the gym's tiny model
     python -m benchmarks.teacher table                 # of the rows that the results file has
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results" / "teacher.jsonl"
 TASK = "gym"
 TEACHER_SEED, TEACHER_STEPS = 1000, 120
 STEPS, EVERY = 40, 2
-GOAL = 0.6
+GOAL = 0.5  # a run on the reward alone ends between 54 and 60%
 CONTEXT = "The answer is {answer}."
 # The settings of each arm; `{teacher}` is the teacher's folder.
 ARMS: dict[str, list[str]] = {
@@ -80,6 +80,11 @@ def samples_to(curve: Sequence[Sequence[float]], goal: float) -> float | None:
     return None
 
 
+def accuracy_of(curve: Sequence[Sequence[float]]) -> float:
+    """The mean of its evaluations."""
+    return float(np.mean([accuracy for _, accuracy in curve]))
+
+
 def curve_of(metrics: Iterable[str], batch: int) -> Curve:
     """Samples and accuracy of each evaluation, from the lines of a run's metrics."""
     accuracy = {}
@@ -91,10 +96,14 @@ def curve_of(metrics: Iterable[str], batch: int) -> Curve:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: by arm samples to the goal and final accuracy, each by seed, and their mean ± twice its error."""
+    """Markdown: by arm samples to the goal and final accuracy by seed, and means ± twice their error.
+
+    The mean of the curve is that of all evaluations of a run, the accuracy at the end that of the last three.
+    """
+    goal = f"samples to {GOAL:.0%}, by seed"
     lines = [
-        f"| arm | steps | samples to {GOAL:.0%}, by seed | mean | accuracy at the end, by seed | mean |",
-        "|---|---|---|---|---|---|",
+        f"| arm | steps | {goal} | mean | mean of the curve | accuracy at the end, by seed | mean |",
+        "|---|---|---|---|---|---|---|",
     ]
     order = list(ARMS)
     kinds = sorted({(row["arm"], row["steps"]) for row in rows}, key=lambda kind: (order.index(kind[0]), kind[1]))
@@ -103,9 +112,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         samples = [samples_to(row["curve"], GOAL) for row in same]
         reached = [value for value in samples if value is not None]
         mean = band(reached, 0) if len(reached) == len(samples) else f"{len(reached)} of {len(samples)} reach it"
-        ends = [100 * row["curve"][-1][1] for row in same]
+        ends = [100 * accuracy_of(row["curve"][-3:]) for row in same]
+        whole = band([100 * accuracy_of(row["curve"]) for row in same], 1)
         by_seed = ", ".join(map(_shown, samples)), ", ".join(f"{end:.1f}" for end in ends)
-        lines.append(f"| {arm} | {steps} | {by_seed[0]} | {mean} | {by_seed[1]} | {band(ends, 1)} |")
+        lines.append(f"| {arm} | {steps} | {by_seed[0]} | {mean} | {whole} | {by_seed[1]} | {band(ends, 1)} |")
     return "\n".join(lines)
 
 

@@ -2,11 +2,13 @@
 
 POISE (arXiv 2605.07579) and BASIS (2605.27293) predict rewards from the policy's hidden states. Here every estimator
 sees the same rewards of the same run, whose baseline is the product's own; what differs is from what the regression
-predicts. The state is that of the weights which answer, at the prompt's last token, in the middle and the last layer.
+predicts. The state is that of the weights which answer, at the prompt's last token, in the middle and the last layer;
+`first state` is that of the weights with which the run began.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import deque
 from collections.abc import Iterable
@@ -25,6 +27,7 @@ from generator.episode import Episode
 from launcher.quickstart.cache import cached_model
 from launcher.tasks import find_task
 from launcher.tasks.task import QuickstartTask
+from learner.attention import pack_sequences
 from learner.world import World, start
 from sampler.population import Population, PromptTraits
 from sampler.value_audit import squares
@@ -68,6 +71,36 @@ class Featured(Population):
             self.weights[:] = np.linalg.solve(normal, inputs.T @ (rewards - rewards.mean()))
 
 
+class States:
+    """States of a model at the last tokens of prompts, in the middle and the last layer.
+
+    Attributes:
+        vectors: centred and scaled as those of the first batch, and of length 1, [N, D]; zeros where none was seen.
+    """
+
+    def __init__(self, model: Any, vectors: np.ndarray) -> None:
+        self.vectors, self._model = vectors, model
+        self._scale: tuple[np.ndarray, np.ndarray] | None = None
+
+    @torch.no_grad()
+    def see(self, indices: list[int], prompts: list[np.ndarray]) -> None:
+        """Take the states of a batch's prompts, given their ids."""
+        lengths = [len(prompt) for prompt in prompts]
+        layers = self._model(
+            input_ids=torch.from_numpy(np.concatenate(prompts))[None],
+            position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
+            use_cache=False,
+            sequences=pack_sequences(lengths),
+            output_hidden_states=True,
+        ).hidden_states
+        last = torch.tensor(lengths).cumsum(0) - 1
+        states = torch.cat([layers[len(layers) // 2][0, last], layers[-1][0, last]], 1).double().numpy()
+        if self._scale is None:
+            self._scale = states.mean(0), states.std(0) + 1e-6
+        mean, std = self._scale
+        self.vectors[indices] = unit((states - mean) / std)
+
+
 class FeatureSimulation(MethodSimulation):
     """A run beside which other estimators predict its rewards."""
 
@@ -78,25 +111,31 @@ class FeatureSimulation(MethodSimulation):
         assert traits.ngrams is not None
         ngrams = unit(np.sqrt(traits.ngrams.astype(float)))
         width = 2 * self.trainer.policy.model.config.hidden_size
-        self.hidden = np.zeros((len(self.problems), width))  # of the weights that answered last
-        self.scale: tuple[np.ndarray, np.ndarray] | None = None
+        model = self.trainer.policy.model.base_model
+        # By kind: the weights, and the states of the prompts when they were answered last, [N, D].
+        self.states = {
+            kind: States(weights, np.zeros((len(self.problems), width)))
+            for kind, weights in (("state", model), ("first state", copy.deepcopy(model)))
+        }
         families = sorted(set(self._task_groups))
         groups = np.array([families.index(family) for family in self._task_groups])
         self.others: dict[str, Population] = {
             "mean alone": Population(PromptTraits()),
             "n-grams": Featured(ngrams, ridge=False),
             "n-grams, ridge": Featured(ngrams, ridge=True),
-            "state": Featured(self.hidden, ridge=False),
-            "state, ridge": Featured(self.hidden, ridge=True),
             "family": Population(PromptTraits(groups, tuple(families))),
         }
+        for kind, states in self.states.items():
+            self.others |= {kind: Featured(states.vectors, ridge=False)}
+            self.others |= {f"{kind}, ridge": Featured(states.vectors, ridge=True)}
         self.left = dict.fromkeys(self.others, 0.0)
         self.all = 0.0
 
     def _advantages(self, prompts: list[str], played: list[tuple[Episode, float]]) -> np.ndarray:
         rewards = np.array([self.tracker.rescale(reward) for _, reward in played])
         chosen = [self.index[prompt] for prompt in prompts]
-        self._see(chosen, [episode for episode, _ in played])
+        for states in self.states.values():
+            states.see(chosen, [np.asarray(episode.rows[0].prompt_ids, np.int64) for episode, _ in played])
         evidence = [self._evidence(i) for i in chosen]
         for name, other in self.others.items():
             values = [other.learn(i, *own, r) for i, own, r in zip(chosen, evidence, rewards.tolist(), strict=True)]
@@ -111,20 +150,6 @@ class FeatureSimulation(MethodSimulation):
         tracker = self.tracker
         successes = tracker.alpha.item(i) - tracker.prior.item(i)
         return successes, successes + tracker.beta.item(i) - tracker.prior.item(i)
-
-    @torch.no_grad()
-    def _see(self, chosen: list[int], episodes: list[Episode]) -> None:
-        """Take the policy's states of a batch's prompts; they are centred and scaled as those of the first batch."""
-        model, rows = self.trainer.policy.model, []
-        for episode in episodes:
-            ids = torch.from_numpy(np.asarray(episode.rows[0].prompt_ids, np.int64))[None]
-            layers = model.model(ids, output_hidden_states=True).hidden_states
-            rows.append(torch.cat([layers[len(layers) // 2][0, -1], layers[-1][0, -1]]).double().numpy())
-        states = np.array(rows)
-        if self.scale is None:
-            self.scale = states.mean(0), states.std(0) + 1e-6
-        mean, std = self.scale
-        self.hidden[chosen] = unit((states - mean) / std)
 
 
 def unit(rows: np.ndarray) -> np.ndarray:

@@ -36,14 +36,14 @@ def test_a_curve_is_read_from_the_metrics() -> None:
 
 def test_the_table_has_seeds_and_bands() -> None:
     rows = [
-        {"arm": arm, "seed": seed, "steps": 40, "curve": [(0, 0.0), (1000, accuracy)]}
-        for arm, accuracies in (("self", (0.75, 0.5)), ("reward", (0.6, 0.8)))
+        {"arm": arm, "seed": seed, "steps": 40, "curve": [(0, 0.0), (500, 0.25), (1000, accuracy), (1500, accuracy)]}
+        for arm, accuracies in (("self", (0.75, 0.45)), ("reward", (0.5, 0.75)))
         for seed, accuracy in enumerate(accuracies)
     ]
     heading, _, reward, told = table(rows).splitlines()
-    assert "samples to 60%, by seed" in heading
-    assert reward == "| reward | 40 | 1,000, 750 | 875 ± 250 | 60.0, 80.0 | 70.0 ± 20.0 |"
-    assert told == "| self | 40 | 800, never | 1 of 2 reach it | 75.0, 50.0 | 62.5 ± 25.0 |"
+    assert "samples to 50%, by seed" in heading
+    assert reward == "| reward | 40 | 1,000, 750 | 875 ± 250 | 37.5 ± 12.5 | 41.7, 58.3 | 50.0 ± 16.7 |"
+    assert told == "| self | 40 | 750, never | 1 of 2 reach it | 36.2 ± 15.0 | 58.3, 38.3 | 48.3 ± 20.0 |"
     assert band([1.0], 1) == "1.0 ± nan"
 
 
