@@ -129,6 +129,7 @@ def exact_statistics(
     micros = [micro for mini_batch in batch.mini_batches for micro in mini_batch]
     ages = [micro.ages(batch.version) for micro in micros]
     now = [score(micro) for micro in micros]
+    own = [in_own_turn(micro) for micro in micros]
     exact = [torch.where(age == 0, today, torch.nan) for age, today in zip(ages, now, strict=True)]
     with past.travel() as versions:
         oldest = int(world.all_reduce_max([float(max((int(age.max()) for age in ages if len(age)), default=0))])[0])
@@ -140,16 +141,33 @@ def exact_statistics(
                     torch.where(age == back, score(micro), known)
                     for age, micro, known in zip(ages, micros, exact, strict=True)
                 ]
-    stats, joined = Stats(), [torch.cat(parts) for parts in (ages, exact, now)]
+    stats, joined = Stats(), [torch.cat(parts) for parts in (own, ages, exact, now)]
     rollout = torch.cat([micro.rollout_logprobs for micro in micros])
     _report(stats, rollout, *joined)
     stats.total("exact/kept_mb", past.bytes / 1e6 if world.is_main else 0.0)
     return {name: value for name, value in stats.reduce(world).items() if "/" in name}
 
 
-def _report(stats: Stats, rollout: torch.Tensor, ages: torch.Tensor, exact: torch.Tensor, now: torch.Tensor) -> None:
-    scored = (rollout + exact + now).isfinite()
+def in_own_turn(micro: MicroBatch) -> torch.Tensor:
+    """Which model tokens are of the version that read their turn's prompt, bool [N].
+
+    After an update the engine goes on with the keys and values that it has: what it samples in the rest of a turn is
+    of neither version alone.
+    """
+    predict = micro.predict[: micro.model_tokens]
+    begins = torch.ones_like(predict, dtype=torch.bool)
+    begins[1:] = predict[1:] != predict[:-1] + 1
+    places = torch.arange(len(predict), device=predict.device)
+    first = torch.where(begins, places, 0).cummax(0).values if len(predict) else places
+    return micro.versions == micro.versions[first]
+
+
+def _report(
+    stats: Stats, rollout: torch.Tensor, own: torch.Tensor, ages: torch.Tensor, exact: torch.Tensor, now: torch.Tensor
+) -> None:
+    scored = (rollout + exact + now).isfinite() & own
     stats.total("tokens", float(len(rollout)))
+    stats.mean("exact/mixed", ~own, over="tokens")
     stats.mean("exact/scored", scored, over="tokens")
     rollout, exact, now, ages = (values[scored] for values in (rollout, exact, now, ages))
     stats.total("scored", float(len(rollout)))

@@ -9,7 +9,7 @@ import torch
 from common.payload import Payload
 from learner.batch import MicroBatch, RolloutBatch, micro_batch
 from learner.model import Policy, load_policy
-from learner.past_versions import PastVersions, exact_statistics
+from learner.past_versions import PastVersions, exact_statistics, in_own_turn
 from learner.world import World
 from tests.support.learner import learner_config, make_payload
 
@@ -100,8 +100,10 @@ def test_the_engines_gap_is_told_from_staleness(model: str) -> None:
     batch = batch_of(6, rows)
     metrics = exact_statistics(batch, past, lambda micro: score(policy, micro), World(0, 1, torch.device("cpu")))
     versions = np.concatenate([row.versions() for row in rows])
-    kept = versions >= 6 - VERSIONS
-    assert 0 < kept.mean() < 1
+    own = np.concatenate([in_own_turn(micro).numpy() for micro in batch.mini_batches[0]])
+    kept = (versions >= 6 - VERSIONS) & own
+    assert 0 < kept.mean() < own.mean() < 1
+    assert metrics["exact/mixed"] == pytest.approx(1 - own.mean())
     assert metrics["exact/scored"] == pytest.approx(kept.mean())
     assert metrics["exact/engine_gap"] == pytest.approx(off, abs=1e-5)
     assert metrics["exact/engine_kl"] == pytest.approx(np.exp(-off) - 1 + off, abs=1e-5)
@@ -109,8 +111,18 @@ def test_the_engines_gap_is_told_from_staleness(model: str) -> None:
     moved = np.abs(now - np.concatenate([row.logprobs for row in rows]))
     assert metrics["exact/staleness_gap"] == pytest.approx(moved[kept].mean(), rel=1e-4)
     assert metrics["exact/age_0/staleness_gap"] == 0.0
-    assert metrics["exact/age_1/staleness_gap"] == pytest.approx(moved[versions == 5].mean(), rel=1e-4)
+    assert metrics["exact/age_1/staleness_gap"] == pytest.approx(moved[(versions == 5) & own].mean(), rel=1e-4)
     assert "exact/age_5_plus/staleness_gap" not in metrics
+
+
+def test_what_is_sampled_after_an_update_within_a_turn_is_of_no_version_alone() -> None:
+    turns = np.array([[2, 5], [7, 11]], np.int32)  # of two rows, the first of which the update finds in its second turn
+    versions = np.array([[3, 0, 5], [4, 5, 7]], np.int32)
+    ids, logprobs = np.arange(11, dtype=np.int32), np.zeros(7, np.float32)
+    rows = [Payload(ids, turns, logprobs, versions), Payload(ids, turns, logprobs, np.array([[4, 0, 7]], np.int32))]
+    micro = micro_batch([(row, 0.0) for row in rows])
+    assert in_own_turn(micro).tolist() == [True] * 5 + [False] * 2 + [True] * 7
+    assert in_own_turn(micro_batch([])).tolist() == []
 
 
 def batch_of(version: int, rows: list[Payload]) -> RolloutBatch:
