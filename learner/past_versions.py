@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -62,9 +63,6 @@ class PastVersions:
         self._parameters = list(parameters)
         self._current = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
         self._older: deque[list[Difference]] = deque(maxlen=most)  # newest first
-
-    def __len__(self) -> int:
-        return len(self._older)
 
     @property
     def bytes(self) -> int:
@@ -131,11 +129,9 @@ def exact_statistics(
     now = [score(micro) for micro in micros]
     own = [in_own_turn(micro) for micro in micros]
     exact = [torch.where(age == 0, today, torch.nan) for age, today in zip(ages, now, strict=True)]
+    (oldest,) = world.all_reduce_max([float(max((int(age.max()) for age in ages if len(age)), default=0))])
     with past.travel() as versions:
-        oldest = int(world.all_reduce_max([float(max((int(age.max()) for age in ages if len(age)), default=0))])[0])
-        for back in versions:
-            if back > oldest:
-                break
+        for back in islice(versions, int(oldest)):
             if world.any_rank(any(bool((age == back).any()) for age in ages)):
                 exact = [
                     torch.where(age == back, score(micro), known)
@@ -145,7 +141,7 @@ def exact_statistics(
     rollout = torch.cat([micro.rollout_logprobs for micro in micros])
     _report(stats, rollout, *joined)
     stats.total("exact/kept_mb", past.bytes / 1e6 if world.is_main else 0.0)
-    return {name: value for name, value in stats.reduce(world).items() if "/" in name}
+    return stats.reduce(world)
 
 
 def in_own_turn(micro: MicroBatch) -> torch.Tensor:
