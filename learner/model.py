@@ -90,7 +90,7 @@ class Policy(nn.Module):
                 self.group, input_ids, position_ids, sequences, predict, targets
             )
             others = None if others is None else others.split(counts)[self.group.rank]
-        arguments: dict[str, Any] = sequences.flash_arguments() if self._flash else {"sequences": sequences}
+        arguments = self._arguments(sequences)
         if own_routing is not None:
             arguments["routing"] = own_routing
         hidden_1TH = self.model.base_model(
@@ -106,6 +106,26 @@ class Policy(nn.Module):
         return tuple(
             self.group.join(own.T, counts).T if own.ndim > 1 else self.group.join(own, counts) for own in results
         )
+
+    def states(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, sequences: PackedSequences, at: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states of the middle and of the last layer at the packed positions `at` [N], float32 [N, 2H].
+
+        Args:
+            input_ids, position_ids, sequences: see `forward`.
+        """
+        layers = self.model.base_model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            output_hidden_states=True,
+            **self._arguments(sequences),
+        ).hidden_states
+        return torch.cat([layers[len(layers) // 2][0, at], layers[-1][0, at]], 1).float()
+
+    def _arguments(self, sequences: PackedSequences) -> dict[str, Any]:
+        return sequences.flash_arguments() if self._flash else {"sequences": sequences}
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that training changes: all by their names on disk, tied ones once; or the adapter's alone."""

@@ -17,13 +17,43 @@ import numpy as np
 
 # k, largest first: while the errors are equal, the mean alone is used.
 GRID = np.array([np.inf, 64, 32, 16, 8, 4, 2, 1, 0.5])
-MEANS = ("all", "group", "text")  # candidates for m, as far as the data allow
 BLOCK = 128  # rewards
 ERROR_DECAY = 0.5 ** (BLOCK / 512)  # a block
 MEAN_DECAY = 1 - 1 / 256
 GROUP_DECAY = 1 - 1 / 64
 GROUP_PRIOR = 4.0  # rewards that the mean of all rewards counts for in a group's mean
-LEARNING_RATE = 0.05  # of the regression on the prompt's text, whose inputs have length 1
+LEARNING_RATE = 0.05  # of the regression on the prompt's features, whose inputs have length 1
+
+
+class Features:
+    """What a regression on the prompts sees of each: a vector of length 1.
+
+    Args:
+        name: of the mean that the regression predicts.
+        rows: counts, uint8 [N, D], whose roots are used; or vectors of length 1 (or 0: nothing is known), float16.
+    """
+
+    def __init__(self, name: str, rows: np.ndarray) -> None:
+        self.name, self._rows = name, rows
+        # Squared length of each row's roots, [N].
+        self._squares = np.maximum(rows.sum(1), 1.0) if rows.dtype == np.uint8 else None
+
+    @property
+    def width(self) -> int:
+        return int(self._rows.shape[1])
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """The vector of the prompt at index i, float64 [D]."""
+        if self._squares is None:
+            return self._rows[i].astype(np.float64)
+        return np.sqrt(self._rows[i] / self._squares.item(i))
+
+    def times(self, weights: np.ndarray) -> np.ndarray:
+        """Every prompt's vector times `weights` [D], float32 [N]."""
+        weights = weights.astype(np.float32)
+        if self._squares is None:
+            return self._rows.astype(np.float32) @ weights
+        return np.sqrt(self._rows, dtype=np.float32) @ weights / np.sqrt(self._squares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +63,12 @@ class PromptTraits:
     Attributes:
         groups: number of each prompt's group, int64 [N]; None: no groups.
         group_names: of each group, [G].
-        ngrams: hashed counts of the prompt's n-grams, uint8 [N, D]; None: the text is not used.
+        features: for the regression; None: there is none.
     """
 
     groups: np.ndarray | None = None
     group_names: tuple[str, ...] = ()
-    ngrams: np.ndarray | None = None
+    features: Features | None = None
 
 
 class Population:
@@ -48,29 +78,26 @@ class Population:
         total: decayed sum and number of all rewards, float64 [2].
         mean: the mean of `total` when the block began, and the number of rewards counted in the block, float64 [2].
         by_group: decayed sum and number of each group's rewards, float64 [G, 2].
-        weights: of the regression of r - mean on the prompt's text, float64 [D].
+        means: names of the candidates for m, as far as the data allow: `all`, `group`, and that of the features.
+        weights: of the regression of r - mean on the prompt's features, float64 [D].
         block: sums of the errors, and of their squares, in the block, for each mean and k, float64 [2, M, K].
         errors: decayed sum over blocks of the squared errors about their mean in the block, float64 [M, K].
     """
 
     def __init__(self, traits: PromptTraits) -> None:
         self.traits = traits
-        self.means = [
-            name
-            for name, exists in zip(MEANS, (True, traits.groups is not None, traits.ngrams is not None), strict=True)
-            if exists
-        ]
+        self.means = ["all"]
+        self.means += ["group"] if traits.groups is not None else []
+        self.means += [traits.features.name] if traits.features is not None else []
         self.total = np.zeros(2)
         self.mean = np.array([0.5, 0.0])
         self.by_group = np.zeros((len(traits.group_names), 2))
-        self.weights = np.zeros(0 if traits.ngrams is None else traits.ngrams.shape[1])
+        self.weights = np.zeros(0 if traits.features is None else traits.features.width)
         self.block = np.zeros((2, len(self.means), len(GRID)))
         self.errors = np.zeros((len(self.means), len(GRID)))
         self._chosen = (0, 0)  # indices of the mean and the k with the least error
         # Rewards that are not part of `block` yet, and what they were predicted from.
         self._counted: list[tuple[list[float], float, float, float]] = []  # m of every mean, s, n, reward
-        # Squared length of the vector of roots of each prompt's n-gram counts, [N].
-        self._squares = None if traits.ngrams is None else np.maximum(traits.ngrams.sum(1), 1.0)
 
     @property
     def chosen(self) -> tuple[str, float]:
@@ -80,7 +107,8 @@ class Population:
     def estimate(self, i: int, successes: float, count: float) -> float:
         """b of the prompt at index i, given its s and n."""
         mean, k = self.chosen
-        deviation = self._text(i).dot(self.weights).item() if mean == "text" else 0.0
+        features = self._features(mean)
+        deviation = 0.0 if features is None else features[i].dot(self.weights).item()
         return shrunk(self._mean_of(mean, i, deviation), k, successes, count)
 
     def estimates(self, successes: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -93,15 +121,15 @@ class Population:
 
     def learn(self, i: int, successes: float, count: float, reward: float) -> float:
         """Count a reward in [0, 1] of the prompt at index i; returns b as it was before."""
-        text = None if self.traits.ngrams is None else self._text(i)
-        deviation = 0.0 if text is None else text.dot(self.weights).item()
+        features = None if self.traits.features is None else self.traits.features[i]
+        deviation = 0.0 if features is None else features.dot(self.weights).item()
         means = [self._mean_of(name, i, deviation) for name in self.means]
         mean, k = self._chosen
         baseline = shrunk(means[mean], GRID.item(k), successes, count)
         self._counted.append((means, successes, count, reward))
         total, number = self.total.tolist()
-        if text is not None:
-            self.weights += LEARNING_RATE * (reward - (total / number if number else 0.5) - deviation) * text
+        if features is not None:
+            self.weights += LEARNING_RATE * (reward - (total / number if number else 0.5) - deviation) * features
         if self.traits.groups is not None:
             group = self.traits.groups.item(i)
             group_total, group_number = self.by_group[group].tolist()
@@ -186,22 +214,19 @@ class Population:
         self._add_errors()
         return self.total, self.mean, self.by_group, self.weights, self.block, self.errors
 
-    def _text(self, i: int) -> np.ndarray:
-        """Roots of the n-gram counts of the prompt at index i, as a vector of length 1, float64 [D]."""
-        assert self.traits.ngrams is not None
-        assert self._squares is not None
-        return np.sqrt(self.traits.ngrams[i] / self._squares.item(i))
+    def _features(self, mean: str) -> Features | None:
+        """The features that a mean is predicted from; None: it is another one."""
+        features = self.traits.features
+        return features if features is not None and features.name == mean else None
 
     def _mean_of(self, name: str, i: int, deviation: float) -> float:
-        """m of the prompt at index i, given the deviation that the regression on its text predicts."""
+        """m of the prompt at index i, given the deviation that the regression on its features predicts."""
         mean = self.mean.item(0)
         if name == "group":
             assert self.traits.groups is not None
             total, number = self.by_group[self.traits.groups.item(i)].tolist()
             return (total + GROUP_PRIOR * mean) / (number + GROUP_PRIOR)
-        if name == "text":
-            return min(max(mean + deviation, 0.0), 1.0)
-        return mean
+        return mean if self._features(name) is None else min(max(mean + deviation, 0.0), 1.0)
 
     def _means_of_all(self, name: str) -> np.ndarray:
         """m of every prompt, float64 [N] or [1]."""
@@ -211,12 +236,8 @@ class Population:
             return ((self.by_group[:, 0] + GROUP_PRIOR * mean) / (self.by_group[:, 1] + GROUP_PRIOR))[
                 self.traits.groups
             ]
-        if name == "text":
-            assert self.traits.ngrams is not None
-            roots = np.sqrt(self.traits.ngrams, dtype=np.float32)
-            assert self._squares is not None
-            lengths = np.sqrt(self._squares)
-            return np.clip(mean + roots @ self.weights.astype(np.float32) / lengths, 0.0, 1.0)
+        if features := self._features(name):
+            return np.clip(mean + features.times(self.weights), 0.0, 1.0)
         return np.array([mean])
 
 

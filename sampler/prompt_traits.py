@@ -1,4 +1,4 @@
-"""Traits that predict values of prompts before they are answered: a column of the data, and the text."""
+"""Traits that predict values of prompts before they are answered: a column of the data, and text or states."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import numpy as np
 
 from common.config import TrackerConfig
 from common.errors import UserError
-from sampler.population import PromptTraits
+from sampler.population import Features, PromptTraits
+from sampler.prompt_states import read_states
 from sampler.prompts import PromptSet
 
 NGRAMS = 256  # number of hash values of an n-gram
 MAX_GROUPS = 4096
-# With more prompts the text is not used: their n-grams would take more memory than the rest of the sampler.
+# With more prompts there is no regression: its inputs, 256 bytes a prompt, would take more memory than the rest of the
+# sampler.
 MAX_PROMPTS = 1 << 17
 LONGEST = 4096  # bytes of a prompt's text that are hashed
 
@@ -26,23 +28,29 @@ _SHIFT = np.uint64(64 - NGRAMS.bit_length() + 1)
 
 
 def prompt_traits(prompts: PromptSet, config: TrackerConfig, log: Any) -> PromptTraits:
-    """Groups and n-grams of a run's prompts, as far as the tracker's configuration uses them.
+    """Groups and features of a run's prompts, as far as the tracker's configuration uses them.
 
     Raises:
-        UserError: the column of groups is missing in a row, or has too many values.
+        UserError: the column of groups is missing in a row, or has too many values; the states cannot be read.
     """
     if config.prior != "population":
         return PromptTraits()
     groups, names = _groups(prompts, config.group_column)
-    if config.prompt_features == "none":
-        return PromptTraits(groups, names)
+    return PromptTraits(groups, names, _features(prompts, config, log))
+
+
+def _features(prompts: PromptSet, config: TrackerConfig, log: Any) -> Features | None:
+    if config.prompt_states is None and config.prompt_features == "none":
+        return None
     if len(prompts) > MAX_PROMPTS:
-        log.info("too many prompts to predict values from their text", prompts=len(prompts), most=MAX_PROMPTS)
-        return PromptTraits(groups, names)
+        log.info("too many prompts for a regression on their text or states", prompts=len(prompts), most=MAX_PROMPTS)
+        return None
+    if config.prompt_states is not None:
+        return Features("state", read_states(config.prompt_states, prompts.ids, log))
     ngrams = np.empty((len(prompts), NGRAMS), np.uint8)
     for i, prompt in enumerate(prompts.prompts()):
         ngrams[i] = count_ngrams(prompt if isinstance(prompt, str) else str(prompt[-1]["content"]))
-    return PromptTraits(groups, names, ngrams)
+    return Features("text", ngrams)
 
 
 def count_ngrams(text: str) -> np.ndarray:

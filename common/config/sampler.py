@@ -31,6 +31,11 @@ class TrackerConfig(Section):
     prompt_features: Literal["ngrams", "none"] = Field(
         "ngrams", description="Whether the prior `population` may use a regression on the n-grams of the prompt's text."
     )
+    prompt_states: str | None = Field(
+        None,
+        description="File of `spo values states`: the prior `population` may then use a regression on the initial "
+        "model's state at the end of each prompt, in place of its text.",
+    )
 
 
 class RunTrackerConfig(TrackerConfig):

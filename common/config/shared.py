@@ -38,6 +38,7 @@ PATHS = (
     "run.output_dir",
     "run.modules",
     "sampler.initial_values",
+    "sampler.tracker.prompt_states",
     "learner.weights.curve_dir",
     "sandbox.token_file",
     "broker.password_file",

@@ -96,7 +96,7 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str])
         reports: a report on each source is appended here.
         notes: the reasons why tokens are not counted are appended here.
     """
-    from launcher.checks.rows import load_tokenizer, report_source, token_counter
+    from launcher.checks.rows import load_tokenizer, prompt_encoder, report_source
 
     def find(context: Context) -> Iterator[Finding]:
         config, tokenizer = context.config, None
@@ -107,12 +107,12 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str])
         except UserError as error:
             notes.append(str(error))
         for source in (*config.data.sources("train"), *config.data.sources("heldout")):
-            count = None
+            encode = None
             try:
-                count = token_counter(config, source, tokenizer) if tokenizer is not None else None
+                encode = prompt_encoder(config, source, tokenizer) if tokenizer is not None else None
             except UserError as error:
                 notes.append(f"{source.key}: {error}")
-            report = report_source(source, config.data.max_prompt_tokens, count, _track)
+            report = report_source(source, config.data.max_prompt_tokens, encode, _track)
             reports.append(report)
             line = f"{report.key}: {report.data}"
             yield problem(f"{line}: {report.problem}") if report.problem else ok(line)

@@ -16,8 +16,8 @@ from common.model import hub_answers
 from sampler.prompts import Messages, check_rows, missing_columns
 from sampler.rows import Rows, open_rows
 
-# Counts the tokens of a prompt as a generator would render it.
-CountTokens = Callable[[str | Messages], int]
+# Token ids of a prompt as a generator would render it, int32 [T].
+Encode = Callable[[str | Messages], np.ndarray]
 # Shows progress over rows: `track(rows, how many, what)`.
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
@@ -100,8 +100,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         raise UserError(f"the tokenizer of {path} cannot be loaded: {reason}") from None
 
 
-def token_counter(config: Config, source: Source, tokenizer: Any) -> CountTokens:
-    """A function that counts a prompt's tokens with the source's system prompt and tools; raises `UserError`."""
+def prompt_encoder(config: Config, source: Source, tokenizer: Any) -> Encode:
+    """A function that gives a prompt's token ids, with the source's system prompt and tools; raises `UserError`."""
     from generator.chat_template import ChatTemplate  # only with a tokenizer: it needs packages of the generator
     from generator.formats import make_format
     from generator.tools import Toolbox
@@ -113,16 +113,17 @@ def token_counter(config: Config, source: Source, tokenizer: Any) -> CountTokens
     template = ChatTemplate(tokenizer, toolbox.schemas() if described else None)
     data = settings.data
 
-    def count(prompt: str | Messages) -> int:
-        return len(template.prompt(prompt, data.system_prompt, markup=data.prompt_markup))
+    def encode(prompt: str | Messages) -> np.ndarray:
+        return template.prompt(prompt, data.system_prompt, markup=data.prompt_markup)
 
-    return count
+    return encode
 
 
-def report_source(source: Source, limit: int, count_tokens: CountTokens | None, track: Track) -> SourceReport:
+def report_source(source: Source, limit: int, encode: Encode | None, track: Track) -> SourceReport:
     """Read all rows of a source.
 
     Args:
+        encode: see `prompt_encoder`; None: tokens are not counted.
         limit: `data.max_prompt_tokens`.
     """
     report = SourceReport(source.key, source.shown())
@@ -131,13 +132,11 @@ def report_source(source: Source, limit: int, count_tokens: CountTokens | None, 
     except UserError as error:
         report.problem = str(error)
         return report
-    _read(report, rows, source, limit, count_tokens, track)
+    _read(report, rows, source, limit, encode, track)
     return report
 
 
-def _read(
-    report: SourceReport, rows: Rows, source: Source, limit: int, count_tokens: CountTokens | None, track: Track
-) -> None:
+def _read(report: SourceReport, rows: Rows, source: Source, limit: int, encode: Encode | None, track: Track) -> None:
     characters: list[int] = []
     tokens: list[int] = []
     first_problem = ""
@@ -161,12 +160,12 @@ def _read(
         report.ids.add((source.id_column, row.prompt_id))
         report.answers.setdefault(answer_kind(row.answer), Occurrences()).add(where)
         characters.append(_characters(row.prompt))
-        if count_tokens is not None:
-            tokens.append(count_tokens(row.prompt))
+        if encode is not None:
+            tokens.append(len(encode(row.prompt)))
     if not report.usable:
         report.problem = f"all {report.rows} rows are unusable ({first_problem})" if report.rows else "it is empty"
     report.characters, report.tokens = Lengths.of(characters), Lengths.of(tokens)
-    report.too_long = None if count_tokens is None else sum(count > limit for count in tokens)
+    report.too_long = None if encode is None else sum(count > limit for count in tokens)
 
 
 def _characters(prompt: str | Messages) -> int:

@@ -1,4 +1,4 @@
-"""The commands `spo values split`, `estimate` and `merge`."""
+"""The commands `spo values split`, `estimate`, `states` and `merge`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ app = typer.Typer(
     "- `spo values split train.parquet --parts 4 --output values`\n"
     "- `spo values estimate my.yaml --data values/subset_0.parquet --output values/subset_0.jsonl`\n"
     "- `spo values merge 'values/*.jsonl' --output values.json`\n"
-    "- `spo run my.yaml -o sampler.initial_values=values.json`",
+    "- `spo run my.yaml -o sampler.initial_values=values.json`\n\n"
+    "Or, in minutes: what the initial model makes of each prompt, from which values are predicted as rewards come:\n\n"
+    "- `spo values states my.yaml --output states.npz`\n"
+    "- `spo run my.yaml -o sampler.tracker.prompt_states=states.npz`",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -102,6 +105,34 @@ def estimate(
         settings, request, title=output.name, generators=generators, redis=redis, plain=plain, console=console
     )
     console.print(f"{output}: {count.answered:,} of {count.wanted:,} responses", markup=False, highlight=False)
+
+
+@app.command()
+def states(
+    config: ConfigArgument,
+    output: Annotated[Path, typer.Option(help="File for sampler.tracker.prompt_states, *.npz.")],
+    override: OverrideOption = None,
+) -> None:
+    """Have the initial model read every prompt once, and write its state at the end of each as a short vector.
+
+    From it the prior `population` predicts the rewards of prompts that were never answered, better than from their
+    text. It needs one forward pass over the prompts, on a GPU if there is one.
+
+    - `spo values states my.yaml --output states.npz`
+    - `spo values states my.yaml --output states.npz -o learner.token_budget=16384`
+    """
+    if output.suffix != ".npz":
+        raise UserError(f"--output {output} must be a file *.npz: states are written as arrays")
+    from launcher.values.states import find_states  # imports torch
+
+    found = find_states(load_config(config, override or ()), output, Console(stderr=True))
+    aside = f"; {found.too_long:,} are longer than data.max_prompt_tokens, and have none" if found.too_long else ""
+    Console().print(
+        f"{output} has the states of {found.prompts:,} prompts, {found.width} numbers each{aside}\n"
+        f"`spo run {config} -o sampler.tracker.prompt_states={output}`",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 @app.command()

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import structlog
 
+from common.config import load_config
 from common.errors import UserError
 from launcher.evaluate import command as eval_command
 from launcher.evaluate.answer_run import AnswerCount
@@ -18,9 +21,12 @@ from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from launcher.values.command import ScoreRange, at_most, find_files, read_all, write_scores
 from launcher.values.split import split_data
 from sampler.answer_file import Request
+from sampler.prompt_traits import prompt_traits
+from sampler.prompts import load_prompts
 from tests.support.sampler import make_config, write_prompts
 from tests.support.spo_command import Spo
 
+LOG: Any = structlog.get_logger()
 CONFIG = str(Path(__file__).parents[3] / "configs" / "arithmetic.yaml")
 
 
@@ -68,6 +74,9 @@ def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
         ("values estimate CONFIG --data empty.jsonl --output v.jsonl", "no prompts in empty.jsonl"),
         ("values estimate CONFIG --data x=good.jsonl --output v.jsonl", "data.train has train; say which"),
         ("values estimate CONFIG --data train.jsonl --output good.jsonl", "good.jsonl line 1 is not an answer"),
+        ("values states CONFIG --output v.json", "--output v.json must be a file *.npz"),
+        ("values states CONFIG --output v.npz -o data.train=gone.jsonl", "data file gone.jsonl does not exist"),
+        ("values states CONFIG --output v.npz -o data.train=train.jsonl -o model.path=nothing", "nothing"),
         ("eval ./gone -c CONFIG", "there is no such folder"),
         ("eval nothing -c CONFIG", "neither a model folder (config.json) nor a checkpoint with an export"),
         ("eval Qwen/x -c CONFIG -o data.heldout=null", "there are no held-out prompts: give --data"),
@@ -200,3 +209,25 @@ def test_each_data_set_has_its_own_figures() -> None:
     figures = eval_command.evaluate(rows, 0, 2, 1.0)
     assert (figures["a/accuracy"], figures["b/accuracy"], figures["accuracy"]) == (0.5, 0.0, 0.25)
     assert (figures["a/pass@2"], figures["b/pass@2"], figures["pass@2"]) == (1.0, 0.0, 0.5)
+
+
+def test_the_initial_model_reads_each_prompt_and_a_run_finds_its_states(spo: Spo, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    save(build_model(tokenizer, seed=0), tokenizer, tmp_path / "model")
+    rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(40)]
+    write(tmp_path / "sums.jsonl", *rows, {"prompt": "1 + " * 200, "answer": "no"})
+    options = ["-o", "data.train=sums.jsonl", "-o", f"model.path={tmp_path / 'model'}"]
+    ran = spo("values", "states", CONFIG, "--output", "states.npz", *options)
+    assert ran.returncode == 0, ran.stderr
+    assert "the states of 40 prompts" in ran.stdout
+    assert "1 are longer than data.max_prompt_tokens, and have none" in ran.stdout
+    config = load_config(CONFIG, [*options[1::2], "sampler.tracker.prompt_states=states.npz"])
+    prompts = load_prompts(config.data.sources("train"), LOG)
+    features = prompt_traits(prompts, config.sampler.tracker, LOG).features
+    assert features is not None
+    vectors = np.stack([features[i] for i in range(41)])
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx([1.0] * 40 + [0.0], abs=2e-3)
+    assert len(np.unique(vectors.round(2), axis=0)) == 41, "no two prompts have the same state"
+    ran = spo("values", "states", CONFIG, "--output", "states.npz", *options, "-o", "data.max_prompt_tokens=2")
+    assert (ran.returncode, ran.stderr.count("error: ")) == (2, 1)
+    assert "all 41 prompts of data.train are longer than data.max_prompt_tokens = 2" in ran.stderr

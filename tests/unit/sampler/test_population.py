@@ -14,7 +14,8 @@ import structlog
 
 from common.config import DataConfig, DataSource, RunTrackerConfig, TrackerConfig
 from common.errors import UserError
-from sampler.population import BLOCK, GRID, Population, PromptTraits
+from sampler.population import BLOCK, GRID, Features, Population, PromptTraits
+from sampler.prompt_states import write_states
 from sampler.prompt_traits import NGRAMS, count_ngrams, prompt_traits
 from sampler.prompts import PromptSet, load_prompts
 from sampler.selection import spread
@@ -60,19 +61,34 @@ def test_the_baseline_is_never_worse_than_none_or_the_papers(sigma: float, promp
     assert ratios["population"] <= min(1.02, ratios["paper"] + 0.01)
 
 
-def families(column: bool, text: bool) -> tuple[PromptTraits, np.ndarray]:
-    """Prompts of eight families that differ in difficulty, and each prompt's difficulty."""
+def families(column: bool, features: str | None) -> tuple[PromptTraits, np.ndarray]:
+    """Prompts of eight families that differ in difficulty, and each prompt's difficulty.
+
+    Args:
+        features: `text`, or `state`: vectors that lie about one of eight centres.
+    """
     rng = np.random.default_rng(2)
     family = np.arange(4096) % 8
     words = ("add", "multiply", "sort the letters of", "count bits of", "spell backwards", "divide", "square", "hash")
-    ngrams = np.stack([count_ngrams(f"Please {words[f]} {rng.integers(10_000)}.") for f in family.tolist()])
-    traits = PromptTraits(family if column else None, words if column else (), ngrams if text else None)
+    rows = None
+    if features == "text":
+        rows = np.stack([count_ngrams(f"Please {words[f]} {rng.integers(10_000)}.") for f in family.tolist()])
+    elif features == "state":
+        vectors = rng.normal(size=(8, 16))[family] + rng.normal(size=(4096, 16))
+        rows = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
+    traits = PromptTraits(
+        family if column else None,
+        words if column else (),
+        None if features is None or rows is None else Features(features, rows),
+    )
     return traits, np.linspace(-3, 3, 8)[family]
 
 
-@pytest.mark.parametrize(("column", "text"), [(True, False), (False, True), (True, True)])
-def test_traits_help_before_a_prompt_was_ever_answered(column: bool, text: bool) -> None:
-    traits, difficulty = families(column, text)
+@pytest.mark.parametrize(
+    ("column", "features"), [(True, None), (False, "text"), (True, "text"), (False, "state"), (True, "state")]
+)
+def test_traits_help_before_a_prompt_was_ever_answered(column: bool, features: str | None) -> None:
+    traits, difficulty = families(column, features)
     ratios = simulate(difficulty, traits, steps=40)
     # An oracle of the families' success rates comes to 0.68 here.
     assert ratios["traits"] < 0.76 < 0.95 < min(ratios["population"], ratios["paper"])
@@ -81,7 +97,7 @@ def test_traits_help_before_a_prompt_was_ever_answered(column: bool, text: bool)
 def test_useless_traits_do_no_harm() -> None:
     rng = np.random.default_rng(3)
     ngrams = rng.integers(0, 3, (512, NGRAMS)).astype(np.uint8)
-    traits = PromptTraits(rng.integers(0, 50, 512), tuple(map(str, range(50))), ngrams)
+    traits = PromptTraits(rng.integers(0, 50, 512), tuple(map(str, range(50))), Features("text", ngrams))
     assert simulate(np.zeros(512), traits)["traits"] <= 1.02
 
 
@@ -127,7 +143,7 @@ def random_population(traits: PromptTraits, rewards: int) -> Population:
 
 
 def test_the_state_comes_back_exactly_however_often_it_is_read() -> None:
-    traits, _ = families(column=True, text=True)
+    traits, _ = families(column=True, features="text")
     population, often = random_population(traits, 300), Population(traits)
     often.unpack(population.pack())
     for n in range(2 * BLOCK + 7):
@@ -182,7 +198,7 @@ def make_prompts(folder: Path, rows: list[dict[str, Any]]) -> PromptSet:
 def test_groups_are_named_by_a_column_or_by_several_sources(tmp_path: Path) -> None:
     prompts = make_prompts(tmp_path, [{"level": 2}, {"level": "easy"}, {"level": 2}])
     traits = prompt_traits(prompts, RunTrackerConfig(group_column="level", prompt_features="none"), LOG)
-    assert (traits.group_names, traits.ngrams) == (("2", "easy"), None)
+    assert (traits.group_names, traits.features) == (("2", "easy"), None)
     assert traits.groups is not None
     assert traits.groups.tolist() == [0, 1, 0]
     for name in ("easy", "hard"):
@@ -208,6 +224,47 @@ def test_a_column_that_makes_no_groups_is_refused(tmp_path: Path, rows: list[dic
     prompts = make_prompts(tmp_path, rows)
     with pytest.raises(UserError, match=message):
         prompt_traits(prompts, RunTrackerConfig(group_column="level"), LOG)
+
+
+VECTORS = np.array([[0.6, 0.8], [1.0, 0.0]], np.float16)
+
+
+def write_arrays(path: Path, **arrays: np.ndarray) -> None:
+    np.savez(path, **({"ids": np.array([b"a", b"b"]), "states": VECTORS} | arrays))  # type: ignore[arg-type]
+
+
+def test_states_are_found_by_the_prompts_ids(tmp_path: Path) -> None:
+    prompts, path = make_prompts(tmp_path, [{}, {}, {}]), tmp_path / "new" / "states.npz"
+    write_states(path, ["another", *prompts.ids[:0:-1]], np.stack([VECTORS[0], *VECTORS]))
+    traits = prompt_traits(prompts, RunTrackerConfig(prompt_states=str(path), prompt_features="none"), LOG)
+    assert traits.features is not None
+    assert traits.features.name == "state"
+    expected = [[0.0, 0.0], VECTORS[1].tolist(), VECTORS[0].tolist()]
+    assert [traits.features[i].tolist() for i in range(3)] == expected
+    assert traits.features.times(np.array([1.0, 2.0])).tolist() == pytest.approx([0.0, 1.0, 2.2], abs=1e-3)
+    assert [file.name for file in path.parent.iterdir()] == ["states.npz"]
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: None, "does not exist; `spo values states CONFIG --output .*` writes it"),
+        (lambda path: path.write_bytes(b"no archive"), "is no file of `spo values states`"),
+        (lambda path: np.savez(path, states=VECTORS), "is no file of"),
+        (lambda path: np.savez(path, ids=np.array([None]), states=VECTORS), "is no file of"),
+        (lambda path: write_arrays(path, states=VECTORS[:1]), "it needs finite states"),
+        (lambda path: write_arrays(path, states=VECTORS.astype(float)), "it needs finite states"),
+        (lambda path: write_arrays(path, states=VECTORS + np.float16(np.nan)), "it needs finite states"),
+        (write_arrays, "has 2 prompts, and none of data.train; make it with the same data"),
+    ],
+    ids=["gone", "garbage", "no ids", "pickled", "too few", "float64", "nan", "other data"],
+)
+def test_a_file_without_states_of_the_prompts_is_refused(
+    tmp_path: Path, write: Callable[[Path], Any], message: str
+) -> None:
+    write(path := tmp_path / "states.npz")
+    with pytest.raises(UserError, match=rf"^sampler\.tracker\.prompt_states = .*{message}"):
+        prompt_traits(make_prompts(tmp_path, [{}]), RunTrackerConfig(prompt_states=str(path)), LOG)
 
 
 def test_numbers_of_the_same_length_look_alike() -> None:

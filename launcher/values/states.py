@@ -1,0 +1,63 @@
+"""`spo values states`: the initial model reads every prompt of a run, and its state at the end of each is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from common.config import Config
+from common.errors import UserError
+from common.log import setup
+from launcher.checks.rows import load_tokenizer, prompt_encoder
+from learner.model import load_policy
+from learner.prompt_states import prompt_states
+from sampler.prompt_states import write_states
+from sampler.prompt_traits import MAX_PROMPTS
+from sampler.prompts import load_prompts
+
+
+class Found(NamedTuple):
+    """What was written: how many prompts with numbers each, and how many are too long to have any."""
+
+    prompts: int
+    width: int
+    too_long: int
+
+
+def find_states(config: Config, output: Path, console: Console) -> Found:
+    """Write the states of the prompts in `data.train` that are not too long.
+
+    Args:
+        console: for the progress bar, which is shown on a terminal alone.
+
+    Raises:
+        UserError: data or model cannot be used, all prompts are too long, or the file cannot be written.
+    """
+    prompts = load_prompts(config.data.sources("train"), setup("values"))
+    if len(prompts) > MAX_PROMPTS:
+        raise UserError(f"data.train has {len(prompts):,} prompts, and states are used for at most {MAX_PROMPTS:,}")
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    rows: list[np.ndarray] = []
+    for part in prompts.parts:
+        rows += map(prompt_encoder(config, part.source, tokenizer), part.prompts())
+    limit = config.data.max_prompt_tokens
+    fits = np.array([len(row) <= limit for row in rows])
+    if not fits.any():
+        raise UserError(f"all {len(rows):,} prompts of data.train are longer than data.max_prompt_tokens = {limit}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = load_policy(config).to(device)
+    kept = [row for row, short in zip(rows, fits.tolist(), strict=True) if short]
+    columns = TextColumn("reading prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(kept))
+        states = prompt_states(
+            policy, device, kept, config.learner.token_budget, lambda n: bar.update(task, completed=n)
+        )
+    ids = [prompt_id for prompt_id, short in zip(prompts.ids, fits.tolist(), strict=True) if short]
+    write_states(output, ids, states)
+    return Found(len(kept), states.shape[1], len(rows) - len(kept))
