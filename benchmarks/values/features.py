@@ -1,16 +1,12 @@
-"""Whether the policy's own state tells more of a prompt's next reward than the n-grams of its text do.
+"""What the model's state at the prompt's end tells of a prompt's next reward, beside the n-grams of its text.
 
-POISE (arXiv 2605.07579) and BASIS (2605.27293) predict rewards from the policy's hidden states. Here every estimator
-sees the same rewards of the same run, whose baseline is the product's own; what differs is from what the regression
-predicts. The state is that of the weights which answer, at the prompt's last token, in the middle and the last layer;
-`first state` is that of the weights with which the run began.
+Every estimator is the product's own and sees the same rewards of the same run, whose baseline is that of the n-grams;
+what differs is from what the regression predicts (POISE, arXiv 2605.07579; BASIS, arXiv 2605.27293).
 """
 
 from __future__ import annotations
 
-import copy
 import json
-from collections import deque
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -27,9 +23,9 @@ from generator.episode import Episode
 from launcher.quickstart.cache import cached_model
 from launcher.tasks import find_task
 from launcher.tasks.task import QuickstartTask
-from learner.attention import pack_sequences
+from learner.prompt_states import prompt_states
 from learner.world import World, start
-from sampler.population import Population, PromptTraits
+from sampler.population import Features, Population, PromptTraits
 from sampler.value_audit import squares
 
 # Families of reasoning-gym; None: all twelve.
@@ -37,68 +33,8 @@ MIXTURES: dict[str, tuple[str, ...] | None] = {
     "twelve families": None,
     "numbers only": ("chain_sum", "products", "gcd", "lcm", "count_bits", "prime_factorization"),
 }
-WINDOW = 2048  # samples that a ridge regression is fitted to
-RIDGE = 3.0
 RUN = ["algorithm.method=spo", "sampler.tracker.prior=population", "sampler.tracker.group_column=null"]
 ON_POLICY = ["sampler.drift.mode=constant", "eval.every=20", "learner.schedule=constant"]
-
-
-class Featured(Population):
-    """The product's estimator with other inputs of the regression.
-
-    Args:
-        vectors: of all prompts, of length 1, float64 [N, D]; may change between two rewards.
-        ridge: fit the regression anew to the last samples after each batch, beside the product's small steps.
-    """
-
-    def __init__(self, vectors: np.ndarray, ridge: bool) -> None:
-        super().__init__(PromptTraits(ngrams=np.ones(vectors.shape, np.uint8)))
-        self.vectors, self._ridge = vectors, ridge
-        self._window: deque[tuple[np.ndarray, float]] = deque(maxlen=WINDOW)
-
-    def _text(self, i: int) -> np.ndarray:
-        return self.vectors[i]
-
-    def learn(self, i: int, successes: float, count: float, reward: float) -> float:
-        self._window.append((self.vectors[i].copy(), reward))
-        return super().learn(i, successes, count, reward)
-
-    def fit(self) -> None:
-        """After a batch."""
-        if self._ridge:
-            inputs, rewards = map(np.array, zip(*self._window, strict=True))
-            normal = inputs.T @ inputs + RIDGE * np.eye(inputs.shape[1])
-            self.weights[:] = np.linalg.solve(normal, inputs.T @ (rewards - rewards.mean()))
-
-
-class States:
-    """States of a model at the last tokens of prompts, in the middle and the last layer.
-
-    Attributes:
-        vectors: centred and scaled as those of the first batch, and of length 1, [N, D]; zeros where none was seen.
-    """
-
-    def __init__(self, model: Any, vectors: np.ndarray) -> None:
-        self.vectors, self._model = vectors, model
-        self._scale: tuple[np.ndarray, np.ndarray] | None = None
-
-    @torch.no_grad()
-    def see(self, indices: list[int], prompts: list[np.ndarray]) -> None:
-        """Take the states of a batch's prompts, given their ids."""
-        lengths = [len(prompt) for prompt in prompts]
-        layers = self._model(
-            input_ids=torch.from_numpy(np.concatenate(prompts))[None],
-            position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
-            use_cache=False,
-            sequences=pack_sequences(lengths),
-            output_hidden_states=True,
-        ).hidden_states
-        last = torch.tensor(lengths).cumsum(0) - 1
-        states = torch.cat([layers[len(layers) // 2][0, last], layers[-1][0, last]], 1).double().numpy()
-        if self._scale is None:
-            self._scale = states.mean(0), states.std(0) + 1e-6
-        mean, std = self._scale
-        self.vectors[indices] = unit((states - mean) / std)
 
 
 class FeatureSimulation(MethodSimulation):
@@ -107,41 +43,27 @@ class FeatureSimulation(MethodSimulation):
     def __init__(self, config: Config, world: World, task: QuickstartTask, visits: float) -> None:
         super().__init__(config, world, task, visits, offline=0)
         self.index = {prompt: i for i, prompt in enumerate(self.problems)}
-        traits = self._traits()
-        assert traits.ngrams is not None
-        ngrams = unit(np.sqrt(traits.ngrams.astype(float)))
-        width = 2 * self.trainer.policy.model.config.hidden_size
-        model = self.trainer.policy.model.base_model
-        # By kind: the weights, and the states of the prompts when they were answered last, [N, D].
-        self.states = {
-            kind: States(weights, np.zeros((len(self.problems), width)))
-            for kind, weights in (("state", model), ("first state", copy.deepcopy(model)))
-        }
         families = sorted(set(self._task_groups))
         groups = np.array([families.index(family) for family in self._task_groups])
-        self.others: dict[str, Population] = {
+        encode = self.runner.template.prompt
+        prompts = [encode(prompt, config.data.system_prompt) for prompt in self.problems]
+        states = prompt_states(self.trainer.policy, world.device, prompts, config.learner.token_budget)
+        self.estimators = {
             "mean alone": Population(PromptTraits()),
-            "n-grams": Featured(ngrams, ridge=False),
-            "n-grams, ridge": Featured(ngrams, ridge=True),
+            "n-grams": Population(self._traits()),
             "family": Population(PromptTraits(groups, tuple(families))),
+            "states": Population(PromptTraits(features=Features("state", states))),
         }
-        for kind, states in self.states.items():
-            self.others |= {kind: Featured(states.vectors, ridge=False)}
-            self.others |= {f"{kind}, ridge": Featured(states.vectors, ridge=True)}
-        self.left = dict.fromkeys(self.others, 0.0)
+        self.left = dict.fromkeys(self.estimators, 0.0)
         self.all = 0.0
 
     def _advantages(self, prompts: list[str], played: list[tuple[Episode, float]]) -> np.ndarray:
         rewards = np.array([self.tracker.rescale(reward) for _, reward in played])
         chosen = [self.index[prompt] for prompt in prompts]
-        for states in self.states.values():
-            states.see(chosen, [np.asarray(episode.rows[0].prompt_ids, np.int64) for episode, _ in played])
         evidence = [self._evidence(i) for i in chosen]
-        for name, other in self.others.items():
-            values = [other.learn(i, *own, r) for i, own, r in zip(chosen, evidence, rewards.tolist(), strict=True)]
+        for name, estimator in self.estimators.items():
+            values = [estimator.learn(i, *own, r) for i, own, r in zip(chosen, evidence, rewards.tolist(), strict=True)]
             self.left[name] += squares(rewards - np.array(values))
-            if isinstance(other, Featured):
-                other.fit()
         self.all += squares(rewards)
         return super()._advantages(prompts, played)
 
@@ -150,11 +72,6 @@ class FeatureSimulation(MethodSimulation):
         tracker = self.tracker
         successes = tracker.alpha.item(i) - tracker.prior.item(i)
         return successes, successes + tracker.beta.item(i) - tracker.prior.item(i)
-
-
-def unit(rows: np.ndarray) -> np.ndarray:
-    """Rows of length 1."""
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
 def measure(visits: Iterable[float], seeds: Iterable[int], steps: int, path: Path) -> list[dict[str, Any]]:

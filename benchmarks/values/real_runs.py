@@ -18,9 +18,11 @@ STEPS = 60
 BATCH = 128
 # What the problems of a task are grouped by; those of the others are one group.
 COLUMNS = {"gym": "family", "arithmetic": "level", "code": "level"}
+STATES = "sampler.tracker.prompt_states={folder}/states.npz"
 BASELINES = {
     "population": ["sampler.tracker.prior=population", "sampler.tracker.group_column=null"],
     "population, by group": ["sampler.tracker.prior=population", "sampler.tracker.group_column={column}"],
+    "population, states": ["sampler.tracker.prior=population", "sampler.tracker.group_column=null", STATES],
     "paper": ["sampler.tracker.prior=paper", "sampler.tracker.group_column=null"],
 }
 
@@ -53,11 +55,11 @@ def measure(
     return [row for row in rows if row["task"] == task]
 
 
-def baselines_of(task: str) -> dict[str, list[str]]:
-    """The settings of each baseline that a task can have."""
+def baselines_of(task: str, folder: str = "") -> dict[str, list[str]]:
+    """The settings of each baseline that a task can have, with the inputs of a run in `folder`."""
     column = COLUMNS.get(task)
     return {
-        name: [option.format(column=column) for option in options]
+        name: [option.format(column=column, folder=folder) for option in options]
         for name, options in BASELINES.items()
         if column or not any("{column}" in option for option in options)
     }
@@ -88,23 +90,27 @@ def _run(task: str, visits: float, baseline: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(problems, folder / "train.jsonl")
-        options = [
-            *baselines_of(task)[baseline],
-            f"data.train={folder}/train.jsonl",
-            "eval.every=20",
-            "episode.rollouts_every=1",
-        ]
-        command = [sys.executable, "-m", "launcher.cli", "quickstart", "--plain", "--task", task]
-        command += ["--seed", str(seed), "--steps", str(STEPS), "--output", name]
-        command += [part for option in options for part in ("-o", option)]
-        outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-        if outcome.returncode:
-            sys.exit(f"{' '.join(command)} failed:\n{outcome.stderr[-3000:]}")
+        data, own = f"data.train={folder}/train.jsonl", baselines_of(task, name)[baseline]
+        if STATES in BASELINES[baseline]:
+            _spo("prepare", f"{name}/inputs", "--task", task)
+            _spo("values", "states", f"{name}/inputs/run.yaml", "--output", f"{name}/states.npz", "-o", data)
+        options = [*own, data, "eval.every=20", "episode.rollouts_every=1"]
+        _spo(
+            "quickstart", "--plain", "--task", task, "--seed", str(seed), "--steps", str(STEPS), "--output", name,
+            *(part for option in options for part in ("-o", option)),
+        )  # fmt: skip
         (path,) = folder.glob("quickstart*/summary.json")
         summary = json.loads(path.read_text(encoding="utf-8"))
         samples = _samples(path.parent / "rollouts", groups_of(task, problems))
     figures = {key: summary[key] for key in ("variance_ratio", "accuracy_before", "accuracy_after", "counters")}
     return figures | {"oracle": group_oracle(samples), "samples": len(samples)}
+
+
+def _spo(*arguments: str) -> None:
+    command = [sys.executable, "-m", "launcher.cli", *arguments]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    if outcome.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{outcome.stderr[-3000:]}")
 
 
 def _samples(folder: Path, groups: Mapping[str, str]) -> list[Sample]:

@@ -13,7 +13,7 @@ from generator.episode import Episode
 from launcher.tasks.task import QuickstartTask
 from learner.world import World
 from sampler.advantages import group_relative, leave_one_out, normalize
-from sampler.population import PromptTraits
+from sampler.population import Features, PromptTraits
 from sampler.prompt_traits import count_ngrams
 from sampler.tracker import ValueTracker
 from sampler.value_audit import squares
@@ -116,4 +116,4 @@ class MethodSimulation(Simulation):
         names = tuple(sorted(set(self._task_groups))) if tracker.group_column else ()
         groups = np.array([names.index(name) for name in self._task_groups]) if names else None
         ngrams = np.stack([count_ngrams(prompt) for prompt in self.problems])
-        return PromptTraits(groups, names, ngrams if tracker.prompt_features == "ngrams" else None)
+        return PromptTraits(groups, names, Features("text", ngrams) if tracker.prompt_features == "ngrams" else None)
