@@ -18,7 +18,6 @@ from common.errors import one_line
 from common.messages import InvalidMessage, Task
 from common.scripts import OverrideOption
 from common.streams import dead as letters
-from common.streams import scoring
 from common.streams.presence import gone_line, learner_gone
 from launcher.folder.episodes import prompt_text
 from launcher.options import RunArgument, RunConfigOption, run_config
@@ -114,8 +113,7 @@ def _without_nan(value: Any) -> Any:
 def _progress(config: Config) -> tuple[Progress, float | None]:
     """The run, and for how many seconds its learner has been gone; None if it is there or not needed."""
     with reopened(config) as broker:
-        ends, streams = config.sampler.tracker.reward_range, scoring.streams(config)
-        progress = Progress(broker, config.run.steps, ends, config.run.folder, streams)
+        progress = Progress.of(broker, config)
         progress.refresh()
         return progress, None if progress.finished else learner_gone(broker)
 

@@ -17,7 +17,6 @@ from common.config.load import read_tree
 from common.errors import UserError
 from common.files import checkpoint_versions
 from common.process import keep_files_private
-from common.streams import scoring
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
 from launcher.layout.gpus import Gpu, watching
@@ -118,8 +117,7 @@ def _run(
                         "run.name and run.experiment"
                     )
                 config = with_url(config, options.front(config.broker.url))
-                ends, streams = config.sampler.tracker.reward_range, scoring.streams(config)
-                progress = Progress(broker, config.run.steps, ends, folder, streams)
+                progress = Progress.of(broker, config)
                 commands = worker_commands(path, layout)
                 if options.resume:
                     commands["learner"].append("--resume")

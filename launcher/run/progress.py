@@ -12,7 +12,9 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from common.config import Config
 from common.messages import Step
+from common.streams import scoring
 from common.streams.batches import StepReader
 from common.streams.broker import Broker, Memory
 from launcher.folder.metrics import Metrics
@@ -40,6 +42,7 @@ class Progress:
         gpus: those that processes started here use, as they are now.
         streams: names of those in which samples wait for teachers.
         scoring: number of these samples; None where there are no teachers.
+        evaluates_first: whether the version that training starts from is evaluated.
     """
 
     broker: Broker
@@ -47,6 +50,7 @@ class Progress:
     reward_range: tuple[float, float] = (0.0, 1.0)
     folder: Path | None = None
     streams: Sequence[str] = ()
+    evaluates_first: bool = True
     pace: Pace = field(default_factory=Pace)
     reader: StepReader = field(init=False)
     step: Step | None = None
@@ -62,6 +66,13 @@ class Progress:
     gpus: Sequence[Gpu] = ()
     scoring: int | None = None
     metrics: Metrics | None = field(init=False)
+
+    @classmethod
+    def of(cls, broker: Broker, config: Config) -> Progress:
+        """That of the run which the configuration names."""
+        evaluates_first = config.data.heldout is not None and config.eval.before_training
+        ends, streams = config.sampler.tracker.reward_range, scoring.streams(config)
+        return cls(broker, config.run.steps, ends, config.run.folder, streams, evaluates_first)
 
     def __post_init__(self) -> None:
         self.reader = StepReader(self.broker)
@@ -129,7 +140,8 @@ class Progress:
         """The run's phase: engine start, evaluation (before and after training) or training."""
         if not self.has_generated and not self.trained:
             return "engine start"
-        return "evaluation" if self.trained or not (self.evaluations or self.version) else "training"
+        is_before = self.evaluates_first and not (self.evaluations or self.version)
+        return "evaluation" if self.trained or is_before else "training"
 
 
 @dataclass(slots=True)

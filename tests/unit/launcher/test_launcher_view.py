@@ -69,6 +69,12 @@ def supervisor(tmp_path: Path) -> Supervisor:
     return Supervisor(tmp_path, structlog.get_logger())
 
 
+def test_a_run_that_is_not_evaluated_first_trains_at_once(fake_broker: Broker) -> None:
+    beat(fake_broker, "generator-1", state="running")
+    phases = [read(fake_broker, evaluates_first=first).phase() for first in (True, False)]
+    assert phases == ["evaluation", "training"]
+
+
 def test_progress_follows_the_run_and_keeps_what_it_knew(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = read(fake_broker, steps=2)
     assert (progress.phase(), progress.version) == ("engine start", 0)
