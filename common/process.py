@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
@@ -35,6 +36,11 @@ def keep_files_private() -> None:
     Files of a run hold prompts, answers and weights, which only their owner and its group may read.
     """
     os.umask(os.umask(OTHERS) | OTHERS)
+
+
+def ending(code: int) -> str:
+    """How a process ended, given its return code: `SIGKILL` or `exit code 1`."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.process import ending
 from sandbox_client.settings import Settings, resolve
 from sandbox_client.types import (
     CommandRunResult,
@@ -76,7 +77,12 @@ class SandboxWorker:
         except TimeoutError:
             raise WorkerGone(f"worker {self._process.pid} did not answer within {seconds:.0f} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise WorkerGone(f"worker {self._process.pid} ended") from None
+            raise WorkerGone(f"worker {self._process.pid} ended ({await self._ending()})") from None
+
+    async def _ending(self) -> str:
+        with contextlib.suppress(TimeoutError):
+            return ending(await asyncio.wait_for(self._process.wait(), 5))
+        return "it closed its connection"
 
     def stop_program(self) -> None:
         """Have the program under way killed; the answer then comes at once."""

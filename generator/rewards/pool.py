@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import fields
 from typing import Any, Self
 
-from common.process import in_thread
+from common.process import ending, in_thread
 from common.unpack import Unreadable
 from generator.rewards.outcome import Outcome
 from generator.rewards.worker import HEAD, MAX_JOB, MAX_RESULT, pack, unpack_result
@@ -143,7 +143,7 @@ class ScoringProcess:
         code = self._keeper.returncode
         if code is None:
             return "it closed its connection"
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return ending(code)
 
 
 class Pool:

@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 from common.errors import UserError, one_line
 from common.log import MAX_BYTES, Timeline
+from common.process import ending
 from launcher.run.notices import Notices
 
 State = Literal["running", "restarting", "left", "failed"]
@@ -162,7 +163,7 @@ class Supervisor:
             child.state = "left"
             self.log.info("left", process=child.name)
             return
-        reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        reason = ending(code)
         child.state = "failed"
         if code == USER_ERROR:
             raise UserError(f"{child.name}: {child.error_line()}")
