@@ -155,6 +155,9 @@ class Batch(Message):
     unless `algorithm.turn_advantage` is `turn`. `row_tokens` has the tokens of each row of each sample, empty for a
     sample of one row; None where all have one. `kept` marks the samples whose episodes are kept
     (`episode.rollouts_every`); None where there are none.
+
+    `values` and `returns` are for a critic, None without `algorithm.baseline: critic` or `both`: the tracker's value of
+    each sample's prompt, and its reward (one number) or what followed each of its turns, both rescaled to [0, 1].
     """
 
     max_values: ClassVar[int] = 1 << 20
@@ -167,6 +170,8 @@ class Batch(Message):
     turn_advantages: Annotated[list[Numbers], Field(fail_fast=True)] | None = None
     row_tokens: Annotated[list[Counts], Field(fail_fast=True)] | None = None
     kept: Annotated[list[bool], Field(fail_fast=True)] | None = None
+    values: Numbers | None = None
+    returns: Annotated[list[Numbers], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:
@@ -174,6 +179,10 @@ class Batch(Message):
         sizes = {len(column) for column in columns if column is not None}
         if len(sizes) != 1:
             raise ValueError(f"columns of different lengths: {sorted(sizes)}")
+        if (self.values is None) != (self.returns is None):
+            raise ValueError("values and returns come together, or not at all")
+        if self.returns is not None and not all(self.returns):
+            raise ValueError("a sample without returns")
         return self
 
 

@@ -87,6 +87,19 @@ Advantage = float | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a critic learns from a sample, or from one of its rows.
+
+    Attributes:
+        returns: the reward; or for each turn what followed it, this turn's reward included.
+        value: the tracker's, of the prompt.
+    """
+
+    returns: Advantage
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Rows that go through the model together.
 
@@ -103,6 +116,8 @@ class MicroBatch:
         experts: ids that the engine chose, uint8 or int16 [T, layers, k]; None where it told none.
         known: tokens for which it told them, bool [T]; None with `experts`.
         teacher: a teacher's scores of the model tokens; None where no row has any.
+        rewards: at each model token, float64 [N]: of a row, or of a turn, at its last; None without a critic.
+        tracked: the tracker's value of each token's prompt, float64 [N]; None without a critic.
         names: sample id and number of each row, in order; empty if not needed.
     """
 
@@ -119,6 +134,8 @@ class MicroBatch:
     experts: torch.Tensor | None = None
     known: torch.Tensor | None = None
     teacher: TeacherScores | None = None
+    rewards: torch.Tensor | None = None
+    tracked: torch.Tensor | None = None
 
     @property
     def model_tokens(self) -> int:
@@ -175,12 +192,17 @@ def usable_rows(
         _check_row(row, vocabulary, experts)
         if top_k is not None and len(row.teacher_logprobs):
             check_scores(row.teacher_ids, top_k, vocabulary)
-    if not isinstance(advantage, Sequence):
-        return [(row, advantage) for row in rows]
-    if len(advantage) != len(payload.model_spans):
-        raise InvalidMessage(f"{len(advantage)} advantages of {len(payload.model_spans)} turns")
-    of_turns = iter(advantage)
-    return [(row, list(islice(of_turns, len(row.model_spans)))) for row in rows]
+    return list(zip(rows, _of_rows(payload, rows, advantage, "advantages"), strict=True))
+
+
+def _of_rows(payload: Payload, rows: Sequence[Payload], numbers: Advantage, what: str) -> list[Advantage]:
+    """Each row's part of a sample's numbers. Raises `InvalidMessage` where there are not as many as turns."""
+    if not isinstance(numbers, Sequence):
+        return [numbers] * len(rows)
+    if len(numbers) != len(payload.model_spans):
+        raise InvalidMessage(f"{len(numbers)} {what} of {len(payload.model_spans)} turns")
+    of_turns = iter(numbers)
+    return [list(islice(of_turns, len(row.model_spans))) for row in rows]
 
 
 def _check_row(row: Payload, vocabulary: int, experts: ExpertShape | None) -> None:
@@ -211,6 +233,21 @@ def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
     return np.repeat(np.asarray(advantage, np.float32), lengths)
 
 
+def token_rewards(payload: Payload, returns: Advantage) -> np.ndarray:
+    """The reward at each model token of a row, float64 [M]: its return at its last token, or each turn's at the turn's.
+
+    A turn's reward is what its return has more than the next turn's. The last turn of a row has all of its return, so
+    that the rows of a sample need not know of one another.
+    """
+    lengths = payload.model_spans[:, 1] - payload.model_spans[:, 0]
+    rewards, last = np.zeros(lengths.sum()), np.cumsum(lengths) - 1
+    if isinstance(returns, Sequence):
+        rewards[last] = returns - np.append(returns[1:], 0.0)
+    else:
+        rewards[-1] = returns
+    return rewards
+
+
 def micro_batch(
     rows: Sequence[tuple[Payload, Advantage]],
     device: torch.device | str = "cpu",
@@ -218,6 +255,7 @@ def micro_batch(
     shares: Sequence[float] | None = None,
     experts: ExpertShape | None = None,
     top_k: int | None = None,
+    outcomes: Sequence[Outcome] | None = None,
 ) -> MicroBatch:
     """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
 
@@ -226,9 +264,10 @@ def micro_batch(
         shares: of each row in its sample's model tokens; by default each row is a sample.
         experts: numbers of the model's experts, if those of the payloads are replayed.
         top_k: see `usable_rows`.
+        outcomes: of the rows; None without a critic.
     """
     if not rows:
-        return _idle(device)
+        return _idle(device, outcomes is not None)
     lengths = [len(row.token_ids) for row, _ in rows]
     sampled = [len(row.logprobs) for row, _ in rows]
     tokens = np.concatenate([row.token_ids for row, _ in rows]).astype(np.int64)
@@ -250,7 +289,18 @@ def micro_batch(
         names=names,
         **(_replayed([row for row, _ in rows], experts, device) if experts else {}),
         teacher=None if top_k is None else scores_of_rows([row for row, _ in rows], top_k, device),
+        **(_judged([row for row, _ in rows], outcomes, device) if outcomes is not None else {}),
     )
+
+
+def _judged(
+    rows: Sequence[Payload], outcomes: Sequence[Outcome], device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """The fields `rewards` and `tracked` of a micro-batch."""
+    pairs = list(zip(rows, outcomes, strict=True))
+    rewards = np.concatenate([token_rewards(row, outcome.returns) for row, outcome in pairs])
+    tracked = np.concatenate([np.full(len(row.logprobs), outcome.value) for row, outcome in pairs])
+    return {"rewards": torch.from_numpy(rewards).to(device), "tracked": torch.from_numpy(tracked).to(device)}
 
 
 def _replayed(rows: Sequence[Payload], shape: ExpertShape, device: torch.device | str) -> dict[str, torch.Tensor]:
@@ -263,17 +313,20 @@ def _replayed(rows: Sequence[Payload], shape: ExpertShape, device: torch.device 
     return {"experts": torch.from_numpy(experts).to(device), "known": torch.from_numpy(known).to(device)}
 
 
-def _idle(device: torch.device | str) -> MicroBatch:
+def _idle(device: torch.device | str, judged: bool) -> MicroBatch:
     """A micro-batch for a rank without samples, so that collectives meet: it predicts a token and learns from none."""
     ids = np.zeros(2, np.int32)
     payload = Payload(ids, np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
     packed = micro_batch([(payload, 0.0)], device)
+    nothing = torch.zeros(0, dtype=torch.float64, device=device) if judged else None
     return replace(
         packed,
         layout=Layout.of_lengths([], device),
         rollout_logprobs=packed.rollout_logprobs[:0],
         advantages=packed.advantages[:0],
         versions=packed.versions[:0],
+        rewards=nothing,
+        tracked=nothing,
     )
 
 
@@ -289,6 +342,7 @@ def rollout_batch(
     experts: ExpertShape | None = None,
     top_k: int | None = None,
     unit_tokens: Sequence[float] | None = None,
+    outcomes: Sequence[Outcome] | None = None,
 ) -> RolloutBatch:
     """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
 
@@ -302,8 +356,10 @@ def rollout_batch(
         experts: numbers of the model's experts, if those of the payloads are replayed.
         top_k: see `usable_rows`.
         unit_tokens: model tokens of which each sample's rows are shares [B]; by default those of the sample.
+        outcomes: of the whole batch [B]; None without a critic.
     """
     rows: dict[Place, tuple[Payload, Advantage]] = {}
+    judged: dict[Place, Outcome] = {}
     shares: dict[Place, float] = {}
     reason = ""
     for sample, payload in payloads.items():
@@ -311,6 +367,10 @@ def rollout_batch(
             continue
         try:
             usable = usable_rows(payload, advantages[sample], vocabulary, experts, top_k)
+            if outcomes is not None:
+                of_rows = _of_rows(payload, [row for row, _ in usable], outcomes[sample].returns, "returns")
+                for number, returns in enumerate(of_rows):
+                    judged[sample, number] = Outcome(returns, outcomes[sample].value)
         except InvalidMessage as error:
             reason = str(error)
             continue
@@ -322,7 +382,8 @@ def rollout_batch(
         held = [place for place in held if place in rows]
         names = [(sample_ids[sample], number) for sample, number in held] if sample_ids else ()
         of_rows, of_samples = [rows[place] for place in held], [shares[place] for place in held]
-        return micro_batch(of_rows, device, names, of_samples, experts, top_k)
+        ends = None if outcomes is None else [judged[place] for place in held]
+        return micro_batch(of_rows, device, names, of_samples, experts, top_k, ends)
 
     placed = [place for micro_batches in places for held in micro_batches for place in held]
     return RolloutBatch(
@@ -387,7 +448,17 @@ def own_share(
         experts,
         top_k,
         unit_tokens,
+        _outcomes(batch),
     )
+
+
+def _outcomes(batch: Batch) -> list[Outcome] | None:
+    """What a critic learns from each sample [B]; None without a critic."""
+    if batch.values is None or batch.returns is None:
+        return None
+    by_turn = batch.turn_advantages is not None
+    returns: list[Advantage] = [numbers if by_turn else numbers[0] for numbers in batch.returns]
+    return [Outcome(*one) for one in zip(returns, batch.values, strict=True)]
 
 
 def _tokens_together(payloads: Mapping[int, Payload], samples: int, together: int, world: World) -> list[float]:

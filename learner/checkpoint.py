@@ -18,7 +18,6 @@ from common.errors import UserError
 from common.files import checkpoint_versions, checkpoints, sync_folder
 from common.log import Timeline, get_logger
 from learner.checkpoint_files import (
-    TAG,
     Damaged,
     Sums,
     compare,
@@ -32,9 +31,9 @@ from learner.checkpoint_files import (
     sum_up,
     write_metadata,
 )
-from learner.export import export_adapter, export_model
+from learner.export import export_adapter, export_critic, export_model
 from learner.plain_data import writes_later
-from learner.resume import load_own, load_redivided
+from learner.resume import has_frozen, load_own, load_redivided
 from learner.trainer import Trainer
 
 # Written under this name and renamed when complete, so that a half-written one is never taken for a checkpoint.
@@ -114,14 +113,19 @@ class Checkpoints:
         exports = {}
         try:
             self._make_room(unfinished)
-            with writes_later(self._trainer.engine, learner.checkpoint_in_background) as files:
-                self._trainer.engine.save_checkpoint(
-                    str(unfinished), tag=TAG, save_latest=False, exclude_frozen_parameters=learner.lora is not None
-                )
+            files: dict[Path, Callable[[], None]] = {}
+            for tag, engine in self._trainer.engines().items():
+                with writes_later(engine, learner.checkpoint_in_background) as written:
+                    engine.save_checkpoint(
+                        str(unfinished), tag=tag, save_latest=False, exclude_frozen_parameters=has_frozen(engine)
+                    )
+                files |= written
             if learner.lora is not None:
                 exports[unfinished / "adapter"] = export_adapter(self._trainer, unfinished / "adapter")
             if learner.export:
                 exports[unfinished / "hf"] = export_model(self._trainer, unfinished / "hf")
+                if self._trainer.critic is not None:
+                    exports[unfinished / "critic"] = export_critic(self._trainer, unfinished / "critic")
         except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             self._raise_disk_error(version, error)
@@ -278,7 +282,8 @@ class Checkpoints:
         if self._world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
-            needed = min_size(self._trainer.policy.parameters(), self._config.learner.export)
+            modules = [engine.module for engine in self._trainer.engines().values()]
+            needed = sum(min_size(module.parameters(), self._config.learner.export) for module in modules)
             if free < needed:
                 problem = f"{needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free".encode()
             unfinished.mkdir()

@@ -17,6 +17,7 @@ from common.model import weights_fingerprint
 from learner.world import World
 
 TAG = "deepspeed"  # the folder of the ranks' files in a checkpoint
+CRITIC_TAG = "deepspeed-critic"  # that of the critic's, if there is one
 BLOCK = 1 << 24  # bytes read at a time
 
 Sums = dict[str, list[Any]]  # path in the folder -> [size in bytes, XXH3 of the content, in hexadecimal]
@@ -34,7 +35,15 @@ def contents(config: Config) -> dict[str, Any]:
         # The settings of the adapter's parameters, and its base model, which is not saved with it.
         lora = learner.lora.model_dump(mode="json", exclude={"serve"})
         lora["base"] = weights_fingerprint(config.model.path)
-    return {"dtype": learner.dtype, "lora": lora}
+    return {"dtype": learner.dtype, "lora": lora, "critic": _critic(config)}
+
+
+def _critic(config: Config) -> dict[str, Any] | None:
+    """What a critic starts from, and what of it is trained; frozen weights are not saved."""
+    if not config.algorithm.has_critic:
+        return None
+    path = config.critic.model or config.model.path
+    return {"model": weights_fingerprint(path), "freeze_attention": config.critic.freeze_attention}
 
 
 def is_undivided(config: Config, metadata: dict[str, Any]) -> bool:

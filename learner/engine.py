@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -41,8 +41,8 @@ MANY_RANKS = 8
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError)
 
 
-def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
-    """Wrap the policy in a DeepSpeed engine with its optimizer.
+def build_engine(policy: nn.Module, config: LearnerConfig, world: World) -> Any:
+    """Wrap the policy, or a critic, in a DeepSpeed engine with its optimizer.
 
     Raises:
         UserError: DeepSpeed refuses the configuration.
@@ -65,7 +65,9 @@ def build_frozen_engine(policy: Policy, config: LearnerConfig, world: World) -> 
     return _initialize(policy.requires_grad_(False), settings, world, None)
 
 
-def _initialize(policy: Policy, settings: dict[str, Any], world: World, trained: Iterable[nn.Parameter] | None) -> Any:
+def _initialize(
+    policy: nn.Module, settings: dict[str, Any], world: World, trained: Iterable[nn.Parameter] | None
+) -> Any:
     """Wrap the policy in DeepSpeed's engine, and keep its buffers as they are."""
     deepspeed = join_deepspeed(world)
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
@@ -194,8 +196,7 @@ def full_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter that training changes, gathered whole, one at a time. All ranks must consume this together."""
     import deepspeed
 
-    policy: Policy = engine.module
-    for name, parameter in policy.named_weights():
+    for name, parameter in engine.module.named_weights():
         if engine.zero_optimization_stage() == 3:
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach()
@@ -253,25 +254,29 @@ def _import_deepspeed(on_gpu: bool) -> Any:
     return deepspeed
 
 
-def load_on_ranks(config: Config, world: World) -> Policy:
-    """Load the model that the configuration names; all ranks together.
+def load_on_ranks(config: Config, world: World, load: Callable[..., Any] = load_policy, key: str = "model.path") -> Any:
+    """Load the model at `model.path`, by default as a policy; all ranks together.
+
+    Args:
+        load: `load_policy`, or a function of its signature.
+        key: the setting that names the model, for messages.
 
     Raises:
         UserError: on every rank, see `load_policy`.
     """
     if config.learner.zero_stage < 3:
-        policy = world.raise_on_all_ranks(lambda: load_policy(config))
+        policy = world.raise_on_all_ranks(lambda: load(config))
     else:
-        policy = _load_in_pieces(config, world)
+        policy = _load_in_pieces(config, world, load, key)
     policy.group = world.sequence
     return policy
 
 
-def _load_in_pieces(config: Config, world: World) -> Policy:
+def _load_in_pieces(config: Config, world: World, load: Callable[..., Any], key: str) -> Any:
     # Ranks that load in pieces wait for each other at every layer, so a problem on one of them must be known before.
-    shape = world.raise_on_all_ranks(lambda: _shape(config))
+    shape = world.raise_on_all_ranks(lambda: _shape(config, load, key))
     with _divides_parameters(config.learner, world):
-        policy = load_policy(config)
+        policy = load(config)
     buffers = dict(policy.model.named_buffers())
     for name, buffer in shape.model.named_non_persistent_buffers():
         # `zero.Init` also casts computed buffers to the parameters' type, such as rotary frequencies to bfloat16.
@@ -279,9 +284,9 @@ def _load_in_pieces(config: Config, world: World) -> Policy:
     return policy
 
 
-def _shape(config: Config) -> Policy:
-    check_model_folder(config.model.path)
-    return load_policy(config, weights=False)
+def _shape(config: Config, load: Callable[..., Any], key: str) -> Any:
+    check_model_folder(config.model.path, key=key)
+    return load(config, weights=False)
 
 
 @contextmanager

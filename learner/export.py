@@ -17,6 +17,7 @@ from common.config import Config
 from common.errors import UserError, first_line
 from common.log import get_logger
 from learner.checkpoint_files import TAG, Damaged, compare, read_metadata
+from learner.engine import full_weights
 from learner.lora import adapter_weights, merged_weights, save_adapter
 from learner.model import Policy, load_policy
 from learner.plain_data import read
@@ -42,6 +43,17 @@ def export_model(trainer: Trainer, folder: Path) -> Callable[[], None]:
     """
     state = _gathered(trainer.merged_weights(), trainer.world)
     return lambda: write_model(trainer.policy.model, state, trainer.config, folder)
+
+
+def export_critic(trainer: Trainer, folder: Path) -> Callable[[], None]:
+    """Gather the critic on rank 0, all ranks together; returns a function that writes it, for `critic.model`.
+
+    It is a `ForTokenClassification` model of one label. What it says is added to a constant, or the tracker's value.
+    """
+    assert trainer.critic is not None
+    engine = trainer.critic.engine
+    state = _gathered(full_weights(engine), trainer.world)
+    return lambda: write_model(engine.module.model, state, trainer.config, folder)
 
 
 def _gathered(weights: Iterator[tuple[str, torch.Tensor]], world: World) -> dict[str, torch.Tensor]:

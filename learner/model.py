@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
@@ -52,7 +59,6 @@ class Policy(nn.Module):
         self.has_adapter = has_adapter
         self.attention = attention
         LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature, float32_head)
-        self._flash = model.config._attn_implementation not in (PACKED_SDPA, PACKED_VARLEN)
 
     @property
     def vocabulary(self) -> int:
@@ -90,12 +96,8 @@ class Policy(nn.Module):
                 self.group, input_ids, position_ids, sequences, predict, targets
             )
             others = None if others is None else others.split(counts)[self.group.rank]
-        arguments = self._arguments(sequences)
-        if own_routing is not None:
-            arguments["routing"] = own_routing
-        hidden_1TH = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments
-        ).last_hidden_state
+        routed = {} if own_routing is None else {"routing": own_routing}
+        hidden_1TH = read_packed(self.model, input_ids, position_ids, sequences, **routed).last_hidden_state
         head = self.model.get_output_embeddings()
         results = head(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature, others)
         if self.group is None:
@@ -115,21 +117,25 @@ class Policy(nn.Module):
         Args:
             input_ids, position_ids, sequences: see `forward`.
         """
-        layers = self.model.base_model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            output_hidden_states=True,
-            **self._arguments(sequences),
-        ).hidden_states
+        layers = read_packed(self.model, input_ids, position_ids, sequences, output_hidden_states=True).hidden_states
         return torch.cat([layers[len(layers) // 2][0, at], layers[-1][0, at]], 1).float()
-
-    def _arguments(self, sequences: PackedSequences) -> dict[str, Any]:
-        return sequences.flash_arguments() if self._flash else {"sequences": sequences}
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that training changes: all by their names on disk, tied ones once; or the adapter's alone."""
         yield from adapter_weights(self.model) if self.has_adapter else self.model.named_parameters()
+
+
+def read_packed(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    sequences: PackedSequences,
+    **arguments: Any,
+) -> Any:
+    """The output of a model without its head for packed tokens [1, T]; further arguments go to the model."""
+    is_flash = model.config._attn_implementation not in (PACKED_SDPA, PACKED_VARLEN)
+    packing: dict[str, Any] = sequences.flash_arguments() if is_flash else {"sequences": sequences}
+    return model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packing, **arguments)
 
 
 def own_slice(
@@ -169,41 +175,10 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
     Raises:
         UserError: it cannot be read, or has a part that the learner would not compute as vLLM does.
     """
-    check_model_folder(config.model.path, weights)
-    disable_progress_bar()
-    path, trust = config.model.path, config.model.trust_remote_code
-    dtype = getattr(torch, config.learner.dtype)
-    try:
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        _check(model_config, path)
-        if config.learner.sequence_parallel > 1:
-            _check_heads(model_config, config.learner.sequence_parallel)
-        _without_noise(model_config)
-        attention = choose_attention(config.learner, model_config)
-        options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}
-        if weights:
-            model = AutoModelForCausalLM.from_pretrained(path, config=model_config, **options)
-        else:
-            with init_empty_weights():
-                model = AutoModelForCausalLM.from_config(model_config, **options)
-            model.tie_weights()
-    except UserError:
-        raise
-    except Exception as error:
-        failure = download_failure(path, error)
-        if failure:
-            raise UserError(failure) from error
-        # What transformers says then is about an argument of its own.
-        mismatch = "its weights have other shapes than its config.json says (the table above names them)"
-        reason = mismatch if "ignore_mismatched_sizes" in str(error) else first_line(error)
-        raise UserError(f"model.path = {path!r} cannot be loaded: {reason}") from error
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UserError(f"model.path = {path!r}: {type(model).__name__} has no exchangeable attention in transformers")
+    path = config.model.path
+    model, attention, _ = load_model(config, AutoModelForCausalLM, path, "model.path", weights)
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise UserError(f"model.path = {path!r}: {type(model).__name__} has no linear output layer")
-    apply_kernels(model, config.learner.kernels)
-    if config.learner.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     lora = config.learner.lora
     if lora is not None:
         add_adapter(model, lora, path, config.run.seed)
@@ -220,16 +195,84 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
     return policy
 
 
-def _check(config: PreTrainedConfig, path: str) -> None:
+def load_model(
+    config: Config, kind: Any, path: str, key: str, weights: bool = True
+) -> tuple[PreTrainedModel, AttentionChoice, list[str]]:
+    """Load a model for training, with the learner's attention and kernels.
+
+    Args:
+        kind: `transformers`' class for models with its head, such as `AutoModelForCausalLM`.
+        path: model folder or Hugging Face name.
+        key: the setting that names it, for messages.
+        weights: see `load_policy`.
+
+    Returns:
+        The model, its attention, and the names of parameters that the folder does not have.
+
+    Raises:
+        UserError: see `load_policy`.
+    """
+    check_model_folder(path, weights, key=key)
+    disable_progress_bar()
+    trust, missing = config.model.trust_remote_code, list[str]()
+    dtype = getattr(torch, config.learner.dtype)
+    try:
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        _check(model_config, path, key)
+        if kind is AutoModelForTokenClassification:
+            _become_scalar(model_config, path, key)
+        if config.learner.sequence_parallel > 1:
+            _check_heads(model_config, config.learner.sequence_parallel)
+        _without_noise(model_config)
+        attention = choose_attention(config.learner, model_config)
+        options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}
+        if weights:
+            model, loading = kind.from_pretrained(path, config=model_config, output_loading_info=True, **options)
+            missing = sorted(loading["missing_keys"])
+        else:
+            with init_empty_weights():
+                model = kind.from_config(model_config, **options)
+            model.tie_weights()
+    except UserError:
+        raise
+    except Exception as error:
+        failure = download_failure(path, error)
+        if failure:
+            raise UserError(failure) from error
+        # What transformers says then is about an argument of its own.
+        mismatch = "its weights have other shapes than its config.json says (the table above names them)"
+        reason = mismatch if "ignore_mismatched_sizes" in str(error) else first_line(error)
+        raise UserError(f"{key} = {path!r} cannot be loaded: {reason}") from error
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UserError(f"{key} = {path!r}: {type(model).__name__} has no exchangeable attention in transformers")
+    apply_kernels(model, config.learner.kernels)
+    if config.learner.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, attention, missing
+
+
+def _become_scalar(config: PreTrainedConfig, path: str, key: str) -> None:
+    """Give a model's configuration one number a token; refuse one for which transformers has no such model."""
+    remote = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING and "AutoModelForTokenClassification" not in remote:
+        raise UserError(
+            f"{key} = {path!r} cannot be a critic: transformers has no model of type {config.model_type!r} that gives "
+            "each token a number (ForTokenClassification); set algorithm.baseline=tracker, or critic.model to a model "
+            "with the same tokenizer that has one"
+        )
+    config.num_labels = 1
+
+
+def _check(config: PreTrainedConfig, path: str, key: str) -> None:
     text = config.get_text_config()
     for name in OUTPUT_EXTRAS:
         value = getattr(text, name, None)
         if value not in (None, 1, 1.0):
-            raise UserError(f"model.path = {path!r}: {name} = {value} is not supported by the learner")
+            raise UserError(f"{key} = {path!r}: {name} = {value} is not supported by the learner")
     odd = set(getattr(text, "layer_types", None) or ()) - PACKED_LAYERS
     if odd:
         raise UserError(
-            f"model.path = {path!r}: layers of type {', '.join(sorted(odd))} mix packed sequences; "
+            f"{key} = {path!r}: layers of type {', '.join(sorted(odd))} mix packed sequences; "
             f"supported: {', '.join(sorted(PACKED_LAYERS))}"
         )
 

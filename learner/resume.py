@@ -14,7 +14,6 @@ import torch
 
 from common.errors import UserError, first_line
 from common.log import get_logger
-from learner.checkpoint_files import TAG
 from learner.plain_data import reads_plain_data
 from learner.saved_state import FP32, Indivisible, SavedState, read_state
 from learner.trainer import Trainer
@@ -27,15 +26,19 @@ def load_own(trainer: Trainer, folder: Path) -> None:
     Raises:
         UserError: it cannot be read.
     """
-    try:
-        with reads_plain_data(trainer.engine):
-            # Frozen weights are not in the checkpoint: they are those of `model.path`.
-            is_strict = trainer.config.learner.lora is None
-            loaded, _ = trainer.engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=is_strict)
-    except Exception as error:
-        raise _unreadable(folder, error) from error
-    if loaded is None:
-        raise UserError(f"checkpoint {folder} is incomplete; remove it to use an earlier one")
+    for tag, engine in trainer.engines().items():
+        try:
+            with reads_plain_data(engine):
+                loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not has_frozen(engine))
+        except Exception as error:
+            raise _unreadable(folder, error) from error
+        if loaded is None:
+            raise UserError(f"checkpoint {folder} is incomplete; remove it to use an earlier one")
+
+
+def has_frozen(engine: Any) -> bool:
+    """Whether some weights are not trained: those are in no checkpoint, but in the model that training began with."""
+    return not all(parameter.requires_grad for parameter in engine.module.parameters())
 
 
 def load_redivided(trainer: Trainer, folder: Path, differing: str) -> None:
@@ -47,11 +50,16 @@ def load_redivided(trainer: Trainer, folder: Path, differing: str) -> None:
     Raises:
         UserError: on all ranks; the checkpoint cannot be read, or cannot be divided in another way.
     """
-    engine, world = trainer.engine, trainer.world
+    for tag, engine in trainer.engines().items():
+        _load_redivided(engine, trainer.world, folder, tag, differing)
+    if trainer.world.is_main:
+        get_logger().info("checkpoint divided among these ranks", file=str(folder), written_with=differing)
 
+
+def _load_redivided(engine: Any, world: World, folder: Path, tag: str, differing: str) -> None:
     def read() -> tuple[SavedState, Share]:
         try:
-            saved = read_state(folder / TAG, trained_parameters(engine))
+            saved = read_state(folder / tag, trained_parameters(engine))
             return saved, own_share(engine, saved, world)
         except Indivisible as error:
             raise UserError(
@@ -63,8 +71,6 @@ def load_redivided(trainer: Trainer, folder: Path, differing: str) -> None:
 
     saved, share = world.raise_on_all_ranks(read)
     load_share(engine, share, saved, world)
-    if world.is_main:
-        get_logger().info("checkpoint divided among these ranks", file=str(folder), written_with=differing)
 
 
 def _unreadable(folder: Path, error: Exception) -> UserError:

@@ -13,8 +13,10 @@ import torch
 from common.config import AGE_BUCKETS, Config
 from common.log import get_logger
 from learner.batch import MicroBatch, RolloutBatch
+from learner.checkpoint_files import CRITIC_TAG, TAG
 from learner.correction import BATCH_NORM_FACTOR, weight_divisor
 from learner.correction.statistics import age_buckets
+from learner.critic import Critic, with_explained_variance
 from learner.disk_names import DiskNames
 from learner.engine import build_engine, full_weights, learning_rate, load_on_ranks, optimizer_step, set_learning_rate
 from learner.lora import merged_weights
@@ -52,6 +54,7 @@ class Trainer:
         self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
         self.engine = build_engine(load_on_ranks(config, world), config.learner, world)
         self.teacher = config.teacher if config.teachers_in_use() else None
+        self.critic = Critic(config, world, self.policy.vocabulary) if config.algorithm.has_critic else None
         self.reference = load_reference(config, world, self.engine)
         self.disk_names = DiskNames(self.policy.model)
         # Called before each optimizer step: a copy of the weights may still be running.
@@ -61,6 +64,10 @@ class Trainer:
     @property
     def policy(self) -> Policy:
         return self.engine.module
+
+    def engines(self) -> dict[str, Any]:
+        """All engines that are trained, by the folder of their state in a checkpoint."""
+        return {TAG: self.engine} | ({} if self.critic is None else {CRITIC_TAG: self.critic.engine})
 
     @property
     def replayed_experts(self) -> ExpertShape | None:
@@ -92,6 +99,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Train on one batch: `learner.mini_batches` optimizer steps; returns metrics, equal on all ranks.
 
+        A critic first gives the tokens their advantages, and learns from the batch once the policy has.
+
         The gradient is that of one loss over all ranks and micro-batches. A mini-batch without any usable
         token, or whose tokens are all rejected, or whose loss or gradient is not finite, is skipped, with a warning.
 
@@ -100,6 +109,11 @@ class Trainer:
         """
         phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
         self._report_loss(stats, torch.zeros(4, dtype=torch.float64, device=self.world.device), steps=0)
+        judged = None
+        if self.critic is not None:
+            with phases("critic"):
+                judged = self.critic.judge(batch, stats)
+                batch = judged.batch
         with phases("old"):
             precomputed = self._precompute(batch)
         exact = self._exact(batch, phases) if self.config.learner.exact_every else {}
@@ -119,6 +133,9 @@ class Trainer:
                 self.past.keep()
         batch_statistics(batch, stats)
         metrics = stats.reduce(self.world) | exact
+        if self.critic is not None and judged is not None:
+            with phases("critic"):
+                metrics = with_explained_variance(metrics | self.critic.learn(judged))
         metrics["actor/grad_norm"] = sum(grad_norms) / max(len(grad_norms), 1)
         metrics["actor/lr"] = self.engine.optimizer.param_groups[0]["lr"] if grad_norms else 0.0
         metrics["actor/skipped_steps"] = float(len(batch.mini_batches) - len(grad_norms))

@@ -65,6 +65,7 @@ class OpenBatch:
         advantages = self._advantages(samples)
         order = sorted(range(len(samples)), key=lambda i: samples[i].arrival)
         samples = [samples[i] for i in order]
+        values, returns = self._outcomes(samples) if self._algorithm.has_critic else (None, None)
         manifest = Batch(
             batch_id=self.next_id,
             sample_ids=[s.sample_id for s in samples],
@@ -74,9 +75,23 @@ class OpenBatch:
             turn_advantages=self._turn_advantages(samples),
             row_tokens=[s.row_tokens for s in samples] if any(s.row_tokens for s in samples) else None,
             kept=[s.kept for s in samples] if any(s.kept for s in samples) else None,
+            values=values,
+            returns=returns,
         )
         self.next_id += 1
         return ClosedBatch(manifest, samples)
+
+    def _outcomes(self, samples: list[OpenSample]) -> tuple[list[float], list[list[float]]]:
+        """What a critic learns from: the tracker's values, and the returns, rescaled as those are."""
+        low, high = self._config.tracker.reward_range
+        rewards = [(s.reward - low) / (high - low) for s in samples]
+        # An advantage is the rescaled reward less the value.
+        values = [reward - s.advantage for reward, s in zip(rewards, samples, strict=True)]
+        returns = [
+            [advantage + value for advantage in s.turn_advantages] or [reward]
+            for reward, value, s in zip(rewards, values, samples, strict=True)
+        ]
+        return values, returns
 
     def _turn_advantages(self, samples: list[OpenSample]) -> list[list[float]] | None:
         """Advantages of each sample's turns, where the generators report the return of each turn."""

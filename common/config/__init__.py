@@ -3,6 +3,7 @@
 from common.config.agent import AgentConfig
 from common.config.algorithm import AlgorithmConfig
 from common.config.correction import AGE_BUCKETS, CorrectionConfig, SkyRLCorrection
+from common.config.critic import CriticConfig
 from common.config.data import DataConfig, DataSource, Source
 from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfig
 from common.config.learner import Deltas, LearnerConfig, LoraConfig, WeightsConfig
@@ -23,7 +24,7 @@ from common.config.teacher import TeacherConfig
 
 __all__ = [
     "AGE_BUCKETS", "AdvantageConfig", "AgentConfig", "AlgorithmConfig", "BrokerConfig", "Config",
-    "CorrectionConfig", "Criterion", "DataConfig", "DataSource", "Deltas", "Difference", "DriftConfig",
+    "CorrectionConfig", "Criterion", "CriticConfig", "DataConfig", "DataSource", "Deltas", "Difference", "DriftConfig",
     "EpisodeConfig", "EvalConfig", "GeneratorConfig", "LearnerConfig", "LoraConfig", "ModelConfig", "RunConfig",
     "RunTrackerConfig", "SamplerConfig", "SandboxConfig", "SelectionConfig", "SkyRLCorrection", "Source",
     "TeacherConfig", "TrackerConfig", "WeightsConfig", "differences", "dump_config", "load_config", "parse_config",

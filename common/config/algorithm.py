@@ -41,6 +41,12 @@ class AlgorithmConfig(Section):
         "`spo` the tracker only keeps count: `sampler.selection.criterion` is `uniform` and `sampler.drift.mode` "
         "`constant`, unless set.",
     )
+    baseline: Literal["tracker", "critic", "both"] = Field(
+        "tracker",
+        description="What the reward is compared with. `tracker`: the baseline of `method`, one number a response; "
+        "`critic`: a value model's value of each token (section `critic`); `both`: the tracker's value, to which the "
+        "critic adds what the tokens tell.",
+    )
     group_size: int = Field(8, ge=2, description="Responses of one prompt that `grpo` and `rloo` compare.")
     group_std: bool = Field(
         True, description="`grpo` divides by the group's standard deviation; false: Dr. GRPO (arXiv 2503.20783)."
@@ -170,6 +176,11 @@ class AlgorithmConfig(Section):
                 f"loss = {self.loss!r} contradicts correction.loss_type = 'reinforce'; leave one of the two out"
             )
         return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.baseline != "tracker"
 
     @property
     def responses(self) -> int:

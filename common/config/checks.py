@@ -167,6 +167,22 @@ def _run(config: Config) -> Iterator[Rule]:
         "compares whole episodes; set the method to spo or none, or algorithm.turn_advantage=episode",
     )
     yield (
+        algorithm.has_critic and algorithm.method != "spo",
+        f"algorithm.baseline = {algorithm.baseline!r} beside algorithm.method = {algorithm.method!r}: a critic tells "
+        "the value of a single response, and takes the place of that method's baseline; set algorithm.method=spo, or "
+        "algorithm.baseline=tracker",
+    )
+    yield (
+        algorithm.has_critic and learner.sequence_parallel > 1,
+        f"algorithm.baseline = {algorithm.baseline!r} with learner.sequence_parallel = {learner.sequence_parallel}: "
+        "the critic reads sequences whole; set learner.sequence_parallel=1, or algorithm.baseline=tracker",
+    )
+    yield (
+        algorithm.has_critic and learner.lora is not None,
+        f"algorithm.baseline = {algorithm.baseline!r} with learner.lora: all weights of a critic are trained, which "
+        "takes the memory that an adapter saves; leave out learner.lora, or set algorithm.baseline=tracker",
+    )
+    yield (
         config.broker.dead_after < 2 * config.broker.heartbeat,
         f"broker.dead_after = {config.broker.dead_after} s must be at least twice broker.heartbeat = "
         f"{config.broker.heartbeat} s, or living processes are taken for dead",

@@ -210,7 +210,8 @@ ALL = (
         "sao_mask",
         {**NO_WEIGHTS, **BYPASS},
         "-A pi_theta / pi_rollout inside [0.5, 5]; tokens outside contribute nothing; no extra forward pass",
-        "SAO's mask alone, without the critic that its results need; the worst of our own study at staleness 16.",
+        "SAO's mask alone; its results need its critic too: algorithm.baseline: critic. The worst of our own study at "
+        "staleness 16.",
         "SAO, arXiv 2607.07508",
         algorithm={"loss": "double_sided"},
     ),

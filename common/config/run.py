@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from common.config.algorithm import AlgorithmConfig
+from common.config.critic import CriticConfig
 from common.config.data import DataConfig, Source
 from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfig
 from common.config.learner import LearnerConfig
@@ -157,6 +158,7 @@ class Config(Section):
     generator: GeneratorConfig = GeneratorConfig()
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     episode: EpisodeConfig = EpisodeConfig()
     teacher: TeacherConfig = TeacherConfig()
     sandbox: SandboxConfig = SandboxConfig()

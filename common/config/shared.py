@@ -26,6 +26,7 @@ CHANGEABLE = {
         "learner.weights": "chunk_mib credit",
         "generator": "max_attempts retry_pause",
         "sampler": "max_set_aside",
+        "critic": "lr updates gamma gae_lambda return_lambda warmup_steps",
         "teacher": "weight decay_steps reward",
         "episode": "tool_timeout reward_timeout reward_workers reward_memory_mb rollouts_every",
         "sandbox": "timeout attempts memory_mb",
@@ -44,7 +45,7 @@ PATHS = (
     "broker.password_file",
 )
 # Keys that hold a folder or a file, if it exists; else a name on the Hugging Face hub, or one that SPO knows.
-PATHS_OR_NAMES = ("model.path", "algorithm.reference", "teacher.model", "data.train", "data.heldout")
+PATHS_OR_NAMES = ("model.path", "algorithm.reference", "critic.model", "teacher.model", "data.train", "data.heldout")
 # Sections and keys that can hold a secret: an address with a password in it, or the secret alone.
 SECRETS = (("broker", "url"), ("sandbox", "url"), ("sandbox", "token"))
 PASSWORD_OPTIONS = ("password", "ssl_password")

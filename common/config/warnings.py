@@ -84,6 +84,7 @@ def _method(config: Config) -> Iterator[str]:
     if algorithm.method in GROUP_METHODS:
         why = f"{method}, which z-scores no batch"
         yield from _idle("sampler.advantage.", sampler.advantage, ("token_weighted", "clip"), why)
+    yield from _critic(config)
     if algorithm.method == "spo":
         return
     why = f"{method}: the tracker only keeps count"
@@ -92,6 +93,17 @@ def _method(config: Config) -> Iterator[str]:
         yield from _idle("sampler.", sampler, ("initial_values",), f"on training {why}")
         if sampler.drift.mode == "rescore":
             yield f"sampler.drift.mode = 'rescore' is not worth its forward pass a task {why}; leave it out"
+
+
+def _critic(config: Config) -> Iterator[str]:
+    """Settings of a critic that there is not, and of the tracker's advantages beside one."""
+    algorithm, sampler = config.algorithm, config.sampler
+    if not algorithm.has_critic:
+        why = "with algorithm.baseline = 'tracker'; it belongs to critic, both"
+        yield from _idle("critic.", config.critic, tuple(type(config.critic).model_fields), why)
+    elif config.critic.warmup_steps == 0:
+        why = f"with algorithm.baseline = {algorithm.baseline!r}, whose advantages are z-scored by token"
+        yield from _idle("sampler.advantage.", sampler.advantage, ("token_weighted",), why)
 
 
 def _modes(config: Config) -> Iterator[str]:

@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from common.config import Config, parse_config
 from common.payload import Payload
 from learner.attention import pack_sequences
-from learner.batch import Advantage, MicroBatch, RolloutBatch, plan_micro_batches, rollout_batch
+from learner.batch import Advantage, MicroBatch, Outcome, RolloutBatch, plan_micro_batches, rollout_batch
 from learner.correction import Layout
 from learner.routers import ExpertShape
 from tests.support.ranks import on_ranks
@@ -27,7 +27,7 @@ VOCABULARY = 97
 KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # Defaults of a job of the rank program.
 JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
-SECTIONS = ("algorithm", "sampler", "generator", "run", "model", "broker", "teacher")
+SECTIONS = ("algorithm", "critic", "sampler", "generator", "run", "model", "broker", "teacher")
 RANK_MODULE = "tests.integration.learner.rank_program"
 
 
@@ -67,6 +67,7 @@ def learner_config(model: str, output: Path | str, **learner: Any) -> Config:
             "sampler": {"batch_size": 12, "drift": {"mode": "constant"}} | sections["sampler"],
             "generator": sections["generator"],
             "algorithm": KEEPS_ALL | sections["algorithm"],
+            "critic": sections["critic"],
             "broker": sections["broker"],
             "teacher": sections["teacher"],
             "learner": learner,
@@ -161,6 +162,7 @@ def make_batch(
     ranks: int = 1,
     experts: ExpertShape | None = None,
     top_k: int | None = None,
+    outcomes: Sequence[Outcome] | None = None,
 ) -> RolloutBatch:
     """One rank's share of a batch of payloads."""
     row_tokens = [[len(row.token_ids) for row in payload.rows()] if payload else [20] for payload in payloads]
@@ -168,7 +170,17 @@ def make_batch(
     places = plan_micro_batches(row_tokens, learner.mini_batches, ranks, learner.token_budget).of_rank(rank)
     mine = {index: payloads[index] for micros in places for held in micros for index, _ in held}
     rewards = [0.5] * len(payloads)
-    return rollout_batch(version, places, mine, advantages, rewards, VOCABULARY, experts=experts, top_k=top_k)
+    numbers = {"experts": experts, "top_k": top_k, "outcomes": outcomes}
+    return rollout_batch(version, places, mine, advantages, rewards, VOCABULARY, **numbers)
+
+
+def job_outcomes(job: dict[str, Any], version: int) -> list[Outcome]:
+    """What a critic learns from the batch that a job trains on at `version`: rewards of 0 and 1, values between."""
+    payloads, advantages = job_batch(job, version)
+    rewards = [float(payload.token_ids[0] % 2) for payload in payloads]
+    returns = [[reward, reward / 2] if job.get("turns") else reward for reward in rewards]
+    values = np.linspace(0.25, 0.75, len(advantages)).tolist()
+    return [Outcome(*one) for one in zip(returns, values, strict=True)]
 
 
 def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequence[Advantage]]:

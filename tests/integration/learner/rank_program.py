@@ -33,11 +33,11 @@ from learner import reference as references
 from learner import trainer as trainers
 from learner.checkpoint import Checkpoints
 from learner.checkpoint_files import paths_in, read_metadata, sum_up, write_metadata
-from learner.engine import optimizer_step
+from learner.engine import full_weights, optimizer_step
 from learner.model import load_policy
 from learner.trainer import Trainer
 from learner.world import World
-from tests.support.learner import Call, job_batch, learner_config, make_batch
+from tests.support.learner import Call, job_batch, job_outcomes, learner_config, make_batch
 
 
 def work(job: dict[str, Any], world: World) -> None:
@@ -83,6 +83,8 @@ def train(job: dict[str, Any], trainer: Trainer, checkpoints: Checkpoints, left:
         payloads, advantages = job_batch(job, version)
         share = {"rank": world.share, "ranks": world.shares}
         reads = {"experts": trainer.replayed_experts, "top_k": trainer.top_k}
+        if trainer.critic is not None:
+            reads["outcomes"] = job_outcomes(job, version)
         batch = make_batch(config, payloads, advantages, version=version, **share, **reads)
         if version not in job.get("skip", []):
             with capture_logs() as logs:
@@ -106,6 +108,8 @@ def train(job: dict[str, Any], trainer: Trainer, checkpoints: Checkpoints, left:
             checkpoints.save(version + 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     left["weights"] = {name: tensor.clone() for name, tensor in trainer.weights()}
+    if trainer.critic is not None:
+        left["critic"] = {"weights": {name: tensor.clone() for name, tensor in full_weights(trainer.critic.engine)}}
     trainer.engine.destroy()
 
 
@@ -131,7 +135,7 @@ def loads_whole() -> Iterator[None]:
     """Within the block every rank loads whole models, under ZeRO 3 too."""
     with ExitStack() as patches:
         for module in (trainers, references):
-            patches.enter_context(patch.object(module, "load_on_ranks", lambda config, _: load_policy(config)))
+            patches.enter_context(patch.object(module, "load_on_ranks", lambda config, _, *__: load_policy(config)))
         yield
 
 

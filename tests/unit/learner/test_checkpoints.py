@@ -32,6 +32,7 @@ class FileEngine:
         self.may_write = threading.Event()
         self.may_write.set()
         self.checkpoint_engine = SimpleNamespace(load=None, save=self.write)
+        self.module = SimpleNamespace(parameters=lambda: iter([torch.zeros(4, requires_grad=True)]))
 
     def write(self, state: dict[str, str], path: str) -> None:
         assert self.may_write.wait(60)
@@ -50,9 +51,10 @@ class FileEngine:
 def checkpoints(
     folder: Path, path: str = "none", confirm: Callable[[], object] = lambda: None, **learner: Any
 ) -> tuple[Checkpoints, FileEngine]:
-    engine, policy = FileEngine(), SimpleNamespace(parameters=lambda: iter([torch.zeros(4)]))
+    engine = FileEngine()
     config = learner_config(path, folder, export=False, **learner)
-    trainer: Any = SimpleNamespace(engine=engine, policy=policy, world=World(0, 1, torch.device("cpu")), config=config)
+    world = World(0, 1, torch.device("cpu"))
+    trainer: Any = SimpleNamespace(engines=lambda: {"deepspeed": engine}, critic=None, world=world, config=config)
     return Checkpoints(config, trainer, None, confirm), engine
 
 

@@ -1,0 +1,45 @@
+"""Settings of the critic: a model that tells the value of each token of a response."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from common.config.section import Section
+
+# Without `critic.lr`, the critic learns so many times faster than the policy, as verl's defaults have it.
+LR_RATIO = 10.0
+
+
+class CriticConfig(Section):
+    """The critic of `algorithm.baseline: critic` and `both` (docs/algorithms.md): how it learns, and what its values
+    are used for."""
+
+    model: str | None = Field(
+        None,
+        description="Model folder or Hugging Face name that it starts from, with the policy's tokenizer, such as the "
+        "folder `critic` of a checkpoint; null: `model.path`.",
+    )
+    lr: float | None = Field(
+        None, gt=0, description=f"Its learning rate, which is constant; null: {LR_RATIO:g} times `learner.lr`."
+    )
+    updates: int = Field(2, ge=1, description="Optimizer steps on each batch, each over all of its tokens (SAO: 2).")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount from one model token to the next.")
+    gae_lambda: float = Field(
+        1.0, ge=0, le=1, description="Lambda of the advantages; 1: the return less the value of the token."
+    )
+    return_lambda: float = Field(
+        1.0, ge=0, le=1, description="Lambda of the returns that it learns; 1: what the rewards add up to."
+    )
+    freeze_attention: bool = Field(
+        False, description="Do not train its attention layers, as SAO does; that saves their optimizer's memory."
+    )
+    warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="First steps of the run in which the policy still learns from the tracker's advantages, while the "
+        "critic learns.",
+    )
+
+    def rate(self, policy: float) -> float:
+        """The learning rate beside a policy's peak learning rate."""
+        return LR_RATIO * policy if self.lr is None else self.lr

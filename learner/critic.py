@@ -1,0 +1,261 @@
+"""The critic: a value model beside the policy, with an engine of its own, for single responses (SAO, arXiv 2607.07508).
+
+With c the tracker's value of the prompt (`algorithm.baseline: both`) or 0.5 (`critic`), the value of a state is
+V = c + f, and f is what the model computes. Its head starts at zero, so that V = c at first: with `both` the advantages
+begin as the tracker's, offline scores included, and change as f learns what the tokens tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers.utils import logging
+
+from common.config import Config
+from common.errors import UserError
+from common.log import get_logger
+from learner.attention import PackedSequences
+from learner.batch import MicroBatch, RolloutBatch
+from learner.engine import build_engine, load_on_ranks, optimizer_step, set_learning_rate
+from learner.gae import gae, normalised, returns
+from learner.model import load_model, read_packed
+from learner.stats import Stats
+from learner.world import World
+
+MIDDLE = 0.5  # of the rescaled rewards' range
+
+
+class ValueHead(nn.Linear):
+    """An output layer of one number, computed in float32 whatever the weights' type.
+
+    The computation lives in the layer's own forward, so that ZeRO 3 gathers its weight around it.
+    """
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Numbers [N], float32, of hidden states [N, H]."""
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden.float(), self.weight.float(), bias).squeeze(-1)
+
+
+class ValueModel(nn.Module):
+    """Wraps a model so that one forward goes from packed tokens to a number for each of some positions."""
+
+    group = None  # it reads sequences whole
+
+    def __init__(self, model: PreTrainedModel, head: str) -> None:
+        """Wrap a model whose child of the name `head` is a `ValueHead`."""
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, sequences: PackedSequences, predict: torch.Tensor
+    ) -> torch.Tensor:
+        """f of the states at the positions `predict` [N], float32 [N]; see `Policy.forward` for the others."""
+        hidden_1TH = read_packed(self.model, input_ids, position_ids, sequences).last_hidden_state
+        values: torch.Tensor = getattr(self.model, self.head)(hidden_1TH[0].index_select(0, predict))
+        return values
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters by their names on disk; those of frozen attention too."""
+        yield from self.model.named_parameters()
+
+
+def load_value_model(config: Config, weights: bool = True) -> ValueModel:
+    """Load the model at `model.path` as a value model; its head is zero where the folder has none.
+
+    Args:
+        weights: see `load_policy`.
+
+    Raises:
+        UserError: see `load_policy`; or transformers has no such model with a number for each token.
+    """
+    path, key = config.model.path, critic_key(config)
+    with _quiet():
+        model, _, missing = load_model(config, AutoModelForTokenClassification, path, key, weights)
+    heads = [(name, layer) for name, layer in model.named_children() if isinstance(layer, nn.Linear)]
+    if not heads:
+        raise UserError(f"{key} = {path!r}: {type(model).__name__} has no linear output layer")
+    name, head = heads[-1]
+    head.__class__ = ValueHead
+    absent = [parameter for parameter in missing if not parameter.startswith(f"{name}.")]
+    if absent:
+        raise UserError(f"{key} = {path!r} has no weights for {', '.join(absent[:3])} of {type(model).__name__}")
+    if missing:
+        with _whole(list(head.parameters())), torch.no_grad():
+            for parameter in head.parameters():
+                parameter.zero_()
+    if config.critic.freeze_attention:
+        _freeze_attention(model, path, key)
+    return ValueModel(model.train(), name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block transformers does not report that it does not read the policy's output layer, and finds no head."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def critic_key(config: Config) -> str:
+    """The setting that names the critic's model, for messages."""
+    return "model.path" if config.critic.model is None else "critic.model"
+
+
+def _whole(parameters: list[nn.Parameter]) -> Any:
+    """Within the block the parameters are whole, and changes of them count; ZeRO 3 has them in pieces."""
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+
+
+def _freeze_attention(model: PreTrainedModel, path: str, key: str) -> None:
+    # transformers calls the class of such a layer `Qwen3Attention`, `LlamaAttention` and so on.
+    layers = [layer for layer in model.modules() if "Attention" in type(layer).__name__]
+    frozen = [parameter for layer in layers for parameter in layer.parameters()]
+    if not frozen:
+        raise UserError(
+            f"critic.freeze_attention: {type(model).__name__} ({key} = {path!r}) has no attention layers; set it to "
+            "false"
+        )
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+
+
+class Judged(NamedTuple):
+    """A batch with the advantages to learn from, and for the critic the returns of each micro-batch, float32 [N]."""
+
+    batch: RolloutBatch
+    targets: list[torch.Tensor]
+
+
+class Critic:
+    """Owns the value model and its optimizer; all ranks call the same methods at the same time."""
+
+    def __init__(self, config: Config, world: World, vocabulary: int) -> None:
+        """Load the model and build its engine.
+
+        Args:
+            vocabulary: number of the policy's token ids.
+
+        Raises:
+            UserError: the model cannot be a critic of this policy.
+        """
+        self.config, self.world, self.settings = config, world, config.critic
+        self.learner = config.learner.model_copy(update={"lr": self.settings.rate(config.learner.lr)})
+        path = self.settings.model or config.model.path
+        settings = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+        model = load_on_ranks(settings, world, load_value_model, critic_key(config))
+        own = int(model.model.config.get_text_config().vocab_size)
+        if own != vocabulary:
+            raise UserError(
+                f"critic.model = {path!r} has {own} token ids, and model.path = {config.model.path!r} has "
+                f"{vocabulary}: a critic reads the policy's tokens; take a model with the same tokenizer"
+            )
+        self.engine = build_engine(model, self.learner, world)
+
+    @torch.no_grad()
+    def judge(self, batch: RolloutBatch, stats: Stats) -> Judged:
+        """Advantages and returns of a batch's tokens, by the values of the critic as it is.
+
+        During the warm-up the advantages stay the tracker's.
+
+        Args:
+            stats: statistics of the values go into it.
+        """
+        settings, micros = self.settings, _micro_batches(batch)
+        given = [_rewarded(micro, self._values(micro)) for micro in micros]
+        targets = [returns(*one, settings.gamma, settings.return_lambda).float() for one in given]
+        for micro, (_, values, _), target in zip(micros, given, targets, strict=True):
+            _report(micro, values, target, stats)
+        if batch.version < settings.warmup_steps:
+            return Judged(batch, targets)
+        estimates = [gae(*one, settings.gamma, settings.gae_lambda) for one in given]
+        advantages = iter(normalised(estimates, self.world, self.config.sampler.advantage.clip))
+        with_own = [[replace(micro, advantages=next(advantages)) for micro in micros] for micros in batch.mini_batches]
+        return Judged(replace(batch, mini_batches=with_own), targets)
+
+    def learn(self, judged: Judged) -> dict[str, float]:
+        """Take `critic.updates` optimizer steps on the batch's returns; returns metrics, equal on all ranks.
+
+        The loss is (V - R)^2 / 2, averaged over the model tokens of all ranks, without a clip.
+        """
+        batch, targets = judged
+        micros = _micro_batches(batch)
+        (tokens,) = self.world.sum_over_shares([float(sum(micro.model_tokens for micro in micros))])
+        if not tokens:
+            return {}
+        set_learning_rate(self.engine, self.learner.lr)
+        losses, norms = [], []
+        for _ in range(self.settings.updates):
+            total = 0.0
+            for number, (micro, target) in enumerate(zip(micros, targets, strict=True)):
+                loss = (self._values(micro) - target).square().sum() / (2 * tokens)
+                total += float(loss.detach())
+                self.engine.set_gradient_accumulation_boundary(number == len(micros) - 1)
+                # DeepSpeed averages over ranks; the denominator is global already.
+                self.engine.backward(loss * self.world.size)
+            norms.append(optimizer_step(self.engine, self.learner))
+            losses += self.world.sum_over_shares([total])
+        if not all(map(math.isfinite, norms)):
+            get_logger().warning("critic's gradient not finite, optimizer step skipped", version=batch.version)
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        return {
+            "critic/loss": sum(losses) / len(losses),
+            "critic/grad_norm": sum(finite) / max(len(finite), 1),
+            "critic/lr": self.learner.lr,
+        }
+
+    def _values(self, micro: MicroBatch) -> torch.Tensor:
+        """V of the states in which the model tokens were sampled, float32 [N]."""
+        numbers = self.engine(micro.input_ids, micro.position_ids, micro.sequences, micro.predict)
+        return numbers[: micro.model_tokens] + self._start(micro)
+
+    def _start(self, micro: MicroBatch) -> torch.Tensor | float:
+        """c: what the values are before the critic has learned anything."""
+        assert micro.tracked is not None
+        return micro.tracked.float() if self.config.algorithm.baseline == "both" else MIDDLE
+
+
+def _micro_batches(batch: RolloutBatch) -> list[MicroBatch]:
+    return [micro for mini_batch in batch.mini_batches for micro in mini_batch]
+
+
+def _rewarded(micro: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors of `gae` [N]."""
+    assert micro.rewards is not None
+    return micro.rewards, values, micro.layout.segment_ids
+
+
+def _report(micro: MicroBatch, values: torch.Tensor, target: torch.Tensor, stats: Stats) -> None:
+    """Report the values, and what they and the tracker's leave of the returns' spread."""
+    assert micro.tracked is not None
+    stats.total("critic_tokens", float(len(values)))
+    stats.mean("critic/value_mean", values, over="critic_tokens")
+    spreads = {"return": target, "error": target - values, "tracker_error": target - micro.tracked.float()}
+    for name, numbers in spreads.items():
+        stats.std(f"critic/{name}_std", numbers, over="critic_tokens")
+
+
+def with_explained_variance(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics with 1 - Var(R - V) / Var(R), of the critic's values and of the tracker's, in place of the spreads.
+
+    Both are left out where all returns are equal.
+    """
+    metrics = dict(metrics)
+    spread, error, of_tracker = (metrics.pop(f"critic/{name}_std") for name in ("return", "error", "tracker_error"))
+    if spread:
+        metrics["critic/explained_variance"] = 1 - (error / spread) ** 2
+        metrics["critic/tracker_explained_variance"] = 1 - (of_tracker / spread) ** 2
+    return metrics
