@@ -99,7 +99,7 @@ def load_value_model(config: Config, weights: bool = True) -> ValueModel:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block transformers does not report that it does not read the policy's output layer, and finds no head."""
+    """Within the block transformers does not report what of the policy it does not read, and that it finds no head."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -62,6 +62,19 @@ SECTIONS = [
     # Methods.
     ("{algorithm: {method: grpo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
     ("algorithm: {method: rloo, turn_advantage: turn}", "algorithm.turn_advantage = 'turn' has no baseline with"),
+    (
+        "{algorithm: {method: grpo, baseline: critic}, sampler: {drift: {mode: ledger}}}",
+        "algorithm.baseline = 'critic' beside algorithm.method = 'grpo' | set algorithm.method=spo",
+    ),
+    ("algorithm: {method: rloo, baseline: both}", "algorithm.baseline = 'both' beside algorithm.method = 'rloo'"),
+    ("algorithm: {method: none, baseline: critic}", "or algorithm.baseline=tracker"),
+    (
+        "{algorithm: {baseline: critic}, learner: {sequence_parallel: 2}}",
+        "learner.sequence_parallel = 2: the critic reads sequences whole",
+    ),
+    ("{algorithm: {baseline: both}, learner: {lora: {}}}", "algorithm.baseline = 'both' with learner.lora"),
+    ("critic: {gae_lambda: 1.5}", "critic.gae_lambda = 1.5"),
+    ("critic: {lambda: 1}", "unknown configuration key critic.lambda; did you mean critic.gae_lambda?"),
     # Options of losses.
     (
         "algorithm: {loss_options: {beta: 1}}",

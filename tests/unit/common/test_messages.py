@@ -27,6 +27,7 @@ MESSAGES: list[Message] = [
     Task(**HEADER, prompt=[{"role": "user", "content": "é"}], answer=3, row={"level": 2}),
     SampleHeader(**HEADER, reward=0.5, drift=0.01, record=b"{}", turn_rewards=[0.5]),
     SampleHeader(**HEADER, turn_returns=[0.5, 1.0], turn_tokens=[3, 4]),
+    Batch(batch_id=2, **COLUMNS, values=[0.5], returns=[[0.25, 1.0]]),
     Batch(batch_id=3, **COLUMNS, turn_advantages=[[0.1, -0.5]], row_tokens=[[2, 3]]),
     Step(version=4, drift=0.001, metrics={"loss": 0.5}, checkpoint=True),
 ]
@@ -47,6 +48,8 @@ def test_a_message_comes_back_another_schema_is_refused(message: Message) -> Non
         (SampleHeader, HEADER | {"record": bytes(MAX_RECORD + 1)}, "record"),
         (Batch, COLUMNS | {"batch_id": 0, "rewards": []}, "columns of different lengths"),
         (Batch, COLUMNS | {"batch_id": 0, "turn_advantages": []}, "columns of different lengths"),
+        (Batch, COLUMNS | {"batch_id": 0, "values": [0.5]}, "values and returns come together"),
+        (Batch, COLUMNS | {"batch_id": 0, "values": [0.5], "returns": [[]]}, "a sample without returns"),
         (SampleHeader, HEADER | {"turn_returns": [1.0, 0.5], "turn_tokens": [3]}, "2 turn_returns but 1 turn_tokens"),
         (SampleHeader, HEADER | {"tokens": 5, "row_tokens": [2, 2]}, "2 rows, the shortest of 2 tokens, have 4 of 5"),
         (SampleHeader, HEADER | {"tokens": 5, "row_tokens": [5, 0]}, "2 rows, the shortest of 0 tokens, have 5 of 5"),

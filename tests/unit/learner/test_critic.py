@@ -1,0 +1,146 @@
+"""What a critic is told, which models it can be, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Olmo2Config
+
+from common.config import AlgorithmConfig, LearnerConfig, SamplerConfig
+from common.errors import UserError
+from common.messages import Batch
+from common.payload import Payload
+from learner.batch import Outcome, micro_batch, own_share, token_rewards
+from learner.critic import Critic, load_value_model, with_explained_variance
+from learner.world import World
+from sampler.batches import OpenBatch
+from sampler.records import OpenSample
+from tests.support.learner import VOCABULARY, joined, learner_config, make_payload, save_tiny_model
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def payload_of(*lengths: int) -> Payload:
+    """One row of turns of so many model tokens, with a token of somebody else's before each."""
+    ends = np.cumsum([1 + length for length in lengths])
+    spans = np.array([[end - length, end] for end, length in zip(ends, lengths, strict=True)], np.int32)
+    sampled = sum(lengths)
+    versions = np.array([[0, 0, sampled]], np.int32)
+    return Payload(np.ones(ends[-1], np.int32), spans, np.full(sampled, -1.0, np.float32), versions)
+
+
+@pytest.mark.parametrize(
+    ("returns", "expected"),
+    [
+        (0.75, [0, 0, 0, 0, 0, 0.75]),
+        # The first turn got 0.25 of its own, the second cost 0.25.
+        ([0.5, 0.25, 0.5], [0, 0.25, 0, -0.25, 0, 0.5]),
+        # The episode goes on in another row, where 0.125 more was earned; the last turn here has all of it.
+        ([0.5, 0.25, 0.625], [0, 0.25, 0, -0.375, 0, 0.625]),
+    ],
+)
+def test_a_reward_stands_at_the_last_token_of_what_earned_it(returns: Any, expected: list[float]) -> None:
+    assert token_rewards(payload_of(2, 2, 2), returns).tolist() == expected
+
+
+def test_a_micro_batch_has_rewards_and_the_trackers_value_of_each_token() -> None:
+    rows = [(payload_of(1, 2), 0.0), (payload_of(2), 0.0)]
+    micro = micro_batch(rows, outcomes=[Outcome(1.0, 0.25), Outcome([0.5], 0.75)])
+    assert micro.rewards.tolist() == [0, 0, 1, 0, 0.5]
+    assert micro.tracked.tolist() == [0.25, 0.25, 0.25, 0.75, 0.75]
+    assert micro_batch([], outcomes=[]).rewards.tolist() == []
+    assert micro_batch(rows).rewards is None
+
+
+def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn() -> None:
+    rng, config = np.random.default_rng(0), LearnerConfig(token_budget=100)
+    sample = joined([make_payload(rng, 20), make_payload(rng, 30)])
+    columns = {
+        "batch_id": 0, "sample_ids": ["a"], "advantages": [0.5], "rewards": [3.0], "tokens": [50],
+        "row_tokens": [[20, 30]], "values": [0.25],
+    }  # fmt: skip
+
+    def rewards(**others: Any) -> list[list[float]]:
+        batch = own_share(Batch(**columns, **others), lambda _: [sample], config, ALONE, VOCABULARY)
+        micros = sorted((micro for micro in batch.mini_batches[0]), key=lambda micro: micro.input_ids.numel())
+        rows = [row.tolist() for micro in micros for row in micro.rewards.split(micro.layout.lengths.tolist())]
+        return sorted([number for number in row if number] for row in rows)
+
+    assert rewards(returns=[[0.75]]) == [[0.75], [0.75]], "each row ends with the sample's reward"
+    turns = {"turn_advantages": [[0.0] * 4], "returns": [[1.0, 0.5, 0.75, 0.25]]}
+    assert rewards(**turns) == [[0.5, 0.25], [0.5, 0.5]]
+    wrong = {"turn_advantages": [[0.0] * 4], "returns": [[1.0, 0.5]]}
+    batch = own_share(Batch(**columns, **wrong), lambda _: [sample], config, ALONE, VOCABULARY)
+    assert (batch.left_out, batch.reason) == (1, "2 returns of 4 turns")
+
+
+def sample(number: int, advantage: float, reward: float, **others: Any) -> OpenSample:
+    return OpenSample(f"t{number}", number, advantage, reward, 9, 5, 0, 0, **others)
+
+
+def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic() -> None:
+    sampler = SamplerConfig(batch_size=2, tracker={"reward_range": (-1, 1)})
+
+    def manifest(baseline: str, **turns: Any) -> Batch:
+        batch = OpenBatch(sampler, AlgorithmConfig(baseline=baseline))
+        batch.add(sample(0, 0.75, 1.0, **turns))
+        batch.add(sample(1, -0.5, -1.0, **turns))
+        return batch.close().manifest
+
+    tracked, judged = manifest("tracker"), manifest("critic")
+    assert judged.values == [0.25, 0.5]
+    assert judged.returns == [[1.0], [0.0]]
+    assert judged.advantages == tracked.advantages, "for the critic's warm-up"
+    assert (tracked.values, tracked.returns) == (None, None)
+    by_turn = manifest("both", turn_advantages=[0.5, 0.25], turn_tokens=[2, 3])
+    assert by_turn.returns == [[0.75, 0.5], [1.0, 0.75]]
+    assert Batch.unpack(by_turn.pack()) == by_turn
+
+
+def test_the_head_starts_at_zero_and_keeps_what_a_critics_folder_has(model: str, tmp_path: Path) -> None:
+    started = load_value_model(learner_config(model, tmp_path))
+    assert {name for name, weight in started.named_weights() if not weight.any()} == {"score.weight", "score.bias"}
+    torch.nn.init.constant_(started.model.score.weight, 0.5)
+    started.model.save_pretrained(tmp_path / "critic")
+    again = load_value_model(learner_config(str(tmp_path / "critic"), tmp_path))
+    assert (again.model.score.weight == 0.5).all()
+    assert not again.model.score.bias.any()
+
+
+def test_a_model_without_such_a_shape_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(Olmo2Config(num_hidden_layers=1).to_dict()))
+    line = r"model.path = '.*' cannot be a critic: .* 'olmo2' .*; set algorithm.baseline=tracker, or critic.model"
+    with pytest.raises(UserError, match=line):
+        load_value_model(learner_config(str(tmp_path), "runs"), weights=False)
+    with pytest.raises(UserError, match="^critic.model = '.*' cannot be a critic"):
+        load_value_model(learner_config(str(tmp_path), "runs", critic={"model": str(tmp_path)}), weights=False)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "other")
+    config = learner_config(model, tmp_path, algorithm={"baseline": "critic"}, critic={"model": other})
+    with pytest.raises(
+        UserError, match=f"critic.model = '{other}' has {VOCABULARY} token ids, .* has 5: a critic reads"
+    ):
+        Critic(config, ALONE, 5)
+
+
+def test_a_critics_folder_that_is_not_there_is_named(model: str, tmp_path: Path) -> None:
+    config = learner_config(model, tmp_path, algorithm={"baseline": "critic"}, critic={"model": "/none"})
+    with pytest.raises(UserError, match="^critic.model = '/none': there is no such folder"):
+        Critic(config, ALONE, VOCABULARY)
+
+
+def test_explained_variance_is_left_out_where_there_is_none_to_explain() -> None:
+    spreads = {"critic/return_std": 0.5, "critic/error_std": 0.25, "critic/tracker_error_std": 0.5, "x": 1.0}
+    assert with_explained_variance(spreads) == {
+        "x": 1.0,
+        "critic/explained_variance": 0.75,
+        "critic/tracker_explained_variance": 0.0,
+    }
+    assert with_explained_variance(spreads | {"critic/return_std": 0.0}) == {"x": 1.0}
