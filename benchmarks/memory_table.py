@@ -13,11 +13,12 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from benchmarks import options
 from common.errors import reports_user_errors
-from learner.memory_model import Micro, RankMemory, Zero, rank_memory
+from learner.memory_model import Micro, RankMemory, Zero, rank_memory, with_critic
 
 CARD_GB = 80.0
 # CUDA's context, NCCL's buffers, and what the allocator cannot use.
 RESERVED_GB = 5.0
+CRITIC, FROZEN = "a critic", "a critic with frozen attention"
 HEADINGS = ("weights", "gradients", "optimizer", "gathered", "buckets", "activations", "peak")
 
 QWEN3_8B = Qwen3Config(
@@ -61,13 +62,24 @@ QWEN3_30B_A3B = Qwen3MoeConfig.from_dict(
 
 @dataclass(frozen=True)
 class RankLayout:
-    """A model on a number of ranks, and whether it is meant to fit."""
+    """A model on a number of ranks, and whether it is meant to fit.
+
+    Attributes:
+        critic: beside it, in words; empty: none.
+    """
 
     name: str
     config: PreTrainedConfig
     zero: Zero
     micro: Micro
     fits: bool = True
+    critic: str = ""
+
+    @property
+    def memory(self) -> RankMemory:
+        """Bytes on one rank."""
+        policy = rank_memory(self.config, self.zero, self.micro)
+        return with_critic(self.config, policy, self.zero, self.critic == FROZEN) if self.critic else policy
 
 
 TOO_LONG = 131_072, 1  # tokens that one rank alone cannot hold
@@ -80,6 +92,10 @@ LAYOUTS = (
     RankLayout("30B-A3B", QWEN3_30B_A3B, Zero(3, 16), PACKED_8B),
     RankLayout("30B-A3B", QWEN3_30B_A3B, Zero(3, 8), PACKED_8B, fits=False),
     RankLayout("30B-A3B, optimizer on the host", QWEN3_30B_A3B, Zero(3, 8, host_optimizer=True), PACKED_8B),
+    RankLayout("8B", QWEN3_8B, Zero(2, 8), PACKED_8B, critic=CRITIC, fits=False),
+    RankLayout("8B", QWEN3_8B, Zero(2, 8), PACKED_8B, critic=FROZEN, fits=False),
+    RankLayout("8B", QWEN3_8B, Zero(3, 8), PACKED_8B, critic=CRITIC),
+    RankLayout("8B", QWEN3_8B, Zero(3, 8), PACKED_8B, critic=FROZEN),
     # One long sequence in a micro-batch, which more and more of eight ranks divide among them.
     *(
         RankLayout(
@@ -101,7 +117,8 @@ def row(layout: RankLayout, memory: RankMemory) -> str:
     checkpointing = "yes" if layout.micro.checkpointing else "no"
     room = CARD_GB - RESERVED_GB - memory.peak / 1e9
     ranks, micro = f"{layout.zero.stage}, {layout.zero.ranks}", layout.micro
-    what = [layout.name, ranks, str(micro.sequence_parallel), f"{micro.tokens:,}", checkpointing]
+    name = f"{layout.name}, {layout.critic}" if layout.critic else layout.name
+    what = [name, ranks, str(micro.sequence_parallel), f"{micro.tokens:,}", checkpointing]
     return " | ".join(["", *what, *figures, f"{room:.1f} free" if room >= 0 else "no", ""]).strip()
 
 
@@ -113,7 +130,7 @@ def main() -> None:
     print("|---" * (len(columns) + 1) + "|")
     wrong = []
     for layout in LAYOUTS:
-        memory = rank_memory(layout.config, layout.zero, layout.micro)
+        memory = layout.memory
         print(row(layout, memory), flush=True)
         if (memory.peak / 1e9 + RESERVED_GB <= CARD_GB) != layout.fits:
             wrong.append(layout.name)

@@ -108,6 +108,22 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+def with_critics_path(config: Config) -> Config:
+    """The configuration with the critic's model at `model.path`."""
+    path = config.critic.model or config.model.path
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def check_vocabulary(config: Config, critic: ValueModel, vocabulary: int) -> None:
+    """Raise `UserError` for a critic with another number of token ids than the policy."""
+    own = int(critic.model.config.get_text_config().vocab_size)
+    if own != vocabulary:
+        raise UserError(
+            f"critic.model = {config.critic.model!r} has {own} token ids, and model.path = {config.model.path!r} has "
+            f"{vocabulary}: a critic reads the policy's tokens; take a model with the same tokenizer"
+        )
+
+
 def critic_key(config: Config) -> str:
     """The setting that names the critic's model, for messages."""
     return "model.path" if config.critic.model is None else "critic.model"
@@ -120,10 +136,15 @@ def _whole(parameters: list[nn.Parameter]) -> Any:
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
 
 
-def _freeze_attention(model: PreTrainedModel, path: str, key: str) -> None:
+def attention_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters of a model's attention layers."""
     # transformers calls the class of such a layer `Qwen3Attention`, `LlamaAttention` and so on.
     layers = [layer for layer in model.modules() if "Attention" in type(layer).__name__]
-    frozen = [parameter for layer in layers for parameter in layer.parameters()]
+    return list({parameter: None for layer in layers for parameter in layer.parameters()})
+
+
+def _freeze_attention(model: PreTrainedModel, path: str, key: str) -> None:
+    frozen = attention_parameters(model)
     if not frozen:
         raise UserError(
             f"critic.freeze_attention: {type(model).__name__} ({key} = {path!r}) has no attention layers; set it to "
@@ -154,15 +175,8 @@ class Critic:
         """
         self.config, self.world, self.settings = config, world, config.critic
         self.learner = config.learner.model_copy(update={"lr": self.settings.rate(config.learner.lr)})
-        path = self.settings.model or config.model.path
-        settings = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-        model = load_on_ranks(settings, world, load_value_model, critic_key(config))
-        own = int(model.model.config.get_text_config().vocab_size)
-        if own != vocabulary:
-            raise UserError(
-                f"critic.model = {path!r} has {own} token ids, and model.path = {config.model.path!r} has "
-                f"{vocabulary}: a critic reads the policy's tokens; take a model with the same tokenizer"
-            )
+        model = load_on_ranks(with_critics_path(config), world, load_value_model, critic_key(config))
+        check_vocabulary(config, model, vocabulary)
         self.engine = build_engine(model, self.learner, world)
 
     @torch.no_grad()

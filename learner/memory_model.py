@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig
 
 from learner.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
+from learner.critic import attention_parameters
 from learner.kernels import has_sinks
 from learner.model import Policy, own_slice
 from learner.ulysses import SequenceGroup
@@ -104,11 +105,12 @@ def rank_memory(config: PreTrainedConfig, zero: Zero, micro: Micro, dtype: torch
     return divided(parameter_sizes(config), zero, peak_activations(config, micro, dtype))
 
 
-def divided(sizes: Sequence[int], zero: Zero, activations: int) -> RankMemory:
+def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int = 0) -> RankMemory:
     """Bytes that a rank needs to train a model whose parameters have these sizes.
 
     Args:
         activations: see `peak_activations`.
+        untrained: elements of all parameters that are frozen beside trained ones.
     """
     count, largest = sum(sizes), max(sizes)
     part = -(-count // zero.ranks)
@@ -117,6 +119,8 @@ def divided(sizes: Sequence[int], zero: Zero, activations: int) -> RankMemory:
     held = 0 if zero.host_weights else weights
     if zero.frozen:
         return RankMemory(held, 0, 0, layers, 0, activations, 0)
+    count -= untrained
+    part = -(-count // zero.ranks)
     # In fp32 the weights are the master copy.
     optimizer = (12 if zero.weight_bytes < 4 else 8 if zero.stage == 3 else 8 + 4) * (part if zero.stage else count)
     optimizer = 0 if zero.host_optimizer else optimizer
@@ -129,6 +133,34 @@ def divided(sizes: Sequence[int], zero: Zero, activations: int) -> RankMemory:
         # Gradients pass a bucket in fp32, beside a copy in the type that is reduced.
         buckets = 4 * (zero.reduce_bucket + bucket) + (zero.reduced_bytes * bucket if zero.reduced_bytes < 4 else 0)
     return RankMemory(held, gradients, optimizer, layers, buckets, activations, 4 * part)
+
+
+def with_critic(config: PreTrainedConfig, policy: RankMemory, zero: Zero, freeze_attention: bool) -> RankMemory:
+    """Bytes that a rank needs beside a critic with the policy's shape.
+
+    Both are held all the time and compute in turn. A critic's activations are the policy's without those of the
+    log-prob head, so that the policy's are the most.
+    """
+    sizes, untrained = critic_sizes(config, freeze_attention)
+    critic = divided(sizes, zero, 0, untrained)
+    return RankMemory(
+        policy.weights + critic.weights,
+        policy.gradients + critic.gradients,
+        policy.optimizer + critic.optimizer,
+        *(
+            max(getattr(policy, name), getattr(critic, name))
+            for name in ("gathered", "buckets", "activations", "stepping")
+        ),
+    )
+
+
+def critic_sizes(config: PreTrainedConfig, freeze_attention: bool) -> tuple[list[int], int]:
+    """Number of elements of each parameter of a critic, and of those that are frozen."""
+    labelled = type(config).from_dict(config.to_dict() | {"num_labels": 1})
+    with torch.device("meta"):
+        model = AutoModelForTokenClassification.from_config(labelled)
+    frozen = attention_parameters(model) if freeze_attention else []
+    return [parameter.numel() for parameter in model.parameters()], sum(one.numel() for one in frozen)
 
 
 def peak_activations(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> int:

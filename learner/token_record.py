@@ -69,7 +69,10 @@ class TokenRecord:
         for mini_batch, micro, *values in self._passes:
             lengths = micro.layout.lengths.tolist()
             logprobs, entropies = (value.float().cpu().split(lengths) for value in values)
-            for (sample, row), logprob, entropy in zip(micro.names, logprobs, entropies, strict=True):
+            # With a critic each token has an advantage of its own; the sampler's is then the tracker's.
+            by_token = [None] * len(lengths) if micro.rewards is None else micro.advantages.cpu().split(lengths)
+            columns = (micro.names, logprobs, entropies, by_token)
+            for (sample, row), logprob, entropy, of_tokens in zip(*columns, strict=True):
                 if sample in self._advantages:
                     line = {
                         "task_id": sample,
@@ -79,6 +82,8 @@ class TokenRecord:
                         "logprobs": _rounded(logprob.tolist()),
                         "entropies": _rounded(entropy.tolist()),
                     }
+                    if of_tokens is not None:
+                        line["token_advantages"] = _rounded(of_tokens.tolist())
                     yield json.dumps(line)
 
 

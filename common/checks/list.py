@@ -20,7 +20,7 @@ from common.checks.check import (
 )
 from common.checks.computing import gpus, open_files, processor, shared_memory, threads
 from common.checks.machine import Machine, read_machine
-from common.checks.model import adapters, disk, memory, model, published_weights, teacher
+from common.checks.model import adapters, critic, disk, memory, model, published_weights, teacher
 from common.checks.packages import packages, python, torch_relatives, trackers
 from common.checks.run import data, keys, learner_steps, port, run_folder, secrets, settings
 from common.checks.services import redis, sandbox, teacher_server
@@ -46,6 +46,7 @@ CHECKS: tuple[Check, ...] = (
     Check("steps", learner_steps, ALWAYS, SAMPLER + LEARNER + RELAY + TEACHER, Need.CONFIG),
     Check("memory", memory, DOCTOR, COMPUTING, Need.CONFIG | Need.DEVICE),
     Check("model", model, ALWAYS, GENERATOR + LEARNER, Need.CONFIG),
+    Check("critic", critic, ALWAYS, LEARNER, Need.CONFIG),
     Check("published weights", published_weights, ALWAYS, LEARNER, Need.CONFIG),
     Check("adapter", adapters, ALWAYS, GENERATOR, Need.CONFIG),
     Check("teacher", teacher, ALWAYS | When.DRY_RUN, TEACHER, Need.CONFIG | Need.DEVICE),

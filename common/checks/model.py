@@ -27,6 +27,16 @@ def model(context: Context) -> Finding:
     return _folder(context, "model.path") or _without_experts(context) or _described(context)
 
 
+def critic(context: Context) -> Finding | None:
+    """Whether `critic.model`, if it is not the policy's, is a model to train, or a name to download one by."""
+    path = context.config.critic.model
+    if not context.config.algorithm.has_critic or path is None:
+        return None
+    check_model_folder(path, key="critic.model")
+    size = model_size(Path(path))
+    return ok(f"{path}: {size.parameters:,} parameters" if size else path)
+
+
 def teacher(context: Context) -> Finding:
     """Whether `teacher.model` is a model that vLLM can serve, or a name by which one can be downloaded."""
     if not context.config.teacher.has_process:
@@ -136,7 +146,7 @@ def memory_needed(context: Context, size: ModelSize) -> float:
 
     Every process but a teacher holds the weights once more for their transfer. On the CPU, an engine also holds the KV
     cache; a learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks
-    share. An adapter's own share of these is too small to count.
+    share. An adapter's own share of these is too small to count; a critic is taken to be as large as the policy.
     """
     config = context.config
     has_adapter = config.learner.lora is not None
@@ -153,7 +163,8 @@ def memory_needed(context: Context, size: ModelSize) -> float:
             cache = float(space) * (1 << 30) if space else cache
         return base + weights + (cache if isinstance(cache, int | float) and math.isfinite(cache) else KV_CACHE)
     width = 4 if config.learner.dtype == "float32" else 2
-    return base + size.parameters * (width if has_adapter else 2 * width + 12)
+    models = 2 if config.algorithm.has_critic else 1
+    return base + models * size.parameters * (width if has_adapter else 2 * width + 12)
 
 
 def disk(context: Context) -> Finding:
@@ -167,6 +178,7 @@ def disk(context: Context) -> Finding:
     if size is None:
         return ok(f"{format_bytes(free)} are free")
     checkpoint = size.stored if config.learner.lora is not None else CHECKPOINT * size.parameters + size.stored
+    checkpoint *= 2 if config.algorithm.has_critic else 1
     # A new checkpoint is complete before an old one is removed.
     count = config.learner.keep_checkpoints + 1
     if free < count * checkpoint:

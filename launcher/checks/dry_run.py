@@ -199,7 +199,14 @@ def _policy(context: Context) -> Finding:
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.named_weights())
     adapter = f", {trained:,} of them an adapter's, which is trained" if policy.has_adapter else ""
-    return ok(f"{config.model.path}: {parameters:,} parameters{adapter}")
+    if not config.algorithm.has_critic:
+        return ok(f"{config.model.path}: {parameters:,} parameters{adapter}")
+    from learner.critic import check_vocabulary, load_value_model, with_critics_path
+
+    critic = load_value_model(with_critics_path(config), weights=False)
+    check_vocabulary(config, critic, policy.vocabulary)
+    learned = sum(parameter.numel() for parameter in critic.parameters() if parameter.requires_grad)
+    return ok(f"{config.model.path}: {parameters:,} parameters{adapter}; a critic, of which {learned:,} are trained")
 
 
 def _training(context: Context) -> Finding:

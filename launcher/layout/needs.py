@@ -17,6 +17,8 @@ from launcher.layout.gpus import Gpu
 from launcher.layout.step_model import Rates, Shape, StepTime, Workload, read_shape, step
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from learner.memory_model import RankMemory
 
 GB = 1e9
@@ -51,7 +53,7 @@ class Needs:
         Args:
             config: another configuration of the same model.
         """
-        from learner.memory_model import Zero, divided  # imports torch
+        from learner.memory_model import Zero, divided, with_critic  # imports torch
 
         config = config or self.config
         learner = config.learner
@@ -71,6 +73,9 @@ class Needs:
             learner.dtype,
         )
         memory = divided(sizes, zero, activations)
+        if config.algorithm.has_critic:
+            shape = _shape(config.critic.model or config.model.path)
+            memory = with_critic(shape, memory, zero, config.critic.freeze_attention)
         # A reference policy is divided as the policy is; of an adapter's run it is the frozen weights themselves.
         reference = config.algorithm.kl_coef > 0 and not zero.frozen
         return replace(memory, weights=memory.weights * (2 if reference else 1))
@@ -178,17 +183,22 @@ def lengths(config: Config) -> tuple[int, ...]:
     return (longest,) * whole + ((rest,) if rest > 1 else ())
 
 
+def _shape(path: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path)
+
+
 @functools.cache
 def _measured(
     path: str, tokens: tuple[int, ...], sequence_parallel: int, checkpointing: bool, dtype: str
 ) -> tuple[list[int], int]:
     """Sizes of a model's parameters, and bytes of its activations."""
     import torch
-    from transformers import AutoConfig
 
     from learner.memory_model import Micro, parameter_sizes, peak_activations
 
-    config = AutoConfig.from_pretrained(path)
+    config = _shape(path)
     # Not on a GPU: attention by `varlen` takes 16 bits.
     micro = Micro(
         tokens,

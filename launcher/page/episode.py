@@ -163,11 +163,14 @@ def _request_line(request: dict[str, Any]) -> str:
 def trained_view(record: dict[str, Any], trained: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Advantages by turn, ratio and entropy of each token [T]; None if the learner's records do not fit the tokens.
 
+    With a critic there is each token's advantage too, and those by turn are the tracker's.
+
     The ratio is the token's probability under the policy just before the optimizer step that trained on it, divided by
     its probability when it was sampled.
     """
     try:
         spans, length = record["model_spans"], len(record["token_ids"])
+        own: dict[str, Any] = {}
         ratios: list[float | None] = [None] * length
         entropies: list[float | None] = [None] * length
         sampled = (i for start, end in spans for i in range(start, end))
@@ -177,13 +180,20 @@ def trained_view(record: dict[str, Any], trained: list[dict[str, Any]]) -> dict[
         for i, rollout, current, entropy in zip(sampled, *columns, strict=True):
             ratios[i] = _finite(math.exp(min(current - rollout, MOST_LOG_RATIO)))
             entropies[i] = _finite(entropy)
+        if "token_advantages" in rows[0]:
+            of_tokens: list[float | None] = [None] * length
+            learned = [one for row in rows for one in row["token_advantages"]]
+            for i, advantage in zip((i for start, end in spans for i in range(start, end)), learned, strict=True):
+                of_tokens[i] = _finite(advantage)
+            own["token_advantages"] = of_tokens[:MOST_TOKENS]
         advantages = [_finite(advantage) for advantage in rows[0]["advantages"]]
         if len(advantages) not in (1, len(spans)):
             return None
         facts = {"version": int(rows[0]["version"]), "mini_batch": int(rows[0]["mini_batch"])}
     except (LookupError, TypeError, ValueError):
         return None
-    return {**facts, "advantages": advantages, "ratios": ratios[:MOST_TOKENS], "entropies": entropies[:MOST_TOKENS]}
+    by_token = {"ratios": ratios[:MOST_TOKENS], "entropies": entropies[:MOST_TOKENS]}
+    return {**facts, "advantages": advantages, **by_token, **own}
 
 
 def _finite(value: float) -> float | None:

@@ -82,7 +82,7 @@ export class EpisodeView {
       ["reward by turn", (facts.turn_rewards ?? []).map(number).join(", ")],
       ["value before", advantage ? number(advantage.value) : null],
       ["reward − value", advantage ? number(advantage.difference) : null],
-      [trained?.advantages.length > 1 ? "advantage by turn" : "advantage", trained ? trained.advantages.map(number).join(", ") : null],
+      [`${trained?.token_advantages ? "the tracker's " : ""}${trained?.advantages.length > 1 ? "advantage by turn" : "advantage"}`, trained ? trained.advantages.map(number).join(", ") : null],
       ["dispatched at", facts.version],
       ["sampled by", versions],
       ["trained on in batch", trained ? trained.version : null],

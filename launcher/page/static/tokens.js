@@ -39,6 +39,11 @@ function coloured(episode, colouring) {
     return { of: (i) => name(tokens.versions[i]), legend: versions.map((version) => [name(version), `version ${version}`]), words: "Colour: the weight version that sampled the token." };
   }
   if (colouring === "advantage") {
+    if (trained?.token_advantages) {
+      const of = (i) => advantageClass(trained.token_advantages[i]);
+      const classes = [["up2", `${STRONG} and above`], ["up1", "above 0"], ["down1", "below 0"], ["down2", `−${STRONG} and below`]];
+      return { of, legend: classes, words: "Colour: the advantage with which the token was trained on, by the critic's values." };
+    }
     if (trained) {
       const { advantages } = trained;
       const of = (i) => advantages[Math.min(tokens.turns[i], advantages.length - 1)];
