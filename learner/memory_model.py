@@ -7,6 +7,7 @@ and every storage is counted. What DeepSpeed holds is arithmetic, from its sourc
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -156,7 +157,8 @@ def with_critic(config: PreTrainedConfig, policy: RankMemory, zero: Zero, freeze
 
 def critic_sizes(config: PreTrainedConfig, freeze_attention: bool) -> tuple[list[int], int]:
     """Number of elements of each parameter of a critic, and of those that are frozen."""
-    labelled = type(config).from_dict(config.to_dict() | {"num_labels": 1})
+    labelled = copy.deepcopy(config)
+    labelled.num_labels = 1
     with torch.device("meta"):
         model = AutoModelForTokenClassification.from_config(labelled)
     frozen = attention_parameters(model) if freeze_attention else []

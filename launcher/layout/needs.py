@@ -105,6 +105,7 @@ class Needs:
             recompute_proximal=config.algorithm.proximal in ("recompute", "compare"),
             reference=config.algorithm.kl_coef > 0,
             rescore=config.sampler.drift.mode == "rescore",
+            critic_updates=config.critic.updates if config.algorithm.has_critic else 0,
         )
         return step(self.shape, replace(rates, gpu_bytes=float(gpus[0].total or Rates().gpu_bytes)), run)
 

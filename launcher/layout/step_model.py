@@ -113,6 +113,7 @@ class Workload:
     recompute_proximal: bool = True  # algorithm.proximal: recompute
     reference: bool = False  # a KL penalty's forward pass
     rescore: bool = True  # sampler.drift.mode: rescore
+    critic_updates: int = 0  # optimizer steps of a critic; 0: there is none
 
     @property
     def tokens(self) -> float:
@@ -133,11 +134,13 @@ class StepTime:
     generate: float
     requests: float  # at a time, of a generating GPU
     useful_flops: float  # of training: three forward passes' worth, without what is computed again
+    critic: float = 0.0  # its values and its training, without its collectives
 
     @property
     def learn(self) -> float:
         """The learner's part of a step."""
-        return self.old + self.reference + self.train + self.communicate + self.optimize + self.publish
+        parts = self.old, self.reference, self.train, self.critic, self.communicate, self.optimize, self.publish
+        return sum(parts)
 
     @property
     def seconds(self) -> float:
@@ -159,6 +162,13 @@ def step(shape: Shape, rates: Rates, run: Workload) -> StepTime:
     head = run.batch * run.response * 2 * shape.head_parameters
     again = forward if run.recompute_activations else head
     forward_only = rates.peak * rates.prefill_share * ranks
+    # Adam reads and writes master weights and two moments, reads gradients, writes weights: 28 bytes a parameter.
+    optimize = 28 * shape.parameters / ranks / rates.memory
+    critic = 0.0
+    if run.critic_updates:
+        layers = forward - head  # it has the policy's, and next to no output layer
+        once = (3 + run.recompute_activations) * layers / rate + optimize
+        critic = layers / forward_only + run.critic_updates * once
     # With one mini-batch the training pass itself yields the proximal policy, and so it does for the first of several.
     old = forward * (run.mini_batches - 1) / run.mini_batches if run.recompute_proximal else 0.0
     learned = StepTime(
@@ -166,13 +176,13 @@ def step(shape: Shape, rates: Rates, run: Workload) -> StepTime:
         reference=forward / forward_only if run.reference else 0.0,
         train=(3 * forward + again) / rate,
         communicate=communication(shape, rates, run),
-        # Adam reads and writes master weights and two moments, reads gradients, writes weights: 28 bytes a parameter.
-        optimize=run.mini_batches * 28 * shape.parameters / ranks / rates.memory,
+        optimize=run.mini_batches * optimize,
         # Each rank of a node copies its share; what follows overlaps with the next step.
         publish=2 * shape.parameters / min(ranks, run.gpus_a_node) / rates.copy,
         generate=0.0,
         requests=0.0,
         useful_flops=3 * forward,
+        critic=critic,
     )
     seconds, requests = generation(shape, rates, run)
     return replace(learned, generate=run.batch * seconds / run.generating, requests=requests)

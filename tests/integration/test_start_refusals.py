@@ -40,6 +40,12 @@ TAKEN = "tcp://127.0.0.1:{port}"
         ("sampler", {"run": {"output_dir": "{folder}/file"}}, {}, "cannot write in "),
         ("generator", {"run": {"output_dir": "{folder}/file"}}, {}, "cannot write in "),
         ("learner", {"run": {"output_dir": "{folder}/file"}}, {}, "(Not a directory)"),
+        (
+            "learner",
+            {"algorithm": {"baseline": "critic"}, "critic": {"model": "{folder}/none"}},
+            {},
+            "critic.model = '",
+        ),
         ("generator.teacher", {"teacher": {"model": "m"}}, {"SPO_REQUIRE_GPUS": "64"}, "SPO_REQUIRE_GPUS = 64, and "),
         ("generator.teacher", {"teacher": {"model": "{folder}/none"}}, {}, "/none': there is no such folder"),
     ],
