@@ -42,10 +42,12 @@ class Trainer:
     Attributes:
         not_finite: optimizer steps in a row that were skipped because loss or gradient was not finite.
         past: the versions before, if tokens are to be scored by those that sampled them.
+        critic: the value model, if `algorithm.baseline` has one.
     """
 
     not_finite = 0
     past: PastVersions | None = None
+    critic: Critic | None = None
 
     def __init__(self, config: Config, world: World) -> None:
         """Load the model and build the engine; raises `UserError`."""
@@ -54,7 +56,8 @@ class Trainer:
         self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
         self.engine = build_engine(load_on_ranks(config, world), config.learner, world)
         self.teacher = config.teacher if config.teachers_in_use() else None
-        self.critic = Critic(config, world, self.policy.vocabulary) if config.algorithm.has_critic else None
+        if config.algorithm.has_critic:
+            self.critic = Critic(config, world, self.policy.vocabulary)
         self.reference = load_reference(config, world, self.engine)
         self.disk_names = DiskNames(self.policy.model)
         # Called before each optimizer step: a copy of the weights may still be running.

@@ -114,6 +114,14 @@ def test_what_a_run_does_without_costs_nothing() -> None:
     assert without.generate < one_rank.generate
 
 
+def test_a_critic_takes_a_forward_pass_and_its_updates() -> None:
+    without, one, three = (step(QWEN3_8B, Rates(), Workload(critic_updates=updates)) for updates in (0, 1, 3))
+    assert without.critic == 0.0
+    assert one.learn - without.learn == pytest.approx(one.critic)
+    assert 2 * one.critic < three.critic < 3 * one.critic
+    assert one.critic < without.train + without.reference + without.optimize + without.old, "it has no log-prob head"
+
+
 def test_requests_are_no_more_than_the_gpus_memory_holds() -> None:
     short, long = (step(QWEN3_8B, Rates(), Workload(response=response)) for response in (100, 30_000))
     assert short.requests == Workload().concurrency

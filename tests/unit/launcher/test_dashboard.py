@@ -172,6 +172,13 @@ def test_an_episode_comes_with_turns_and_tokens(folder: Path) -> None:
     assert trained["entropies"] == [None, None, 0.01, 0.7, None, 1.5, 3.0]
 
 
+def test_a_critics_advantages_are_shown_token_by_token(tmp_path: Path) -> None:
+    keep(tmp_path / "r", 5, "t1", TOKENS)
+    keep_trained(tmp_path / "r", 6, "t1", token_advantages=[0.5, -0.25, 1.0, 0.0])
+    trained = an_episode(tmp_path / "r")["trained"]
+    assert trained["token_advantages"] == [None, None, 0.5, -0.25, None, 1.0, 0.0]
+
+
 def test_rows_of_an_episode_are_put_together_from_all_ranks(tmp_path: Path) -> None:
     keep(tmp_path / "r", 5, "t1", TOKENS | {"row_lengths": [4, 3]}, row_tokens=[20, 10])
     columns = [("logprobs", [-0.5, -1.0, -2.0, -3.0]), ("entropies", [0.1, 0.2, 0.3, 0.4])]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Olmo2Config
+from transformers import AutoConfig, Olmo2Config
 
 from common.config import AlgorithmConfig, LearnerConfig, SamplerConfig
 from common.errors import UserError
@@ -17,6 +18,9 @@ from common.messages import Batch
 from common.payload import Payload
 from learner.batch import Outcome, micro_batch, own_share, token_rewards
 from learner.critic import Critic, load_value_model, with_explained_variance
+from learner.memory_model import Zero, critic_sizes, divided, with_critic
+from learner.step_loss import PolicyOutput
+from learner.token_record import TokenRecord
 from learner.world import World
 from sampler.batches import OpenBatch
 from sampler.records import OpenSample
@@ -110,6 +114,29 @@ def test_the_head_starts_at_zero_and_keeps_what_a_critics_folder_has(model: str,
     again = load_value_model(learner_config(str(tmp_path / "critic"), tmp_path))
     assert (again.model.score.weight == 0.5).all()
     assert not again.model.score.bias.any()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_memory_table_counts_the_parameters_of_a_critic(model: str, tmp_path: Path, is_frozen: bool) -> None:
+    loaded = load_value_model(learner_config(model, tmp_path, critic={"freeze_attention": is_frozen}))
+    sizes, untrained = critic_sizes(AutoConfig.from_pretrained(model), is_frozen)
+    assert sizes == [parameter.numel() for parameter in loaded.parameters()]
+    assert untrained == sum(one.numel() for one in loaded.parameters() if not one.requires_grad)
+    policy = divided(sizes, Zero(2, 2), 1000)
+    both = with_critic(AutoConfig.from_pretrained(model), policy, Zero(2, 2), is_frozen)
+    assert both.weights == 2 * policy.weights
+    assert (both.optimizer == 2 * policy.optimizer) is not is_frozen
+    assert both.activations == 1000
+
+
+def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path: Path) -> None:
+    micro = micro_batch([(payload_of(2), 0.5)], names=[("a", 0)], outcomes=[Outcome(1.0, 0.25)])
+    record = TokenRecord(Batch(batch_id=1, sample_ids=["a"], advantages=[0.5], rewards=[1.0], tokens=[3], kept=[True]))
+    judged = replace(micro, advantages=torch.tensor([-1.0, 0.25]))
+    record.add(0, judged, PolicyOutput(torch.zeros(2), torch.zeros(2)))
+    record.write(tmp_path, 1, 0)
+    line = json.loads((tmp_path / "training_data" / "1.0.jsonl").read_text())
+    assert (line["advantages"], line["token_advantages"]) == ([0.5], [-1.0, 0.25])
 
 
 def test_a_model_without_such_a_shape_is_refused(tmp_path: Path) -> None:
