@@ -96,8 +96,7 @@ def _fetch(target: Path) -> None:
         (package,) = folder.glob("*.tgz")
         if hashlib.sha256(package.read_bytes()).hexdigest() != SHA256:
             raise ValueError(f"{package.name} has another SHA-256 than expected")
-        with tarfile.open(package) as archive:
-            archive.extractall(folder, filter="data")
+        _unpack(package, folder)
         made = folder / "made"
         made.mkdir()
         for packed in sorted((folder / "package" / "bin").glob("*.br")):
@@ -107,12 +106,18 @@ def _fetch(target: Path) -> None:
             )
             if unpacked.suffix == ".tar":
                 place = made / unpacked.stem if unpacked.stem in ("al2023", "fonts") else made
-                with tarfile.open(unpacked) as archive:
-                    archive.extractall(place, filter="data")
+                _unpack(unpacked, place)
                 unpacked.unlink()
         (made / "fonts.conf").write_text(FONTS, encoding="utf-8")
         (made / "chromium").chmod(0o755)
         os.rename(made, target)
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    with tarfile.open(path) as archive:
+        # Python 3.11.2 and .3 have no filters, and ignore the attribute; the package's checksum was compared.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
 
 
 def _last_line(error: Exception) -> str:
