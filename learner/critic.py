@@ -225,11 +225,12 @@ class Critic:
         if not all(map(math.isfinite, norms)):
             get_logger().warning("critic's gradient not finite, optimizer step skipped", version=batch.version)
         finite = [norm for norm in norms if math.isfinite(norm)]
-        return {
+        metrics = {
             "critic/loss": sum(losses) / len(losses),
             "critic/grad_norm": sum(finite) / max(len(finite), 1),
             "critic/lr": self.learner.lr,
         }
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # as other metrics
 
     def _values(self, micro: MicroBatch) -> torch.Tensor:
         """V of the states in which the model tokens were sampled, float32 [N]."""
@@ -265,11 +266,11 @@ def _report(micro: MicroBatch, values: torch.Tensor, target: torch.Tensor, stats
 def with_explained_variance(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics with 1 - Var(R - V) / Var(R), of the critic's values and of the tracker's, in place of the spreads.
 
-    Both are left out where all returns are equal.
+    Each is left out where all returns are equal, or where values are not finite, whose spread there is not.
     """
     metrics = dict(metrics)
-    spread, error, of_tracker = (metrics.pop(f"critic/{name}_std") for name in ("return", "error", "tracker_error"))
-    if spread:
-        metrics["critic/explained_variance"] = 1 - (error / spread) ** 2
-        metrics["critic/tracker_explained_variance"] = 1 - (of_tracker / spread) ** 2
+    spread, *errors = (metrics.pop(f"critic/{name}_std", None) for name in ("return", "error", "tracker_error"))
+    for name, error in zip(("explained_variance", "tracker_explained_variance"), errors, strict=True):
+        if spread and error is not None:
+            metrics[f"critic/{name}"] = 1 - (error / spread) ** 2
     return metrics

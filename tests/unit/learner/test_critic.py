@@ -171,3 +171,5 @@ def test_explained_variance_is_left_out_where_there_is_none_to_explain() -> None
         "critic/tracker_explained_variance": 0.0,
     }
     assert with_explained_variance(spreads | {"critic/return_std": 0.0}) == {"x": 1.0}
+    of_a_broken_critic = {name: value for name, value in spreads.items() if name != "critic/error_std"}
+    assert with_explained_variance(of_a_broken_critic) == {"x": 1.0, "critic/tracker_explained_variance": 0.0}
