@@ -90,7 +90,7 @@ def start_all(
         supervisor.log.info(line)
     environment = secret_environment(config)
     for name, arguments in commands.items():
-        own = layout.environments.get(name, {}) | thread_limits(name, layout.processes)
+        own = layout.environments.get(name, {}) | thread_limits(name, layout.processes, layout.all_cores)
         supervisor.start(name, arguments, environment | own)
 
 
@@ -127,15 +127,20 @@ def secret_environment(config: Config) -> dict[str, str]:
     return variables
 
 
-def thread_limits(name: str, processes: int) -> dict[str, str]:
+def thread_limits(name: str, processes: int, all_cores: bool = False) -> dict[str, str]:
     """Variables that give each rank, generator and teacher an equal share of the cores, unless the user has set it.
 
     Args:
         processes: number of ranks, generators and teachers.
+        all_cores: the learner, of one rank, has a thread for each core.
     """
-    if name.startswith(COMPUTING) and "OMP_NUM_THREADS" not in os.environ:
-        return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
-    return {}
+    if not name.startswith(COMPUTING) or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    cores = len(os.sched_getaffinity(0))
+    threads = cores if all_cores and name == "learner" else max(1, cores // processes)
+    # There are more threads than cores then: one that waits for others must not keep them from theirs.
+    passive = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"} if all_cores else {}
+    return {"OMP_NUM_THREADS": str(threads)} | passive
 
 
 def command(module: str, config: Path, *more: str) -> list[str]:

@@ -20,8 +20,9 @@ from common.log import get_logger
 from launcher.layout import layout as layouts
 from launcher.layout.gpus import numbers, read_gpus, select, watching
 from launcher.layout.layout import Choice, Layout, lay_out
+from launcher.run import processes
 from launcher.run.local_run import worker_commands
-from launcher.run.processes import start_all
+from launcher.run.processes import start_all, thread_limits
 from launcher.run.supervisor import Supervisor
 from tests.support.checks import config_of
 from tests.support.gpus import StandInGpus
@@ -277,6 +278,28 @@ def test_gpus_are_watched_until_the_driver_fails(
         eventually(lambda: [(gpu.number, gpu.load) for gpu in newest()] == [(0, 0.0), (2, 0.5)])
         gpus.fail("it fell off the bus")
         eventually(lambda: not newest())
+
+
+@pytest.mark.parametrize(("asked", "share"), [(Choice(), "2"), (Choice(1), "4"), (Choice(7), "1")])
+def test_without_gpus_the_learner_of_a_large_model_uses_the_cores_that_generators_leave(
+    asked: Choice, share: str, config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for module in (layouts, processes):
+        monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(8))
+
+    def threads(layout: Layout, name: str) -> str:
+        limits = thread_limits(name, layout.processes, layout.all_cores)
+        # Threads that spin while they wait would take the cores from those they wait for.
+        assert (limits.get("OMP_WAIT_POLICY") == "PASSIVE") is layout.all_cores
+        return limits["OMP_NUM_THREADS"]
+
+    large = lay_out(config(), asked)
+    assert (threads(large, "learner"), threads(large, "generator-1")) == ("8", share)
+    assert "the learner on all cores" in large.reasons[0]
+    unknown = lay_out(config_of(model={"path": "org/elsewhere"}), asked)
+    assert threads(unknown, "learner") == threads(unknown, "generator-1") == share
+    assert not lay_out(config(run={"steps": 0}), asked).all_cores
 
 
 def test_lists_are_read_and_written(gpus: StandInGpus) -> None:
