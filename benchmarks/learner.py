@@ -22,8 +22,9 @@ from common.config import Config, parse_config
 from common.errors import reports_user_errors
 from common.payload import Payload
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.batch import RolloutBatch, plan_micro_batches, rollout_batch
+from learner.batch import RolloutBatch, rollout_batch
 from learner.engine import optimizer_step
+from learner.plan import plan_micro_batches
 from learner.trainer import Trainer
 from learner.world import start
 

@@ -27,7 +27,8 @@ from generator.engine.engine import Engine
 from generator.weight_updater import load_weights
 from generator.weights.weight_client import WeightClient
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.batch import micro_batch, plan_micro_batches, rollout_batch
+from learner.batch import micro_batch, rollout_batch
+from learner.plan import plan_micro_batches
 from learner.trainer import Trainer
 from learner.weight_server import WeightServer
 from learner.world import World, start

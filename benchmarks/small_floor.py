@@ -49,7 +49,8 @@ def learner(config: Config) -> float:
 
     from benchmarks.learner import bare_step
     from common.payload import Payload
-    from learner.batch import plan_micro_batches, rollout_batch
+    from learner.batch import rollout_batch
+    from learner.plan import plan_micro_batches
     from learner.trainer import Trainer
     from learner.world import start
 

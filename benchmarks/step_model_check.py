@@ -116,7 +116,8 @@ def learner_seconds(folder: Path, tokens: int, rounds: int = 3) -> float:
 
     from benchmarks.learner import make_config
     from common.payload import Payload
-    from learner.batch import plan_micro_batches, rollout_batch
+    from learner.batch import rollout_batch
+    from learner.plan import plan_micro_batches
     from learner.trainer import Trainer
     from learner.world import start
 

@@ -1,11 +1,9 @@
-"""From payloads to tensors: which rows share a micro-batch, and its tensors for model and losses."""
+"""From payloads to the tensors of micro-batches, for model and losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heapreplace
-from itertools import islice
 
 import numpy as np
 import torch
@@ -15,88 +13,11 @@ from common.messages import Batch, InvalidMessage
 from common.payload import Payload
 from learner.attention import PackedSequences, pack_sequences
 from learner.correction import Layout
+from learner.outcome import Advantage, Outcome, judged_fields, of_rows, outcomes_of, token_advantages
+from learner.plan import Place, plan_micro_batches
 from learner.routers import ExpertShape
 from learner.teacher import TeacherScores, check_scores, scores_of_rows
 from learner.world import World
-
-# A row: the index of its sample in the batch, and its number in the sample.
-Place = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchPlan:
-    """Rows of each micro-batch: `rows[mini_batch][micro_batch][rank]` is a list, often empty."""
-
-    rows: list[list[list[list[Place]]]]
-
-    def of_rank(self, rank: int) -> list[list[list[Place]]]:
-        """This rank's share: `[mini_batch][micro_batch]` lists of rows."""
-        return [[ranks[rank] for ranks in micro_batches] for micro_batches in self.rows]
-
-
-def plan_micro_batches(
-    row_tokens: Sequence[Sequence[int]], mini_batches: int, ranks: int, token_budget: int
-) -> MicroBatchPlan:
-    """Split a batch into mini-batches, and each of those into micro-batches of at most `token_budget` tokens.
-
-    Every rank gets the same number of micro-batches, because their collectives must meet. A row longer than the budget
-    is a micro-batch of its own. Samples keep their batch's order between mini-batches; the rows of a sample are in one
-    mini-batch, anywhere in it.
-
-    Args:
-        row_tokens: tokens of each row of each sample [B].
-    """
-    per_mini = -(-len(row_tokens) // mini_batches) if row_tokens else 0
-    rows = []
-    for mini in range(mini_batches):
-        samples = range(mini * per_mini, min((mini + 1) * per_mini, len(row_tokens)))
-        lengths = {(sample, row): tokens for sample in samples for row, tokens in enumerate(row_tokens[sample])}
-        bins = _pack(lengths, ranks, token_budget)
-        rows.append([bins[start : start + ranks] for start in range(0, len(bins), ranks)])
-    return MicroBatchPlan(rows)
-
-
-def _pack(lengths: Mapping[Place, int], ranks: int, budget: int) -> list[list[Place]]:
-    """A multiple of `ranks` bins, fullest first, so that the ranks of one micro-batch have similar amounts of work."""
-    descending = sorted(lengths, key=lambda place: (-lengths[place], place))
-    rounds = max(1, -(-sum(min(tokens, budget) for tokens in lengths.values()) // (budget * ranks)))
-    while True:
-        bins = _fill_evenly(descending, lengths, rounds * ranks)
-        if all(len(members) == 1 or tokens <= budget for tokens, members in bins if members):
-            fullest_first = sorted(bins, key=lambda item: (-item[0], item[1]))
-            return [sorted(members) for _, members in fullest_first]
-        rounds += 1
-
-
-def _fill_evenly(
-    descending: Sequence[Place], lengths: Mapping[Place, int], count: int
-) -> list[tuple[int, list[Place]]]:
-    """Longest first, each into the emptiest bin: (tokens, rows) of each bin."""
-    heap = [(0, number) for number in range(count)]
-    heapify(heap)
-    bins: list[list[Place]] = [[] for _ in range(count)]
-    for place in descending:
-        tokens, number = heap[0]
-        heapreplace(heap, (tokens + lengths[place], number))
-        bins[number].append(place)
-    return [(tokens, bins[number]) for tokens, number in heap]
-
-
-# One number for all of a sample's model tokens, or one for each model span, which is a turn of the assistant.
-Advantage = float | Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a critic learns from a sample, or from one of its rows.
-
-    Attributes:
-        returns: the reward; or for each turn what followed it, this turn's reward included.
-        value: the tracker's, of the prompt.
-    """
-
-    returns: Advantage
-    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,17 +113,7 @@ def usable_rows(
         _check_row(row, vocabulary, experts)
         if top_k is not None and len(row.teacher_logprobs):
             check_scores(row.teacher_ids, top_k, vocabulary)
-    return list(zip(rows, _of_rows(payload, rows, advantage, "advantages"), strict=True))
-
-
-def _of_rows(payload: Payload, rows: Sequence[Payload], numbers: Advantage, what: str) -> list[Advantage]:
-    """Each row's part of a sample's numbers. Raises `InvalidMessage` where there are not as many as turns."""
-    if not isinstance(numbers, Sequence):
-        return [numbers] * len(rows)
-    if len(numbers) != len(payload.model_spans):
-        raise InvalidMessage(f"{len(numbers)} {what} of {len(payload.model_spans)} turns")
-    of_turns = iter(numbers)
-    return [list(islice(of_turns, len(row.model_spans))) for row in rows]
+    return list(zip(rows, of_rows(payload, rows, advantage, "advantages"), strict=True))
 
 
 def _check_row(row: Payload, vocabulary: int, experts: ExpertShape | None) -> None:
@@ -223,29 +134,6 @@ def _check_row(row: Payload, vocabulary: int, experts: ExpertShape | None) -> No
         )
     if row.experts.max() >= experts.experts:
         raise InvalidMessage(f"expert {row.experts.max()}; the model has {experts.experts} in a layer, from 0 on")
-
-
-def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
-    """The advantage, or its turns', at each model token, float32 [M]."""
-    lengths = payload.model_spans[:, 1] - payload.model_spans[:, 0]
-    if not isinstance(advantage, Sequence):
-        return np.full(lengths.sum(), advantage, np.float32)
-    return np.repeat(np.asarray(advantage, np.float32), lengths)
-
-
-def token_rewards(payload: Payload, returns: Advantage) -> np.ndarray:
-    """The reward at each model token of a row, float64 [M]: its return at its last token, or each turn's at the turn's.
-
-    A turn's reward is what its return has more than the next turn's. The last turn of a row has all of its return, so
-    that the rows of a sample need not know of one another.
-    """
-    lengths = payload.model_spans[:, 1] - payload.model_spans[:, 0]
-    rewards, last = np.zeros(lengths.sum()), np.cumsum(lengths) - 1
-    if isinstance(returns, Sequence):
-        rewards[last] = returns - np.append(returns[1:], 0.0)
-    else:
-        rewards[-1] = returns
-    return rewards
 
 
 def micro_batch(
@@ -289,18 +177,8 @@ def micro_batch(
         names=names,
         **(_replayed([row for row, _ in rows], experts, device) if experts else {}),
         teacher=None if top_k is None else scores_of_rows([row for row, _ in rows], top_k, device),
-        **(_judged([row for row, _ in rows], outcomes, device) if outcomes is not None else {}),
+        **(judged_fields([row for row, _ in rows], outcomes, device) if outcomes is not None else {}),
     )
-
-
-def _judged(
-    rows: Sequence[Payload], outcomes: Sequence[Outcome], device: torch.device | str
-) -> dict[str, torch.Tensor]:
-    """The fields `rewards` and `tracked` of a micro-batch."""
-    pairs = list(zip(rows, outcomes, strict=True))
-    rewards = np.concatenate([token_rewards(row, outcome.returns) for row, outcome in pairs])
-    tracked = np.concatenate([np.full(len(row.logprobs), outcome.value) for row, outcome in pairs])
-    return {"rewards": torch.from_numpy(rewards).to(device), "tracked": torch.from_numpy(tracked).to(device)}
 
 
 def _replayed(rows: Sequence[Payload], shape: ExpertShape, device: torch.device | str) -> dict[str, torch.Tensor]:
@@ -368,8 +246,8 @@ def rollout_batch(
         try:
             usable = usable_rows(payload, advantages[sample], vocabulary, experts, top_k)
             if outcomes is not None:
-                of_rows = _of_rows(payload, [row for row, _ in usable], outcomes[sample].returns, "returns")
-                for number, returns in enumerate(of_rows):
+                of_each = of_rows(payload, [row for row, _ in usable], outcomes[sample].returns, "returns")
+                for number, returns in enumerate(of_each):
                     judged[sample, number] = Outcome(returns, outcomes[sample].value)
         except InvalidMessage as error:
             reason = str(error)
@@ -448,17 +326,8 @@ def own_share(
         experts,
         top_k,
         unit_tokens,
-        _outcomes(batch),
+        outcomes_of(batch),
     )
-
-
-def _outcomes(batch: Batch) -> list[Outcome] | None:
-    """What a critic learns from each sample [B]; None without a critic."""
-    if batch.values is None or batch.returns is None:
-        return None
-    by_turn = batch.turn_advantages is not None
-    returns: list[Advantage] = [numbers if by_turn else numbers[0] for numbers in batch.returns]
-    return [Outcome(*one) for one in zip(returns, batch.values, strict=True)]
 
 
 def _tokens_together(payloads: Mapping[int, Payload], samples: int, together: int, world: World) -> list[float]:

@@ -17,8 +17,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from common.config import Config, parse_config
 from common.payload import Payload
 from learner.attention import pack_sequences
-from learner.batch import Advantage, MicroBatch, Outcome, RolloutBatch, plan_micro_batches, rollout_batch
+from learner.batch import MicroBatch, RolloutBatch, rollout_batch
 from learner.correction import Layout
+from learner.outcome import Advantage, Outcome
+from learner.plan import plan_micro_batches
 from learner.routers import ExpertShape
 from tests.support.ranks import on_ranks
 
@@ -241,6 +243,12 @@ def assert_same_weights(run: dict[str, Any], expected: dict[str, Any], rtol: flo
     assert run["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(run["weights"][name], weight, rtol=rtol, atol=rtol / 10)
+
+
+def job(model: str, folder: Path, steps: int, learner: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """A job of `run_ranks` in a folder of its own, which is made; `learner` is that section, and what else it names."""
+    folder.mkdir(exist_ok=True)
+    return {"model": model, "folder": str(folder), "steps": steps, "learner": learner} | others
 
 
 def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.config import Config, CorrectionConfig
 from common.payload import Payload
-from learner.batch import Advantage, token_advantages
 from learner.correction import Correction, correct
 from learner.losses import Denominators, aggregate, policy_loss
+from learner.outcome import Advantage, token_advantages
 from learner.step_loss import reference_kl, sure_negatives
 from learner.teacher import weight_at
 

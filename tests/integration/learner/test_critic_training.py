@@ -10,18 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.learner import assert_same_weights, run_ranks, save_tiny_model
+from tests.support.learner import assert_same_weights, job, run_ranks, save_tiny_model
 from tests.support.mixtures import save_mixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 STAGES = (0, 2, 3)
 CRITIC: dict[str, Any] = {"algorithm": {"baseline": "critic"}, "critic": {"gae_lambda": 0.9, "lr": 3e-3}}
-
-
-def job(model: str, folder: Path, steps: int, learner: dict[str, Any], **others: Any) -> dict[str, Any]:
-    folder.mkdir(exist_ok=True)
-    return {"model": model, "folder": str(folder), "steps": steps, "learner": learner} | others
 
 
 def critic(baseline: str = "critic", **settings: Any) -> dict[str, Any]:

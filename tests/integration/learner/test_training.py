@@ -11,17 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.learner import assert_same_weights, run_ranks
+from tests.support.learner import assert_same_weights, job, run_ranks
 from tests.support.mixtures import save_mixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 STAGES = (0, 2, 3)
-
-
-def job(model: str, folder: Path, steps: int, learner: dict[str, Any], **others: Any) -> dict[str, Any]:
-    folder.mkdir(exist_ok=True)
-    return {"model": model, "folder": str(folder), "steps": steps, "learner": learner} | others
 
 
 @pytest.fixture(scope="module")

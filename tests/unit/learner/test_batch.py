@@ -19,7 +19,8 @@ from common.errors import UserError
 from common.files import Keep
 from common.messages import Batch
 from common.payload import Payload
-from learner.batch import RolloutBatch, micro_batch, own_share, plan_micro_batches, rollout_batch
+from learner.batch import RolloutBatch, micro_batch, own_share, rollout_batch
+from learner.plan import plan_micro_batches
 from learner.routers import ExpertShape
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput

@@ -16,9 +16,10 @@ from common.config import AlgorithmConfig, LearnerConfig, SamplerConfig
 from common.errors import UserError
 from common.messages import Batch
 from common.payload import Payload
-from learner.batch import Outcome, micro_batch, own_share, token_rewards
+from learner.batch import micro_batch, own_share
 from learner.critic import Critic, load_value_model, with_explained_variance
 from learner.memory_model import Zero, critic_sizes, divided, with_critic
+from learner.outcome import Outcome, token_rewards
 from learner.step_loss import PolicyOutput
 from learner.token_record import TokenRecord
 from learner.world import World

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from common.payload import Payload
-from learner.batch import plan_micro_batches, rollout_batch
+from learner.batch import rollout_batch
 from learner.losses import PolicyTokens, TokenLoss, TokenLosses, load_loss
 from learner.model import Policy, load_policy
+from learner.plan import plan_micro_batches
 from learner.reference import _scorer
 from learner.trainer import Trainer
 from learner.world import World
