@@ -26,7 +26,9 @@ from generator.parts import EpisodeParts
 from generator.rewards import Outcome
 from launcher.tasks.arithmetic import TASK
 from launcher.tasks.task import TRAIN_SIZE, Problem, QuickstartTask
-from learner.batch import RolloutBatch, plan_micro_batches, rollout_batch
+from learner.batch import RolloutBatch, rollout_batch
+from learner.outcome import Outcome as Judgement
+from learner.plan import plan_micro_batches
 from learner.trainer import Trainer
 from learner.world import World
 from sampler.advantages import normalize
@@ -48,6 +50,8 @@ KEPT = (
     "rollout_corr/eff_sample_size",
     "rollout_corr/masked_fraction",
     "rollout_corr/rollout_is_ratio_fraction_high",
+    "critic/explained_variance",
+    "critic/tracker_explained_variance",
 )
 
 
@@ -112,31 +116,41 @@ class Simulation:
         prompts = self._prompts()
         source = self.config.generator
         played = self._play([self.problems[prompt] for prompt in prompts], source, 2 * version)
-        advantages = self._advantages(prompts, played)
+        advantages, values = self._advantages(prompts, played)
         learner = self.config.learner
         places = plan_micro_batches(
             [[episode.length] for episode, _ in played], learner.mini_batches, 1, learner.token_budget
         )
         payloads: dict[int, Payload | None] = {i: episode.payload() for i, (episode, _) in enumerate(played)}
         rewards = [reward for _, reward in played]
-        vocabulary = self.trainer.policy.vocabulary
-        return rollout_batch(version, places.of_rank(0), payloads, advantages.tolist(), rewards, vocabulary)
+        outcomes = [Judgement(*one) for one in zip(rewards, values.tolist(), strict=True)]
+        return rollout_batch(
+            version,
+            places.of_rank(0),
+            payloads,
+            advantages.tolist(),
+            rewards,
+            self.trainer.policy.vocabulary,
+            outcomes=outcomes if self.trainer.critic is not None else None,
+        )
 
     def _prompts(self) -> list[str]:
         """The prompts of the next batch."""
         return self.tracker.select(self.config.sampler.batch_size, self.random)
 
-    def _advantages(self, prompts: list[str], played: list[tuple[Episode, float]]) -> np.ndarray:
-        """Advantages of a batch of answers, float64 [B]; their rewards are counted."""
-        rho = self.config.sampler.drift.rho
-        raw = np.array(
-            [
-                reward - self.tracker.update(prompt, reward, rho=rho)
-                for prompt, (_, reward) in zip(prompts, played, strict=True)
-            ]
-        )
+    def _advantages(self, prompts: list[str], played: list[tuple[Episode, float]]) -> tuple[np.ndarray, np.ndarray]:
+        """Advantages of a batch of answers, and the tracker's values before them, float64 [B]; rewards are counted."""
+        rewards = np.array([reward for _, reward in played])
+        values = self._values(prompts, rewards)
         weights = np.array([episode.sampled for episode, _ in played])
-        return normalize(raw, weights if self.config.sampler.advantage.token_weighted else None)
+        by_token = self.config.sampler.advantage.token_weighted
+        return normalize(rewards - values, weights if by_token else None), values
+
+    def _values(self, prompts: list[str], rewards: np.ndarray) -> np.ndarray:
+        """The tracker's values of prompts [B] as each reward is counted."""
+        rho = self.config.sampler.drift.rho
+        pairs = zip(prompts, rewards.tolist(), strict=True)
+        return np.array([self.tracker.update(prompt, reward, rho=rho) for prompt, reward in pairs])
 
     def _evaluate(self, version: int) -> float:
         """Part of the held-out problems answered rightly by the newest weights, sampled as `eval` says."""
@@ -148,7 +162,13 @@ class Simulation:
         sampling = {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
 
         async def one(problem: Problem) -> tuple[Episode, float]:
-            task = Task(task_id=problem.prompt, prompt_id=problem.prompt, prompt=problem.prompt)
+            task = Task(
+                task_id=problem.prompt,
+                prompt_id=problem.prompt,
+                prompt=problem.prompt,
+                answer=problem.answer,
+                row=problem.columns,
+            )
             episode = await self.runner.run(task, **sampling)
             outcome = Outcome(episode.answer, answer=problem.answer, row=problem.columns, prompt=problem.prompt)
             score = await self.parts.scorer.score(outcome)

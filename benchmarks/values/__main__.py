@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument(
         "--offline", nargs="+", type=options.at_least(0), default=[0, 8], help="offline scores a prompt (study)"
     )
+    parser.add_argument("--methods", nargs="+", choices=study.METHODS, help="default: all without a critic (study)")
     parser.add_argument("--steps", type=options.positive, default=40, help="learner steps of a job (study, features)")
+    parser.add_argument("--batch", type=options.positive, default=study.BATCH, help="samples of a step (study)")
     parser.add_argument("--jobs", type=options.positive, default=2, help="jobs at a time, each on one core (study)")
     parser.add_argument(
         "--baselines", nargs="+", default=list(real_runs.BASELINES), choices=real_runs.BASELINES, help="(runs)"
@@ -56,7 +58,8 @@ def main() -> None:
     path = args.results or RESULTS / "values.jsonl"
     if args.what == "study":
         seeds = args.seeds or range(5)
-        wanted = study.jobs(args.tasks, args.visits or [1, 3, 10], args.offline, seeds, args.steps)
+        visits, methods = args.visits or [1, 3, 10], args.methods
+        wanted = study.jobs(args.tasks, visits, args.offline, seeds, args.steps, methods, args.batch)
         study.run_all(wanted, path, args.jobs)
     results = study.read(path)
     print(study.table(results))

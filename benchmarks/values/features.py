@@ -57,7 +57,7 @@ class FeatureSimulation(MethodSimulation):
         self.left = dict.fromkeys(self.estimators, 0.0)
         self.all = 0.0
 
-    def _advantages(self, prompts: list[str], played: list[tuple[Episode, float]]) -> np.ndarray:
+    def _advantages(self, prompts: list[str], played: list[tuple[Episode, float]]) -> tuple[np.ndarray, np.ndarray]:
         rewards = np.array([self.tracker.rescale(reward) for _, reward in played])
         chosen = [self.index[prompt] for prompt in prompts]
         evidence = [self._evidence(i) for i in chosen]

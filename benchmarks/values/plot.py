@@ -11,30 +11,33 @@ matplotlib.use("Agg")
 import numpy as np
 from matplotlib import pyplot
 
-from benchmarks.values.study import METHODS, StudyRun
+from benchmarks.values.study import BATCH, METHODS, StudyRun
 
-COLOURS = dict(zip(METHODS, ("C0", "C9", "C1", "black", "C3", "C4"), strict=True))
-BATCH = 128
+COLOURS = dict(zip(METHODS, ("C0", "C9", "C1", "black", "C3", "C4", "C2", "C6"), strict=True))
 
 
 def plot_accuracy(results: dict[StudyRun, dict[str, Any]], target: Path) -> None:
-    """A panel for each task and number of visits, without offline values; bands are twice the standard error."""
-    tasks, visits = _kinds(results)
+    """A panel for each task, and batch and number of visits, without offline values; bands are twice the error."""
+    tasks = _kinds(results)[0]
+    columns = sorted({(job.batch, job.visits) for job in results}, key=lambda column: (-column[0], column[1]))
     figure, axes = pyplot.subplots(
-        len(tasks), len(visits), figsize=(3.6 * len(visits), 3.1 * len(tasks)), dpi=120, sharey="row", squeeze=False
+        len(tasks), len(columns), figsize=(3.6 * len(columns), 3.1 * len(tasks)), dpi=120, sharey="row", squeeze=False
     )
-    for (i, task), (j, visit) in ((a, b) for a in enumerate(tasks) for b in enumerate(visits)):
+    for (i, task), (j, (batch, visit)) in ((a, b) for a in enumerate(tasks) for b in enumerate(columns)):
         axis = axes[i, j]
+        axis.set_visible(any((job.task, job.batch, job.visits) == (task, batch, visit) for job in results))
         for method in METHODS:
-            curves = [r["accuracy"] for job, r in results.items() if _is(job, task, visit, method)]
-            if not curves:
+            same = {job: r for job, r in results.items() if job.batch == batch and _is(job, task, visit, method)}
+            if not same:
                 continue
-            samples = np.array([version for version, _ in curves[0]]) * BATCH
+            curves = [result["accuracy"] for result in same.values()]
+            samples = np.array([version for version, _ in curves[0]]) * batch
             accuracy = np.array([[100 * value for _, value in curve] for curve in curves])
             middle, error = accuracy.mean(0), _error(accuracy)
             axis.plot(samples, middle, color=COLOURS[method], linewidth=1.3, label=method)
             axis.fill_between(samples, middle - error, middle + error, color=COLOURS[method], alpha=0.12, linewidth=0)
-        axis.set_title(f"{task}, {visit:g} visit{'s' if visit != 1 else ''} a prompt", fontsize=10)
+        of_batch = "" if batch == BATCH else f", batches of {batch}"
+        axis.set_title(f"{task}, {visit:g} visit{'s' if visit != 1 else ''} a prompt{of_batch}", fontsize=10)
         axis.grid(alpha=0.3)
         if i == len(tasks) - 1:
             axis.set_xlabel("samples")

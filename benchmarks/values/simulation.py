@@ -48,6 +48,7 @@ class MethodSimulation(Simulation):
     def run(self, progress: Any = None) -> dict[str, Any]:
         """As in `Simulation`, with the variance ratio and the share of samples without a signal.
 
+        With a critic the ratio is of returns and values of tokens, and no share is given: each token has an advantage.
         Seconds are of this process's one thread, which never waits, so that what else the machine does is left out.
         """
         if self._offline:
@@ -57,10 +58,14 @@ class MethodSimulation(Simulation):
         self._began = time.process_time()
         result = super().run(progress)
         samples = self.config.run.steps * self.config.sampler.batch_size
+        ratio = float(self._squares[0] / self._squares[1])
+        silent: float | None = self._silent / samples
+        if self.trainer.critic is not None:
+            ratio, silent = 1 - float(np.nanmean(result["metrics"]["critic/explained_variance"])), None
         return result | {
             "prompts": len(self.problems),
-            "variance_ratio": float(self._squares[0] / self._squares[1]),
-            "without_signal": self._silent / samples,
+            "variance_ratio": ratio,
+            "without_signal": silent,
             "training_seconds": self._clock,
             "offline_seconds": self.offline_seconds,
         }
@@ -93,10 +98,10 @@ class MethodSimulation(Simulation):
         chosen, self._order = self._order[:groups], self._order[groups:]
         return [prompt for prompt in chosen for _ in range(self._responses)]
 
-    def _advantages(self, prompts: list[str], played: list[tuple[Episode, float]]) -> np.ndarray:
-        algorithm, rho = self.config.algorithm, self.config.sampler.drift.rho
+    def _advantages(self, prompts: list[str], played: list[tuple[Episode, float]]) -> tuple[np.ndarray, np.ndarray]:
+        algorithm = self.config.algorithm
         rewards = np.array([reward for _, reward in played])
-        values = np.array([self.tracker.update(p, r, rho=rho) for p, r in zip(prompts, rewards.tolist(), strict=True)])
+        values = self._values(prompts, rewards)
         groups = rewards.reshape(-1, self._responses)
         if algorithm.method == "grpo":
             baseline, advantages = np.repeat(groups.mean(1), self._responses), group_relative(groups).ravel()
@@ -108,7 +113,7 @@ class MethodSimulation(Simulation):
             advantages = normalize(rewards - baseline)
         self._squares += squares(rewards - baseline), squares(rewards)
         self._silent += int((np.abs(advantages) < 1e-9).sum())
-        return advantages
+        return advantages, values
 
     def _traits(self) -> PromptTraits:
         """As a run has them: n-grams of the text, and the families where the configuration names their column."""

@@ -21,7 +21,7 @@ from launcher.quickstart.cache import cached_model
 from launcher.tasks import find_task
 
 # Over the task's own configuration: on-policy, so that nothing but the method differs.
-REGIME = ["sampler.drift.mode=constant", "eval.every=5", "learner.schedule=constant"]
+REGIME = ["sampler.drift.mode=constant", "learner.schedule=constant"]
 SPO = ["algorithm.method=spo", "sampler.tracker.prior=population", "sampler.tracker.group_column=null"]
 METHODS: dict[str, list[str]] = {
     "spo": SPO,
@@ -30,9 +30,15 @@ METHODS: dict[str, list[str]] = {
     "no baseline": ["algorithm.method=none"],
     "grpo, groups of 8": ["algorithm.method=grpo", "algorithm.group_size=8"],
     "rloo, groups of 8": ["algorithm.method=rloo", "algorithm.group_size=8"],
+    "critic": [*SPO, "algorithm.baseline=critic"],
+    "tracker and critic": [*SPO, "algorithm.baseline=both"],
 }
+CRITICS = ("critic", "tracker and critic")  # left out where no method is named
 SINGLE_STREAM = ("spo", "spo, paper's prior")  # the methods that offline values change
 FAMILIES = "spo, by family"  # of tasks that have families
+
+
+BATCH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +51,28 @@ class StudyRun:
     offline: int
     seed: int
     steps: int
+    batch: int = BATCH
 
 
 def jobs(
-    tasks: Iterable[str], visits: Iterable[float], offline: Iterable[int], seeds: Iterable[int], steps: int
+    tasks: Iterable[str],
+    visits: Iterable[float],
+    offline: Iterable[int],
+    seeds: Iterable[int],
+    steps: int,
+    methods: Iterable[str] | None = None,
+    batch: int = BATCH,
 ) -> list[StudyRun]:
     """Every job; seed by seed, so that an unfinished study compares like with like."""
     tasks, visits, offline = list(tasks), list(visits), list(offline)
+    methods = [method for method in METHODS if method not in CRITICS] if methods is None else list(methods)
     return [
-        StudyRun(task, method, visit, scores, seed, steps)
+        StudyRun(task, method, visit, scores, seed, steps, batch)
         for seed in seeds
         for task in tasks
         for visit in visits
         for scores in offline
-        for method in METHODS
+        for method in methods
         if (not scores or method in SINGLE_STREAM) and (method != FAMILIES or task == "gym")
     ]
 
@@ -75,7 +89,8 @@ def run(job: StudyRun, model: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     setup("study")
     task = find_task(job.task)
-    own = [f"model.path={model}", f"run.seed={job.seed}", f"run.steps={job.steps}", *REGIME, *METHODS[job.method]]
+    own = [f"model.path={model}", f"run.seed={job.seed}", f"run.steps={job.steps}", f"sampler.batch_size={job.batch}"]
+    own += [f"eval.every={max(5, job.steps // 8)}", *REGIME, *METHODS[job.method]]
     with closing(
         MethodSimulation(load_config(task.template, own), start(), task, job.visits, job.offline)
     ) as simulation:
@@ -109,34 +124,40 @@ def run_all(wanted: list[StudyRun], path: Path, at_once: int) -> None:
 def table(results: dict[StudyRun, dict[str, Any]]) -> str:
     """Markdown: accuracy at the end, over the run and at equal time, variance ratio, samples without a signal.
 
-    Each is the mean of the seeds and, after ±, twice its standard error. Equal time is that of the method that is
-    done first, offline values included.
+    Each is the mean of the seeds and, after ±, twice its standard error; differences are paired by seed. Equal time is
+    that of the method that is done first, offline values included; seconds are of training, offline values left out.
     """
-    rows: dict[tuple[str, float, int, str], list[dict[str, Any]]] = defaultdict(list)
-    ends: dict[tuple[str, float, int], float] = defaultdict(lambda: math.inf)
+    by_kind: dict[tuple[Any, ...], dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    ends: dict[tuple[Any, ...], float] = defaultdict(lambda: math.inf)
     for job, result in results.items():
-        rows[job.task, job.visits, job.offline, job.method].append(result | {"seed": job.seed})
-        run = job.task, job.visits, job.seed
-        ends[run] = min(ends[run], result["training_seconds"][-1] + result["offline_seconds"])
-    lines = [
-        "| task | visits | offline scores | method | accuracy at the end | mean of the curve | at equal time "
-        "| variance ratio | no signal | seeds |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    order = list(METHODS)
-    for (task, visits, offline, method), found in sorted(
-        rows.items(), key=lambda item: (*item[0][:3], order.index(item[0][3]))
-    ):
-        figures = [
-            _band([result["accuracy"][-1][1] for result in found]),
-            _band([float(np.mean([accuracy for _, accuracy in result["accuracy"]])) for result in found]),
-            _band([_accuracy_at(ends[task, visits, result["seed"]], result) for result in found]),
-            _band([result["variance_ratio"] for result in found]),
-            _band([result["without_signal"] for result in found]),
-            str(len(found)),
-        ]
-        lines.append(f"| {task} | {visits:g} | {offline} | {method} | " + " | ".join(figures) + " |")
+        case = job.task, job.batch, job.steps, job.visits
+        by_kind[*case, job.offline][job.method][job.seed] = result
+        end = result["training_seconds"][-1] + result["offline_seconds"]
+        ends[*case, job.seed] = min(ends[*case, job.seed], end)
+    heads = ["task", "batch", "visits", "offline scores", "method", "accuracy at the end", "mean of the curve",
+             "less that of spo", "at equal time", "variance ratio", "no signal", "seconds", "seeds"]  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for kind, by_method in sorted(by_kind.items()):
+        task, batch, _, visits, offline = kind
+        for method in (name for name in METHODS if name in by_method):
+            found, spo = by_method[method], by_method.get("spo", {})
+            cells = [
+                _band([result["accuracy"][-1][1] for result in found.values()]),
+                _band([_mean(result) for result in found.values()]),
+                _band([_mean(found[seed]) - _mean(spo[seed]) for seed in found if seed in spo and method != "spo"]),
+                _band([_accuracy_at(ends[*kind[:-1], seed], result) for seed, result in found.items()]),
+                _band([result["variance_ratio"] for result in found.values()]),
+                _band([result["without_signal"] for result in found.values()]),
+                f"{np.mean([result['training_seconds'][-1] for result in found.values()]):.0f}",
+                str(len(found)),
+            ]
+            lines.append(f"| {task} | {batch} | {visits:g} | {offline} | {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _mean(result: dict[str, Any]) -> float:
+    """Accuracy over the run: the mean of its evaluations."""
+    return float(np.mean([accuracy for _, accuracy in result["accuracy"]]))
 
 
 def _accuracy_at(seconds: float, result: dict[str, Any]) -> float:
@@ -145,16 +166,20 @@ def _accuracy_at(seconds: float, result: dict[str, Any]) -> float:
     return float(np.interp(seconds, times, [accuracy for _, accuracy in result["accuracy"]]))
 
 
-def _band(values: list[float]) -> str:
+def _band(found: list[float | None]) -> str:
+    values = [value for value in found if value is not None]
+    if not values:
+        return "–"
     error = 2 * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return f"{np.mean(values):.3f} ± {error:.3f}"
 
 
 def _line(job: StudyRun, result: dict[str, Any]) -> str:
     curve = " ".join(f"{accuracy:.2f}" for _, accuracy in result["accuracy"])
+    silent = "" if result["without_signal"] is None else f", no signal {result['without_signal']:.2f}"
     return (
         f"{job.task}, {job.visits:g} visits, {job.offline} offline, seed {job.seed}, {job.method}: {curve}; "
-        f"variance {result['variance_ratio']:.3f}, no signal {result['without_signal']:.2f}"
+        f"variance {result['variance_ratio']:.3f}{silent}"
     )
 
 
