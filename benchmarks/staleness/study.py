@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.staleness import results
 from benchmarks.staleness.results import Job
-from benchmarks.staleness.variants import VARIANTS
+from benchmarks.staleness.variants import VARIANTS, steps_at
 from launcher.quickstart.cache import cached_model
 from launcher.tasks.arithmetic import TASK
 
@@ -21,7 +21,7 @@ from launcher.tasks.arithmetic import TASK
 def jobs(variants_by_age: Mapping[int, Iterable[str]], seeds: Iterable[int], regime: Iterable[str]) -> list[Job]:
     """Every job, of variants by staleness; seed by seed, so that an unfinished study compares like with like."""
     return [
-        Job(variant, age, seed, (*regime, *VARIANTS[variant]))
+        Job(variant, age, seed, (f"run.steps={steps_at(age)}", *regime, *VARIANTS[variant]))
         for seed in seeds
         for age, variants in variants_by_age.items()
         for variant in variants

@@ -6,14 +6,19 @@ SEEDS = (0, 1, 2)
 
 # Over configs/arithmetic.yaml: the quickstart's learning rate, but four optimizer steps a batch, as is usual, and no
 # decay, which would hide instability. Drift is constant because rescoring would need a second engine.
+STEPS = 60
 REGIME = [
-    "run.steps=60",
     "learner.lr=2e-4",
     "learner.schedule=constant",
     "learner.mini_batches=4",
     "sampler.drift.mode=constant",
     "eval.every=5",
 ]
+
+
+def steps_at(staleness: int) -> int:
+    """Steps of a job: twice as many as the samples are versions old, or most of them would be of the first weights."""
+    return max(STEPS, 2 * staleness)
 
 
 def preset(name: str, *more: str) -> list[str]:
