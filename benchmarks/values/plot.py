@@ -49,6 +49,7 @@ def plot_accuracy(results: dict[StudyRun, dict[str, Any]], target: Path) -> None
 
 def plot_variance(results: dict[StudyRun, dict[str, Any]], target: Path) -> None:
     """Var(r - b) / Var(r) of each method against visits; hollow where the run began from offline values."""
+    results = {job: result for job, result in results.items() if job.batch == BATCH}
     tasks, visits = _kinds(results)
     figure, axes = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks), 3.6), dpi=120, sharey=True, squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):

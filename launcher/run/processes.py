@@ -140,7 +140,8 @@ def thread_limits(name: str, processes: int, all_cores: bool = False) -> dict[st
     threads = cores if all_cores and name == "learner" else max(1, cores // processes)
     # There are more threads than cores then: one that waits for others must not keep them from theirs.
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"} if all_cores else {}
-    return {"OMP_NUM_THREADS": str(threads)} | passive
+    wanted = {"OMP_NUM_THREADS": str(threads)} | passive
+    return {variable: value for variable, value in wanted.items() if variable not in os.environ}
 
 
 def command(module: str, config: Path, *more: str) -> list[str]:

@@ -284,7 +284,8 @@ def test_gpus_are_watched_until_the_driver_fails(
 def test_without_gpus_the_learner_of_a_large_model_uses_the_cores_that_generators_leave(
     asked: Choice, share: str, config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for variable in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(variable, raising=False)
     for module in (layouts, processes):
         monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(8))
 
@@ -300,6 +301,8 @@ def test_without_gpus_the_learner_of_a_large_model_uses_the_cores_that_generator
     unknown = lay_out(config_of(model={"path": "org/elsewhere"}), asked)
     assert threads(unknown, "learner") == threads(unknown, "generator-1") == share
     assert not lay_out(config(run={"steps": 0}), asked).all_cores
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "OMP_WAIT_POLICY" not in thread_limits("learner", 2, all_cores=True)  # what the user has set stays
 
 
 def test_lists_are_read_and_written(gpus: StandInGpus) -> None:
