@@ -99,6 +99,6 @@ def test_a_step_is_computed(run: Run, arguments: list[str]) -> None:
 
 
 def test_the_results_of_the_studies_can_be_read(run: Run, tmp_path: Path) -> None:
-    assert "| arithmetic | 10 |" in run("values.__main__", "table")
+    assert "| arithmetic | 128 | 10 |" in run("values.__main__", "table")
     assert len(rows(run("staleness.__main__", "--plot", str(tmp_path / "study.png")))) > 5
     assert (tmp_path / "study.png").exists()
