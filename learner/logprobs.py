@@ -71,7 +71,7 @@ class _TargetLogprobs(torch.autograd.Function):
             if of_others is not None:
                 of_others[part] = log_p.gather(1, others[part])
             if entropy:
-                entropies[part] = -(log_p.exp() * log_p).sum(1)
+                entropies[part] = -log_p.exp().mul_(log_p).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, others, entropies)
         ctx.chunk, ctx.temperature, ctx.entropy, ctx.precise = chunk, temperature, entropy, precise
         ctx.set_materialize_grads(False)  # entropies that are only reported have no gradient
@@ -92,14 +92,15 @@ class _TargetLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p = _log_softmax(logits_of(hidden[part]), ctx.temperature)
-            p = log_p.exp()
-            grad_logits = p * -grad_sums[part, None]
+            # [C, V] of a large vocabulary is mostly a matter of moving memory: no copy more than needed.
+            p = log_p.exp() if with_entropy else log_p.exp_()
+            grad_logits = p * -grad_sums[part, None] if with_entropy else p.mul_(-grad_sums[part, None])
             grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
             if grad_others is not None:
                 grad_logits.scatter_add_(1, others[part], grad_others[part])
             if with_entropy:
                 grad_logits -= grad_entropies[part, None] * p * (log_p + entropies[part, None])
-            grad_logits = (grad_logits / ctx.temperature).to(hidden.dtype)
+            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[part]
@@ -137,6 +138,6 @@ def _projection(
 
 
 def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log softmax of one chunk's logits over the temperature, float32 [C, V]."""
+    """log softmax of one chunk's logits over the temperature, float32 [C, V]; the logits are overwritten."""
     logits = logits.float()
-    return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    return torch.log_softmax(logits if temperature == 1 else logits.div_(temperature), dim=-1)
