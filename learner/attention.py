@@ -2,7 +2,8 @@
 
 A GPU uses torch's variable-length attention, which takes the bounds of the sequences. Elsewhere the packed tokens
 [1, H, T, D] are laid out as padded sequences [R, H, L, D], where `is_causal` alone keeps the sequences apart (padding
-comes after every real token), and the results are gathered back.
+comes after every real token), and the results are gathered back. Sequences that begin with the same packed tokens
+(`learner.prefixes`) are laid out whole, each with these tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
@@ -29,6 +31,8 @@ PACKED_VARLEN = "spo_packed_varlen"
 # Parts of a model's attention that these two lack, and an implementation that may have them.
 MISSING_PARTS = {"softcap": "flash_attention_2", "s_aux": "sdpa"}
 SINK_WIDTH = 8  # numbers that a sink adds to a head; kernels take multiples of 8
+# Up to this length torch's kernel for CPUs is faster in float32 than in 16 bits, up to twice at 85 tokens.
+FLOAT32_LENGTH = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,8 @@ class PaddedGroup:
 
     Attributes:
         shape: (R, L).
-        indices: packed position of each padded position, int64 [R * L]; padding points at a real token, whose result
-            is unused.
+        indices: packed position of each padded position, int64 [R * L]; padding points at a real token, and its own
+            result is unused.
     """
 
     shape: tuple[int, int]
@@ -54,6 +58,9 @@ class PackedSequences:
         max_seqlen: tokens of the longest sequence.
         padded: the same sequences as padded groups.
         unpad_indices: position of each packed token in the padded groups laid end to end, int64 [T].
+        places: packed position of each token of the sequences laid end to end, int64 [cu_seqlens[-1]]; None where that
+            is how they are packed.
+        first: where in that layout each packed token comes first, int64 [T]; None with `places`.
         group: ranks that hold a slice each of the packed tokens; None: this rank has all.
     """
 
@@ -61,7 +68,14 @@ class PackedSequences:
     max_seqlen: int
     padded: list[PaddedGroup]
     unpad_indices: torch.Tensor
+    places: torch.Tensor | None = None
+    first: torch.Tensor | None = None
     group: SequenceGroup | None = None
+
+    @property
+    def tokens_saved(self) -> int:
+        """Tokens of the sequences that are not computed, because an earlier sequence begins with them too."""
+        return 0 if self.places is None else len(self.places) - len(self.unpad_indices)
 
     def divided(self, group: SequenceGroup, padding: int) -> PackedSequences:
         """The same sequences and one of so many padding tokens, for tokens in slices of a group's ranks."""
@@ -74,11 +88,20 @@ class PackedSequences:
             max(self.max_seqlen, padding),
             [*self.padded, PaddedGroup((1, padding), tokens + added)],
             torch.cat([self.unpad_indices, cells + added]),
-            group,
+            group=group,
         )
 
     def flash_arguments(self) -> dict[str, Any]:
-        """Arguments that tell transformers' flash-attention about packed sequences."""
+        """Arguments that tell transformers' flash-attention about packed sequences.
+
+        Raises:
+            UserError: sequences share packed tokens, which it cannot take.
+        """
+        if self.places is not None:
+            raise UserError(
+                "flash_attention_2 reads no shared prefixes: set learner.share_prefixes=false, or learner.attention to "
+                "varlen or sdpa"
+            )
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
@@ -87,21 +110,34 @@ class PackedSequences:
         }
 
 
-def pack_sequences(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedSequences:
-    """Lay out sequences of the given lengths [B], in packed order."""
+def pack_sequences(
+    lengths: Sequence[int], device: torch.device | str = "cpu", places: np.ndarray | None = None
+) -> PackedSequences:
+    """Lay out sequences of the given lengths [B], in packed order.
+
+    Args:
+        places: packed position of each of their tokens, if some share tokens; see `learner.prefixes.PackedRows`.
+    """
     seqlens = torch.tensor(lengths)
     cu_seqlens = F.pad(seqlens.cumsum(0), (1, 0))
-    padded, unpad_indices, offset = [], torch.empty(int(cu_seqlens[-1]), dtype=torch.int64), 0
+    tokens = int(cu_seqlens[-1])
+    place = torch.arange(tokens) if places is None else torch.from_numpy(places)
+    padded, unpad_indices, offset = [], torch.empty(tokens, dtype=torch.int64), 0
     for group in _similar_lengths(lengths):
         members = torch.tensor(group)
         length = int(seqlens[members].max())
         position = torch.arange(length)
         is_token = position < seqlens[members, None]
         indices = cu_seqlens[members, None] + position.where(is_token, torch.zeros(()).long())
-        padded.append(PaddedGroup((len(group), length), indices.flatten().to(device)))
+        padded.append(PaddedGroup((len(group), length), place[indices.flatten()].to(device)))
         unpad_indices[indices[is_token]] = offset + torch.arange(is_token.numel()).view_as(is_token)[is_token]
         offset += is_token.numel()
-    return PackedSequences(cu_seqlens.to(device, torch.int32), max(lengths), padded, unpad_indices.to(device))
+    bounds = cu_seqlens.to(device, torch.int32), max(lengths)
+    if places is None:
+        return PackedSequences(*bounds, padded, unpad_indices.to(device))
+    # What a shared token sees, and so its result, is the same in all of its sequences.
+    first = torch.from_numpy(np.unique(places, return_index=True)[1])
+    return PackedSequences(*bounds, padded, unpad_indices[first].to(device), place.to(device), first.to(device))
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
@@ -143,9 +179,9 @@ def packed_sdpa(
     tokens_QKV = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     outputs = []
     for group in sequences.padded:
-        q, k, v = (
-            tensor.index_select(0, group.indices).unflatten(0, group.shape).transpose(1, 2) for tensor in tokens_QKV
-        )
+        q, k, v = (_repeated(tensor, group.indices).unflatten(0, group.shape).transpose(1, 2) for tensor in tokens_QKV)
+        if q.device.type == "cpu" and q.dtype.itemsize < 4 and group.shape[1] <= FLOAT32_LENGTH:
+            q, k, v = q.float(), k.float(), v.float()
         window = _window_mask(group.shape[1], sliding_window, q.device)
         if s_aux is not None:
             q, k, v, window = _with_sinks(q, k, v, window, s_aux)
@@ -161,7 +197,7 @@ def packed_sdpa(
         )
         if s_aux is not None:
             output = output[:, :, 1:, :-SINK_WIDTH]
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        outputs.append(output.transpose(1, 2).flatten(0, 1).to(query.dtype))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return padded.index_select(0, sequences.unpad_indices)[None], None
 
@@ -211,6 +247,8 @@ def packed_varlen(
     """
     _check_parts(others)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if sequences.places is not None:
+        q, k, v = (_repeated(tensor, sequences.places) for tensor in (q, k, v))
     output = attend(
         q,
         k,
@@ -224,7 +262,30 @@ def packed_varlen(
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
+    if sequences.first is not None:
+        output = output.index_select(0, sequences.first)
     return output[None], None
+
+
+class _Repeated(torch.autograd.Function):
+    """Tokens [T, H, D] taken at int64 [N]; gradients of a token that is taken often are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(at)
+        ctx.tokens = len(tokens)
+        return tokens.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (at,) = ctx.saved_tensors
+        total = grad.new_zeros((ctx.tokens, *grad.shape[1:]), dtype=torch.promote_types(grad.dtype, torch.float32))
+        return total.index_add_(0, at, grad.to(total.dtype)).to(grad.dtype), None
+
+
+def _repeated(tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    taken: torch.Tensor = _Repeated.apply(tokens, at)  # type: ignore[no-untyped-call]
+    return taken
 
 
 def _check_parts(parts: dict[str, Any]) -> None:

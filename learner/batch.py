@@ -15,6 +15,7 @@ from learner.attention import PackedSequences, pack_sequences
 from learner.correction import Layout
 from learner.outcome import Advantage, Outcome, judged_fields, of_rows, outcomes_of, token_advantages
 from learner.plan import Place, plan_micro_batches
+from learner.prefixes import pack_rows
 from learner.routers import ExpertShape
 from learner.teacher import TeacherScores, check_scores, scores_of_rows
 from learner.world import World
@@ -25,10 +26,10 @@ class MicroBatch:
     """Rows that go through the model together.
 
     Attributes:
-        input_ids: packed tokens, int64 [1, T].
+        input_ids: packed tokens, int64 [1, T]; what rows begin with alike may be there once.
         position_ids: positions inside each row, int64 [1, T].
         sequences: where each row begins and ends.
-        predict: packed positions whose next token is a model token, int64 [N]; one position even if N is 0.
+        predict: packed positions whose row's next token is a model token, int64 [N]; one position even if N is 0.
         targets: these next tokens, int64, as many.
         layout: which row each model token belongs to, and each row's share of its sample's model tokens.
         rollout_logprobs: log pi_rollout of the model tokens, float32 [N].
@@ -90,6 +91,11 @@ class RolloutBatch:
     reason: str = ""
     rewards: Sequence[float] = field(default_factory=list)
 
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of the rows that are not computed, because another row begins with them too."""
+        return sum(micro.sequences.tokens_saved for micros in self.mini_batches for micro in micros)
+
 
 def usable_rows(
     payload: Payload,
@@ -144,6 +150,7 @@ def micro_batch(
     experts: ExpertShape | None = None,
     top_k: int | None = None,
     outcomes: Sequence[Outcome] | None = None,
+    share_prefixes: bool = False,
 ) -> MicroBatch:
     """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
 
@@ -153,23 +160,27 @@ def micro_batch(
         experts: numbers of the model's experts, if those of the payloads are replayed.
         top_k: see `usable_rows`.
         outcomes: of the rows; None without a critic.
+        share_prefixes: pack what rows begin with alike once; not with `experts`, which are told for each row.
     """
     if not rows:
         return _idle(device, outcomes is not None)
     lengths = [len(row.token_ids) for row, _ in rows]
     sampled = [len(row.logprobs) for row, _ in rows]
-    tokens = np.concatenate([row.token_ids for row, _ in rows]).astype(np.int64)
+    packed = pack_rows([row.token_ids for row, _ in rows], share_prefixes)
     model_tokens = np.flatnonzero(np.concatenate([row.mask() for row, _ in rows]))
+    targets, predict = model_tokens, model_tokens - 1
+    if packed.places is not None:
+        targets, predict = packed.places[targets], packed.places[predict]
 
     def joined(values: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(values).astype(dtype)).to(device)
 
     return MicroBatch(
-        input_ids=torch.from_numpy(tokens)[None].to(device),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None].to(device),
-        sequences=pack_sequences(lengths, device),
-        predict=torch.from_numpy(model_tokens - 1).to(device),
-        targets=torch.from_numpy(tokens[model_tokens]).to(device),
+        input_ids=torch.from_numpy(packed.tokens)[None].to(device),
+        position_ids=torch.from_numpy(packed.positions)[None].to(device),
+        sequences=pack_sequences(lengths, device, packed.places),
+        predict=torch.from_numpy(predict).to(device),
+        targets=torch.from_numpy(packed.tokens[targets]).to(device),
         layout=Layout.of_lengths(sampled, device, shares),
         rollout_logprobs=joined([row.logprobs for row, _ in rows], np.float32),
         advantages=joined([token_advantages(*row) for row in rows], np.float32),
@@ -221,6 +232,7 @@ def rollout_batch(
     top_k: int | None = None,
     unit_tokens: Sequence[float] | None = None,
     outcomes: Sequence[Outcome] | None = None,
+    share_prefixes: bool = False,
 ) -> RolloutBatch:
     """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
 
@@ -235,6 +247,7 @@ def rollout_batch(
         top_k: see `usable_rows`.
         unit_tokens: model tokens of which each sample's rows are shares [B]; by default those of the sample.
         outcomes: of the whole batch [B]; None without a critic.
+        share_prefixes: see `micro_batch`.
     """
     rows: dict[Place, tuple[Payload, Advantage]] = {}
     judged: dict[Place, Outcome] = {}
@@ -261,7 +274,7 @@ def rollout_batch(
         names = [(sample_ids[sample], number) for sample, number in held] if sample_ids else ()
         of_rows, of_samples = [rows[place] for place in held], [shares[place] for place in held]
         ends = None if outcomes is None else [judged[place] for place in held]
-        return micro_batch(of_rows, device, names, of_samples, experts, top_k, ends)
+        return micro_batch(of_rows, device, names, of_samples, experts, top_k, ends, share_prefixes)
 
     placed = [place for micro_batches in places for held in micro_batches for place in held]
     return RolloutBatch(
@@ -284,6 +297,7 @@ def own_share(
     experts: ExpertShape | None = None,
     top_k: int | None = None,
     together: int = 1,
+    share_prefixes: bool = False,
 ) -> RolloutBatch:
     """This rank's share of a batch that the sampler has sent.
 
@@ -293,6 +307,7 @@ def own_share(
         experts: numbers of the model's experts, if those of the payloads are replayed.
         top_k: see `usable_rows`.
         together: samples, one after another, whose rows are shares of all their model tokens (`prompt-mean`).
+        share_prefixes: see `micro_batch`.
     """
     of_samples = batch.row_tokens or [[]] * len(batch.tokens)
     row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
@@ -327,6 +342,7 @@ def own_share(
         top_k,
         unit_tokens,
         outcomes_of(batch),
+        share_prefixes,
     )
 
 

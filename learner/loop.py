@@ -229,7 +229,7 @@ class Learner:
         self._set_state("training")
         with phases("payload"):
             trainer, together = self.trainer, self.config.algorithm.together
-            reads = trainer.policy.vocabulary, trainer.replayed_experts, trainer.top_k, together
+            reads = trainer.policy.vocabulary, trainer.replayed_experts, trainer.top_k, together, trainer.share_prefixes
             rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, *reads)
         record = TokenRecord(batch)
         metrics = trainer.train(rollouts, phases, record)

@@ -83,6 +83,14 @@ class Trainer:
         """Likeliest tokens of the teacher's at each model token, 0 where it scores that itself; None: no teacher."""
         return None if self.teacher is None else self.teacher.top_k
 
+    @property
+    def share_prefixes(self) -> bool:
+        """Whether what rows of a micro-batch begin with alike is computed once."""
+        attention = self.policy.attention
+        is_flash = attention is not None and attention.name == "flash_attention_2"
+        is_whole = self.world.sequence is None and self.replayed_experts is None
+        return self.config.learner.share_prefixes and is_whole and not is_flash
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights for generators: whole, as the model's files have them, or the adapter alone by peft's names.
 
@@ -342,6 +350,7 @@ def batch_statistics(batch: RolloutBatch, stats: Stats) -> None:
     ages = torch.cat([micro.ages(batch.version) for micros in batch.mini_batches for micro in micros])
     stats.total("batch/left_out", float(batch.left_out))
     stats.total("tokens/total", float(batch.tokens))
+    stats.total("tokens/shared", float(batch.shared_tokens))
     stats.total("tokens/model", float(len(ages)))
     stats.mean("staleness/mean", ages, over="tokens/model")
     stats.extremes({"staleness/max": ages}, {})

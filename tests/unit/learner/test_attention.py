@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config, modeling_flash_attention_utils
 from transformers.integrations import flash_attention
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
@@ -28,35 +25,10 @@ from learner import kernels
 from learner.attention import PACKED_VARLEN, pack_sequences, packed_sdpa, packed_varlen
 from learner.kernels import apply_kernels, choose_attention
 from learner.model import Policy
+from tests.support.attention import tensors_of, varlen_reference
 from tests.support.learner import VOCABULARY, save_tiny_model
 
 LENGTHS = [7, 31, 12, 1, 30, 16]
-
-
-def tensors_of(lengths: list[int]) -> list[torch.Tensor]:
-    """Queries of 4 heads, keys and values of 2, 8 wide, [1, H, T, 8] each."""
-    torch.manual_seed(0)
-    return [torch.randn(1, heads, sum(lengths), 8, dtype=torch.float64) for heads in (4, 2, 2)]
-
-
-def varlen_reference(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`varlen_attn` as torch documents it: each sequence alone, with an explicit mask; on any device."""
-    call = inspect.signature(varlen_attn).bind(*args, **kwargs)
-    call.apply_defaults()
-    a = SimpleNamespace(**call.arguments)
-    assert a.cu_seq_q.dtype == a.cu_seq_k.dtype == torch.int32
-    assert (a.max_q, a.max_k) == (a.cu_seq_q.diff().max(), a.cu_seq_k.diff().max())
-    assert a.query.stride(-1) == a.key.stride(-1) == a.value.stride(-1) == 1
-    assert a.enable_gqa or a.query.shape[1] == a.key.shape[1]
-    before, after = a.window_size
-    outputs = []
-    for start, end in zip(a.cu_seq_q[:-1].tolist(), a.cu_seq_q[1:].tolist(), strict=True):
-        q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (a.query, a.key, a.value))
-        back = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        mask = (back <= before if before >= 0 else True) & ((-back <= after) if after >= 0 else back == back)
-        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale, enable_gqa=a.enable_gqa)
-        outputs.append(output.transpose(0, 1))
-    return torch.cat(outputs)
 
 
 PACKED = {"sdpa": packed_sdpa, "varlen": partial(packed_varlen, varlen_reference)}

@@ -131,7 +131,7 @@ def test_token_ages_are_counted_by_bucket():
     batch_statistics(batch, stats)
     shares = {"age_0": 3 / 7, "age_1": 3 / 7, "age_2": 0, "age_3_4": 1 / 7, "age_5_plus": 0, "mean": 6 / 7, "max": 3}
     expected = {f"staleness/{name}": share for name, share in shares.items()}
-    expected |= {"tokens/model": 7, "tokens/total": 12, "batch/left_out": 0}
+    expected |= {"tokens/model": 7, "tokens/total": 12, "tokens/shared": 0, "batch/left_out": 0}
     assert stats.reduce() == pytest.approx(expected)
 
 

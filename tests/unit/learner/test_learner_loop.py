@@ -45,6 +45,7 @@ class Counting:
         self.began = [threading.Event() for _ in range(4)]
         self.before_update: Any = None
         self.policy, self.replayed_experts, self.top_k = SimpleNamespace(vocabulary=1), None, None
+        self.share_prefixes = False
         self.not_finite = 0
 
     def train(self, rollouts: Any, phases: Phases, record: Any) -> dict[str, float]:

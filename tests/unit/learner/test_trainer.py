@@ -84,6 +84,7 @@ def trained(
     loss: TokenLoss | None = None,
     teacher: dict[str, Any] | None = None,
     budget: int = 96,
+    share_prefixes: bool = False,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics of one batch of several micro-batches, and the weights after it; `teacher` is its section."""
     settings: dict[str, Any] = {"teacher": teacher or {}}
@@ -100,13 +101,31 @@ def trained(
         trainer.config, trainer.world, trainer.engine = config, world, DescentEngine(policy)
         trainer.teacher = config.teacher if config.teacher.is_set else None
         rewards = [0.5] * len(payloads)
-        batch = rollout_batch(4, places, held, advantages, rewards, VOCABULARY, world.device, top_k=trainer.top_k)
+        named = {"top_k": trainer.top_k, "share_prefixes": share_prefixes}
+        batch = rollout_batch(4, places, held, advantages, rewards, VOCABULARY, world.device, **named)
         trainer.token_loss = loss or load_loss(config.algorithm)
         trainer.reference = _scorer(policy) if config.algorithm.kl_coef else None
         trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)
         metrics = trainer.train(batch)
     del metrics["tokens/per_second"]
     return metrics, dict(policy.named_weights())
+
+
+def test_sharing_prefixes_changes_nothing_but_the_tokens_computed(model: str, samples: Samples) -> None:
+    """Rows share tokens that are the prompt's in some, and the model's in others."""
+    payloads, advantages = samples
+    ids = [payload.token_ids for payload in payloads]
+    alike = [
+        np.concatenate([ids[0][:shared], own[shared:]]) for own, shared in zip(ids, (0, 30, 30, 9, 20), strict=False)
+    ]
+    given = [replace(payload, token_ids=own) for payload, own in zip(payloads, alike, strict=False)], advantages[:5]
+    (metrics, weights), (metrics_of_tree, weights_of_tree) = (
+        trained(model, {"kl_coef": 0.1}, ALONE, given, budget=400, share_prefixes=share) for share in (False, True)
+    )
+    assert metrics.pop("tokens/shared") == 0
+    assert metrics_of_tree.pop("tokens/shared") > 30
+    assert metrics_of_tree == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(weights_of_tree, weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
