@@ -9,5 +9,6 @@ Every arm has the model, prompts, batch, learning rate, temperature and number o
 `configs/smollm2-gym.yaml`; TRL has its defaults where no setting corresponds. Checkpoints are evaluated after the run,
 by `spo eval` for all arms, so that no evaluation is in any arm's time. Each run adds a row to
 `benchmarks/results/head_to_head.jsonl`: of each step its wall and CPU seconds, reward, tokens of an answer and samples
-without a signal; and the right answers to each held-out prompt at each checkpoint.
+without a signal; and the right answers to each held-out prompt at each checkpoint. The row `bare` has the CPU seconds
+of vLLM and DeepSpeed by themselves.
 """

@@ -42,20 +42,19 @@ def main() -> None:
                 raise UserError("the arm trl needs --trl PYTHON; or name the others: --arms " + " ".join(runs.ARMS))
             runs.check_trl(args.trl)
         # Seed by seed, so that an unfinished study compares like with like.
-        wanted = [(runs.START, 0)] + [(arm, seed) for seed in args.seeds for arm in args.arms]
+        wanted = [(runs.START, 0), (runs.BARE, 0)] + [(arm, seed) for seed in args.seeds for arm in args.arms]
         missing = [job for job in wanted if not any((row["arm"], row["seed"]) == job for row in rows)]
         print(f"{len(wanted)} runs, {len(missing)} of them to do", flush=True)
         for number, (arm, seed) in enumerate(missing, 1):
             row = runs.measure(arm, seed, common, args.config, args.folder.absolute(), args.trl)
             with args.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
-            ends = ", ".join(f"{step}: {sum(right.values()) / max(1, len(right)) / args.samples:.1%}"
-                             for step, right in row["heldout"].items())  # fmt: skip
-            print(f"[{number}/{len(missing)}] {arm}, seed {seed}: held-out {ends}", flush=True)
+            ends = ", ".join(f"{step}: {page.accuracy(row, step):.1%}" for step in row.get("heldout", {}))
+            print(f"[{number}/{len(missing)}] {arm}, seed {seed}{': held-out ' * bool(ends)}{ends}", flush=True)
         rows = runs.read_rows(args.results)
     if not rows:
         raise UserError(f"{args.results} has no rows; make some: python -m benchmarks.head_to_head run")
-    print(page.table(rows))
+    print(page.table(rows), page.passes(rows), sep="\n\n")
     if args.plot:
         page.plot(rows, args.plot)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.head_to_head.runs import ARMS, START, TRL
+from benchmarks.head_to_head.runs import ARMS, BARE, START, TRL
 
 ORDER = [*ARMS, TRL]
+GENERATORS = ("generator", "engine")  # of a run's processes, vLLM's own among them
 Row = dict[str, Any]
 
 
@@ -80,11 +81,44 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def passes(rows: Sequence[Row]) -> str:
+    """Markdown: CPU seconds a sample of SPO's learner and generators, of the passes by themselves, and of TRL."""
+
+    def used(arm: str, *roles: str) -> list[float]:
+        """By seed; of all processes without `roles`."""
+        of_seeds = []
+        for row in (row for row in rows if row["arm"] == arm):
+            first, last = row["steps"][0]["cpu"], row["steps"][-1]["cpu"]
+            seconds = sum(last.get(role, 0.0) - first.get(role, 0.0) for role in roles or last)
+            of_seeds.append(seconds / (len(row["steps"]) - 1) / row["settings"]["batch"])
+        return of_seeds
+
+    alone = next((row["bare"] for row in rows if row["arm"] == BARE), None)
+    lines = [
+        "| CPU seconds a sample | learner | generators | all processes | tokens an answer |",
+        "|---|---|---|---|---|",
+    ]
+    cells = [
+        band(used("spo", "learner")),
+        band(used("spo", *GENERATORS)),
+        band(used("spo")),
+        band(_answers(rows, "spo")),
+    ]
+    lines.append(f"| spo | {' | '.join(cells)} |")
+    if alone:
+        both = alone["deepspeed"] + alone["vllm"]
+        cells = [f"{number:.2f}" for number in (alone["deepspeed"], alone["vllm"], both, alone["tokens"])]
+        lines.append(f"| DeepSpeed and vLLM alone | {' | '.join(cells)} |")
+    return "\n".join([*lines, f"| {TRL} | | | {band(used(TRL))} | {band(_answers(rows, TRL))} |"])
+
+
 def band(values: Sequence[float], unit: str = "") -> str:
-    """The mean and twice its standard error; empty without values."""
+    """The mean and twice its standard error, of which one value has none; empty without values."""
     if not values:
         return ""
-    error = 2 * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    if len(values) == 1:
+        return f"{values[0]:.2f}{unit}"
+    error = 2 * float(np.std(values, ddof=1)) / len(values) ** 0.5
     return f"{np.mean(values):.2f} ± {error:.2f}{unit}"
 
 
@@ -123,6 +157,10 @@ def plot(rows: Sequence[Row], target: Path) -> None:
 
 def _start(rows: Sequence[Row]) -> float:
     return next((accuracy(row, 0) for row in rows if row["arm"] == START), float("nan"))
+
+
+def _answers(rows: Sequence[Row], arm: str) -> list[float]:
+    return [_per_step(row)[3] for row in rows if row["arm"] == arm]
 
 
 def _per_step(row: Row) -> tuple[float, float, float, float]:

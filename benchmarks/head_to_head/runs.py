@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks.head_to_head import bare
 from benchmarks.options import ROOT
 from benchmarks.watched import Point, watch_spo, watch_trl
 from common.config import Config, load_config
@@ -30,6 +31,7 @@ ARMS: dict[str, list[str]] = {
 TRL = "trl"
 TRL_VERSION = "1.16.0"
 START = "start"  # the arm that trains no step
+BARE = "bare"  # no arm: the passes by themselves
 LOOK = 0.5  # seconds between two looks at the CPU time
 
 
@@ -72,11 +74,15 @@ def check_trl(python: Path) -> None:
 
 
 def measure(arm: str, seed: int, common: dict[str, Any], config_path: Path, folder: Path, trl: Path | None) -> Any:
-    """Train an arm with a seed and evaluate it; its row."""
+    """Train an arm with a seed and evaluate it, or measure the passes by themselves; its row."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = load_config(config_path)
     others = _busy()
+    if arm == BARE:
+        figures = bare.measure(config_path.absolute(), folder)
+        shutil.rmtree(folder)
+        return {"arm": arm, "seed": seed, "settings": common, "busy_before": others, "bare": figures}
     points: list[Point] = []
     checkpoints = {0: Path(config.model.path)}
     if arm == TRL:
@@ -95,7 +101,7 @@ def measure(arm: str, seed: int, common: dict[str, Any], config_path: Path, fold
         # From the end of the first step, in which both sides warm up.
         "steps": [asdict(point) | {"time": round(point.time - began, 2)} for point in points],
         "heldout": {
-            step: evaluate(checkpoint, config_path, seed, common["samples"], folder)
+            str(step): evaluate(checkpoint, config_path, seed, common["samples"], folder)
             for step, checkpoint in checkpoints.items()
         },
     }

@@ -54,10 +54,21 @@ def test_the_table_compares_arms_by_seed() -> None:
     spo, trl = cells["spo"], cells["trl"]
     assert spo[1:3] == ["2", "87.50 ± 25.00%"]
     # Only seed 0 has both: 75% beside 50%.
-    assert trl[4] == "25.00 ± nan points"
-    assert (spo[5], trl[5]) == ("1.00 ± 0.00", "2.00 ± nan")
+    assert trl[4] == "25.00 points"
+    assert (spo[5], trl[5]) == ("1.00 ± 0.00", "2.00")
     # TRL ends at 50% after 78 s, where SPO is after 19.
-    assert spo[9].removesuffix(" |") == f"{19 / 78:.2f} ± nan"
+    assert spo[9].removesuffix(" |") == f"{19 / 78:.2f}"
+
+
+def test_a_sample_takes_so_much_of_each_process_and_of_the_passes_alone() -> None:
+    """Of 40 steps the first is not counted; a batch has 64 samples."""
+    bare = {"arm": "bare", "seed": 0, "settings": SETTINGS, "bare": {"vllm": 0.25, "deepspeed": 0.5, "tokens": 9.0}}
+    lines = page.passes([row("spo", 0, 64.0, {}), row("spo", 1, 128.0, {}), bare]).splitlines()[2:]
+    assert lines == [
+        "| spo | 1.50 ± 1.00 | 0.00 ± 0.00 | 1.50 ± 1.00 | 10.00 ± 0.00 |",
+        "| DeepSpeed and vLLM alone | 0.50 | 0.25 | 0.75 | 9.00 |",
+        "| trl | | |  |  |",
+    ]
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
