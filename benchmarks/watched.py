@@ -28,6 +28,7 @@ class Point:
         reward: mean of the step's batch.
         tokens: mean of a response.
         no_signal: share of the samples whose advantage is 0.
+        variance_ratio: what the baseline leaves of the rewards' variance, over the last 64 batches; None: not known.
     """
 
     time: float
@@ -35,6 +36,7 @@ class Point:
     reward: float
     tokens: float
     no_signal: float
+    variance_ratio: float | None = None
 
 
 def watch_spo(config: Path, metrics: Path, checkout: Path, overrides: Sequence[str], every: float) -> list[Point]:
@@ -68,7 +70,7 @@ def watch_spo(config: Path, metrics: Path, checkout: Path, overrides: Sequence[s
             batch = sampler[entry["version"]]
             cpu = next(used for at, used in reversed(samples) if at <= entry["time"])
             signal = batch["reward/mean"], batch["response_length/mean"], batch["advantage/zero"]
-            points.append(Point(entry["time"], cpu, *signal))
+            points.append(Point(entry["time"], cpu, *signal, batch.get("tracker/variance_ratio")))
     return points
 
 

@@ -54,7 +54,8 @@ def table(rows: Sequence[Row]) -> str:
     start = _start(rows)
     lines = [f"accuracy before training: {start:.1%}", ""]
     heads = ["arm", "seeds", "accuracy at the end", "mean of the curve", "SPO leads by (paired)", "wall s a step",
-             "CPU s a step", "no signal", "tokens an answer", "wall to TRL's end, of TRL's"]  # fmt: skip
+             "CPU s a step", "no signal", "variance left", "tokens an answer",
+             "wall to TRL's end, of TRL's"]  # fmt: skip
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     by_arm = {arm: {row["seed"]: row for row in rows if row["arm"] == arm} for arm in ORDER}
     spo, trl = by_arm["spo"], by_arm[TRL]
@@ -75,6 +76,7 @@ def table(rows: Sequence[Row]) -> str:
             band([100 * float(np.mean(points[:, 3])) for points in curves.values()], "%"),
             "" if arm == "spo" else band(lead, " points"),
             *(band([step[i] for step in steps]) for i in range(2)), band([100 * step[2] for step in steps], "%"),
+            band([ratio for row in of_arm.values() if (ratio := row["steps"][-1].get("variance_ratio")) is not None]),
             band([step[3] for step in steps]), band(share),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

@@ -19,7 +19,7 @@ SETTINGS = {"batch": 64, "samples": 4, "steps": 40, "every": 20}
 
 def row(arm: str, seed: int, step_seconds: float, right: dict[str, int]) -> dict[str, Any]:
     """A run of 40 steps with so many right answers of 4 to each of two prompts at its checkpoints."""
-    step = {"reward": 0.5, "tokens": 10.0, "no_signal": 0.25}
+    step = {"reward": 0.5, "tokens": 10.0, "no_signal": 0.25} | ({"variance_ratio": 0.8} if arm == "spo" else {})
     steps = [
         step | {"time": i * step_seconds, "cpu": {"learner": i * step_seconds, "generator": 5.0}} for i in range(40)
     ]
@@ -57,7 +57,8 @@ def test_the_table_compares_arms_by_seed() -> None:
     assert trl[4] == "25.00 points"
     assert (spo[5], trl[5]) == ("1.00 ± 0.00", "2.00")
     # TRL ends at 50% after 78 s, where SPO is after 19.
-    assert spo[9].removesuffix(" |") == f"{19 / 78:.2f}"
+    assert (spo[8], trl[8]) == ("0.80 ± 0.00", "")
+    assert spo[10].removesuffix(" |") == f"{19 / 78:.2f}"
 
 
 def test_a_sample_takes_so_much_of_each_process_and_of_the_passes_alone() -> None:
