@@ -156,7 +156,7 @@ def evaluate(model: Path, config_path: Path, seed: int, samples: int, folder: Pa
     """Right answers of so many to each held-out prompt, by its id."""
     answers = folder / f"{model.name}.jsonl"
     command = [sys.executable, "-m", "launcher.cli", "eval", str(model), "-c", str(config_path), "--plain"]
-    command += ["--samples", str(samples), "--output", str(answers), "--generators", "1", "-o", f"run.seed={seed}"]
+    command += ["--samples", str(samples), "--output", str(answers), "--generators", "2", "-o", f"run.seed={seed}"]
     outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if outcome.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{outcome.stderr[-3000:]}")

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from common.streams.batches import StepReader
@@ -87,11 +88,16 @@ def options(settings: Mapping[str, Any]) -> list[str]:
 def spo(
     *words: object, folder: Path | None = None, timeout: float = 600, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command that comes to its end, in a folder."""
-    return subprocess.run(
-        [*SPO, *map(str, words)],
-        cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
+    """A command that comes to its end, in a folder; one that does not fails the test with what it printed so far."""
+    command = [*SPO, *map(str, words)]
+    try:
+        return subprocess.run(
+            command,
+            cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as expired:
+        printed = ((expired.stdout or b"") + (expired.stderr or b"")).decode(errors="replace")
+        pytest.fail(f"{' '.join(command)} had not ended after {timeout:g} s; the end of its output:\n{printed[-3000:]}")
 
 
 @contextmanager
