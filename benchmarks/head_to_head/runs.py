@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,32 @@ import yaml
 from benchmarks.head_to_head import bare
 from benchmarks.options import ROOT
 from benchmarks.watched import Point, watch_spo, watch_trl
-from common.config import Config, load_config
+from common.config import Config, Source, load_config
+from common.config.load import override, parse_config, read_tree
 from common.errors import UserError
+from sampler.rows import open_rows
 
 CONFIG = ROOT / "configs" / "smollm2-gym.yaml"
+PRODUCTS, CORRECTION = "products", "correction"
+SUM_TERMS = "min_terms: 2, max_terms: 4, min_digits: 1, max_digits: 2"
+# Over the configuration; in the rows, a task has its experiment's name.
+TASKS: dict[str, list[str]] = {
+    PRODUCTS: [],
+    # Of most groups of 8 no answer is right.
+    "sums": [
+        "run.experiment=smollm2-sums",
+        f"data.train=[{{path: 'reasoning_gym:chain_sum', options: {{size: 1000, {SUM_TERMS}}}}}]",
+        f"data.heldout=[{{path: 'reasoning_gym:chain_sum', options: {{size: 200, {SUM_TERMS}}}}}]",
+    ],
+    # A wrong answer is corrected once.
+    CORRECTION: [
+        "run.experiment=smollm2-correction",
+        "episode.user=corrector",
+        "episode.user_options={turns: 1}",
+        "episode.max_assistant_turns=2",
+        "episode.max_response_tokens=128",
+    ],
+}
 GROUP = 8
 # Over the task's configuration.
 ARMS: dict[str, list[str]] = {
@@ -63,6 +86,30 @@ def read_rows(path: Path, common: dict[str, Any] | None = None) -> list[dict[str
     return rows
 
 
+def task_file(task: str, folder: Path) -> Path:
+    """Write a task's configuration and its training prompts, each once and none of them held out; the former's path."""
+    tree = read_tree(CONFIG)
+    override(tree, TASKS[task])
+    data = parse_config(tree).data
+    prompts, (heldout,) = folder / "train.jsonl", data.sources("heldout")
+    seen = {row["prompt"] for row in rows_of(heldout)}
+    with prompts.open("w", encoding="utf-8") as file:
+        for row in rows_of(data.sources("train")[0]):
+            if row["prompt"] not in seen:
+                file.write(json.dumps(row) + "\n")
+            seen.add(row["prompt"])
+    tree["data"]["train"] = str(prompts.absolute())
+    path = folder / "task.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def rows_of(source: Source) -> Iterator[dict[str, Any]]:
+    """The rows of a source of prompts, in order."""
+    rows = open_rows(source.path, source.split, source.options)
+    return (rows[i] for i in range(len(rows)))
+
+
 def check_trl(python: Path) -> None:
     """Raise `UserError` for a Python without TRL, or with another version of it."""
     code = "import importlib.metadata as m; print(m.version('trl'))"
@@ -73,14 +120,15 @@ def check_trl(python: Path) -> None:
         raise UserError(f"--trl {python} {has}; {python} -m pip install trl=={TRL_VERSION}")
 
 
-def measure(arm: str, seed: int, common: dict[str, Any], config_path: Path, folder: Path, trl: Path | None) -> Any:
-    """Train an arm with a seed and evaluate it, or measure the passes by themselves; its row."""
+def measure(arm: str, seed: int, common: dict[str, Any], task: str, folder: Path, trl: Path | None) -> Any:
+    """Train an arm with a seed on a task and evaluate it, or measure the passes by themselves; its row."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    config_path = task_file(task, folder)
     config = load_config(config_path)
     others = _busy()
     if arm == BARE:
-        figures = bare.measure(config_path.absolute(), folder)
+        figures = bare.measure(config_path, folder)
         shutil.rmtree(folder)
         return {"arm": arm, "seed": seed, "settings": common, "busy_before": others, "bare": figures}
     points: list[Point] = []
@@ -128,7 +176,7 @@ def trl_settings(config: Config, common: dict[str, Any], seed: int, folder: Path
         "model": str(Path(config.model.path).absolute()),
         # Adam works on float32 here too; in bfloat16 steps of 1e-5 would be lost to rounding.
         "dtype": "float32",
-        "rows": str(Path(str(config.data.train)).absolute()),
+        "rows": str(config.data.train),
         "system_prompt": config.data.system_prompt,
         "pattern": config.episode.reward_options["reasoning_gym"]["pattern"],
         "threads": psutil.cpu_count(),

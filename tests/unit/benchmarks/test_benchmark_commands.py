@@ -28,6 +28,7 @@ BAD = [
     ("benchmarks.group_free", ["--simulation", "--plot", f"{MISSING}/picture.png"], MISSING, "folder that exists"),
     ("benchmarks.head_dtype", [MISSING], MISSING, "folder"),
     ("benchmarks.head_to_head.__main__", ["run"], "the arm trl", "--trl PYTHON"),
+    ("benchmarks.head_to_head.__main__", ["run", "--task", "correction"], "--task correction", "'no baseline'"),
     ("benchmarks.head_to_head.__main__", ["run", "--steps", "50"], "--steps 50", "--every 20"),
     ("benchmarks.head_to_head.__main__", ["table", "--results", "no.jsonl"], "no.jsonl", "head_to_head run"),
     ("benchmarks.keep_prefix", [str(FOLDER)], str(FOLDER), "config.json"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.head_to_head import page, runs
+from common.config import load_config
 from common.errors import UserError
 
 SETTINGS = {"batch": 64, "samples": 4, "steps": 40, "every": 20}
@@ -95,9 +96,17 @@ def test_a_python_without_trl_is_refused(tmp_path: Path) -> None:
         runs.check_trl(bare)
 
 
-def test_the_same_settings_reach_both_sides() -> None:
-    from common.config import load_config
+@pytest.mark.integration
+def test_a_task_trains_on_no_prompt_that_is_held_out(tmp_path: Path) -> None:
+    config = load_config(runs.task_file("sums", tmp_path))
+    sides = [config.data.sources("train")[0], config.data.sources("heldout")[0]]
+    train, heldout = ([row["prompt"] for row in rows] for rows in map(runs.rows_of, sides))
+    assert len(heldout) == 200
+    assert len(train) == len(set(train)) > 800
+    assert not set(train) & set(heldout)
 
+
+def test_the_same_settings_reach_both_sides() -> None:
     config = load_config(runs.CONFIG)
     common = runs.settings(config, 60, 20, 4)
     grpo = runs.trl_settings(config, common, 7, Path("x"))["grpo"]
