@@ -60,7 +60,7 @@ def main() -> None:
             print(f"[{number}/{len(missing)}] {arm}, seed {seed}{': held-out ' * bool(ends)}{ends}", flush=True)
         rows = runs.read_rows(results)
     if not rows:
-        raise UserError(f"{results} has no rows; make some: python -m benchmarks.head_to_head run")
+        raise UserError(f"{results} has no rows; make some: python -m benchmarks.head_to_head run --task {args.task}")
     print(page.table(rows), page.passes(rows), sep="\n\n")
     if args.plot:
         page.plot(rows, args.plot)

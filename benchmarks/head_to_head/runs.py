@@ -28,7 +28,7 @@ SUM_TERMS = "min_terms: 2, max_terms: 4, min_digits: 1, max_digits: 2"
 # Over the configuration; in the rows, a task has its experiment's name.
 TASKS: dict[str, list[str]] = {
     PRODUCTS: [],
-    # Of most groups of 8 no answer is right.
+    # Four answers of the initial model have a right one on 18% of the prompts.
     "sums": [
         "run.experiment=smollm2-sums",
         f"data.train=[{{path: 'reasoning_gym:chain_sum', options: {{size: 1000, {SUM_TERMS}}}}}]",

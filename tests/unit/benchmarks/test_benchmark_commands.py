@@ -30,7 +30,7 @@ BAD = [
     ("benchmarks.head_to_head.__main__", ["run"], "the arm trl", "--trl PYTHON"),
     ("benchmarks.head_to_head.__main__", ["run", "--task", "correction"], "--task correction", "'no baseline'"),
     ("benchmarks.head_to_head.__main__", ["run", "--steps", "50"], "--steps 50", "--every 20"),
-    ("benchmarks.head_to_head.__main__", ["table", "--results", "no.jsonl"], "no.jsonl", "head_to_head run"),
+    ("benchmarks.head_to_head.__main__", ["table", "--results", "no.jsonl"], "no.jsonl", "run --task products"),
     ("benchmarks.keep_prefix", [str(FOLDER)], str(FOLDER), "config.json"),
     ("benchmarks.lora", ["--dtype", "float8"], "float8", "bfloat16"),
     ("benchmarks.overhead", ["disk"], "disk", "generator, learner, streams, weights, pause"),
