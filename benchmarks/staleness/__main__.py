@@ -8,7 +8,7 @@ from pathlib import Path
 import benchmarks.staleness
 from benchmarks import options
 from benchmarks.staleness import results, study
-from benchmarks.staleness.variants import BY_TOKEN, DEFAULT_VARIANTS, REFERENCE, REGIME, SEEDS, VARIANTS
+from benchmarks.staleness.variants import AGES, GROUPS, REFERENCE, REGIME, SEEDS, VARIANTS, variants_at
 from common.errors import UserError, reports_user_errors
 
 HERE = Path(__file__).parents[2]
@@ -21,13 +21,8 @@ def main() -> None:
     parser.add_argument("--results", type=options.new_file, default=HERE / "benchmarks" / "results" / "staleness.jsonl")
     parser.add_argument("--jobs", type=options.positive, default=1, help="jobs at a time, each on one core")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"variants: {', '.join(VARIANTS)}")
-    parser.add_argument(
-        "--staleness",
-        nargs="+",
-        type=options.at_least(0),
-        default=list(DEFAULT_VARIANTS),
-        help="ages of samples, in versions",
-    )
+    ages = "ages of samples, in versions"
+    parser.add_argument("--staleness", nargs="+", type=options.at_least(0), default=AGES, metavar="AGE", help=ages)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--steps", type=options.positive, help="learner steps of a job")
     parser.add_argument("--lr", type=options.above_zero, help="learning rate")
@@ -39,7 +34,7 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no variant {unknown[0]!r}; allowed: {', '.join(VARIANTS)}")
     own = [f"run.steps={args.steps}"] * bool(args.steps) + [f"learner.lr={args.lr}"] * bool(args.lr)
-    chosen = {age: args.only or DEFAULT_VARIANTS.get(age, list(VARIANTS)) for age in args.staleness}
+    chosen = {age: args.only or variants_at(age) for age in args.staleness}
     jobs = study.jobs(chosen, args.seeds, [*REGIME, *own, *args.overrides])
     try:
         if not args.plot:
@@ -48,11 +43,11 @@ def main() -> None:
         if args.plot:
             from benchmarks.staleness.plot import plot
 
-            plot(rows, BY_TOKEN, args.plot)
+            plot(rows, GROUPS, REFERENCE, args.plot)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(results.table(rows, REFERENCE))
+    print(results.table(rows, GROUPS))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,35 +54,35 @@ def lowest_late(row: dict[str, Any]) -> float:
     return min(accuracy for version, accuracy in curve if 2 * version >= curve[-1][0])
 
 
-def table(results: dict[tuple[str, int], list[dict[str, Any]]], reference: str) -> str:
-    """Markdown: final accuracy of each variant at each staleness, mean (lowest–highest seed), over on-policy.
+def table(results: Mapping[tuple[str, int], list[dict[str, Any]]], groups: Mapping[str, Iterable[str]]) -> str:
+    """Markdown: final accuracy of each variant at each staleness, mean (lowest–highest seed); "–" without a run.
 
-    The last column is the lowest accuracy any seed had in the second half of its run, at the largest staleness.
+    The last column is the lowest accuracy any seed had in the second half of its run, at any staleness.
 
     Args:
         results: results by variant and staleness.
-        reference: the variant whose results at staleness 0 are the on-policy ones.
+        groups: names of variants under a line each.
     """
     ages = sorted({staleness for _, staleness in results})
-    on_policy = results.get((reference, 0))
-    norm = float(np.mean([final_accuracy(row) for row in on_policy])) if on_policy else np.nan
-    header = ["variant", *(f"staleness {age}" for age in ages), f"lowest late, staleness {ages[-1]}"]
+    header = ["correction, or loss", *(f"staleness {age}" for age in ages), "lowest late"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for variant in dict.fromkeys(name for name, _ in results):
-        cells = [_cell(results.get((variant, age), []), norm) for age in ages]
-        last = [lowest_late(row) for row in results.get((variant, ages[-1]), [])]
-        cells.append(f"{min(last):.2f}" if last else "–")
-        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    for title, names in groups.items():
+        there = [name for name in names if any((name, age) in results for age in ages)]
+        if there:
+            lines.append(f"| **{title}** |{' |' * (len(ages) + 1)}")
+        for name in there:
+            rows = [results.get((name, age), []) for age in ages]
+            lowest = min(lowest_late(row) for runs in rows for row in runs)
+            lines.append(f"| `{name}` | {' | '.join(map(_cell, rows))} | {lowest:.2f} |")
     return "\n".join(lines)
 
 
-def _cell(rows: list[dict[str, Any]], norm: float) -> str:
+def _cell(rows: list[dict[str, Any]]) -> str:
     finals = [final_accuracy(row) for row in rows]
     if not finals:
         return "–"
-    mean = float(np.mean(finals))
-    ratio = "" if np.isnan(norm) else f", {mean / norm:.0%}"
-    return f"{mean:.2f} ({min(finals):.2f}–{max(finals):.2f}){ratio}"
+    spread = f" ({min(finals):.2f}–{max(finals):.2f})" if len(finals) > 1 else ""
+    return f"{np.mean(finals):.2f}{spread}"
 
 
 def _short(value: Any) -> Any:

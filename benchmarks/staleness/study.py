@@ -67,10 +67,10 @@ def run_all(jobs: list[Job], path: Path, at_once: int) -> None:
 
 
 def by_variant(jobs: list[Job], path: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """What the results file holds of the jobs, by variant and staleness, in the variants' order."""
-    done, order = results.read(path), list(VARIANTS)
+    """What the results file holds of the jobs, by variant and staleness."""
+    done = results.read(path)
     rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for job in sorted(jobs, key=lambda job: order.index(job.variant)):
+    for job in jobs:
         if job.key in done:
             rows.setdefault((job.variant, job.staleness), []).append(done[job.key])
     return rows
