@@ -54,6 +54,7 @@ def figures(redis: RedisRecords) -> dict[str, Any]:
     return {
         "commits": len(redis.journal),
         "tasks": sum(len(entry.dispatched) for entry in redis.journal),
-        "samples trained on": sum(len(ids) for entry in redis.journal for _, ids in entry.batches),
+        # By the counter: the journal begins anew where Redis was older than the newest checkpoint, and was given up.
+        "samples trained on": redis.counters.get("batched", 0),
         "starts of the learner": sum(not step.metrics for step in redis.steps),
     }

@@ -11,7 +11,7 @@ from common.config import Config
 from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
-from launcher.audit.lines import audit
+from launcher.audit.lines import audit, figures
 from launcher.audit.records import RedisRecords, read_redis
 from sampler.answer_file import Request
 from sampler.answers import load_questions
@@ -71,10 +71,10 @@ def audited(broker: Broker, config: Config) -> dict[str, int]:
     """The counters of a journaled run that is over: it lost nothing, counted nothing twice, and left nothing."""
     if not broker.finished():
         broker.finish()
-    assert problems(read_redis(broker), config) == {}
-    counters = broker.counters()
-    assert counters["batched"] == config.run.steps * config.sampler.batch_size
-    return counters
+    records = read_redis(broker)
+    assert problems(records, config) == {}
+    assert figures(records)["samples trained on"] == config.run.steps * config.sampler.batch_size
+    return records.counters
 
 
 def problems(records: RedisRecords, config: Config) -> dict[str, str]:
