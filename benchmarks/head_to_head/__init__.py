@@ -4,7 +4,7 @@
     python -m venv .cache/trl && .cache/trl/bin/pip install trl==1.16.0
     python -m benchmarks.head_to_head run --trl .cache/trl/bin/python   # half an hour a run; it goes on
     python -m benchmarks.head_to_head table --plot docs/head-to-head.png
-    python -m benchmarks.head_to_head run --task sums --arms spo grpo   # 5.9% of the initial answers are right
+    python -m benchmarks.head_to_head run --task sums --arms spo grpo   # 6.3% of the initial answers are right
     python -m benchmarks.head_to_head run --task correction --arms spo grpo   # a wrong answer is corrected once
 
 Every arm has the model, prompts, batch, learning rate, temperature and number of samples of

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.head_to_head.runs import ARMS, BARE, START, TRL
+from benchmarks.head_to_head.runs import BARE, START, TRL
 
-ORDER = [*ARMS, TRL]
+NAMES = {"spo": "SPO", "no baseline": "no baseline", "grpo": "GRPO", "rloo": "RLOO", TRL: "TRL's GRPO"}
+ORDER = [*NAMES]
 GENERATORS = ("generator", "engine")  # of a run's processes, vLLM's own among them
 Row = dict[str, Any]
 
@@ -50,78 +51,98 @@ def seconds_to(goal: float, points: np.ndarray, column: int = 1) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: for each arm the accuracy at the end, times, samples without a signal, and what SPO leads by."""
+    """Markdown: for each arm its accuracy at each checkpoint and its times, then by how many points SPO leads it."""
     start = _start(rows)
-    lines = [f"accuracy before training: {start:.1%}", ""]
-    heads = ["arm", "seeds", "accuracy at the end", "mean of the curve", "SPO leads by (paired)", "wall s a step",
-             "CPU s a step", "no signal", "variance left", "tokens an answer",
+    by_arm = {arm: of_arm for arm in ORDER if (of_arm := {row["seed"]: row for row in rows if row["arm"] == arm})}
+    trained = next(iter(by_arm.values()), {})
+    checkpoints = [*next(iter(trained.values()))["heldout"]] if trained else []
+    heads = ["arm", *(f"step {step}" for step in checkpoints), "each seed's end", "mean of the curve",
+             "wall s a step", "CPU s a step", "no signal", "variance left", "tokens an answer",
              "wall to TRL's end, of TRL's"]  # fmt: skip
-    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    by_arm = {arm: {row["seed"]: row for row in rows if row["arm"] == arm} for arm in ORDER}
-    spo, trl = by_arm["spo"], by_arm[TRL]
+    lines = [f"before training: {start:.1%}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, of_arm in by_arm.items():
-        if not of_arm:
-            continue
-        curves = {seed: curve(row, start) for seed, row in of_arm.items()}
-        both = sorted(set(of_arm) & set(spo))
-        ends = {seed: points[-1, 3] for seed, points in curves.items()}
-        lead = [100 * (curve(spo[seed], start)[-1, 3] - ends[seed]) for seed in both]
+        curves = {seed: 100 * curve(row, start)[:, 3] for seed, row in of_arm.items()}
+        wall, cpu, no_signal, tokens = np.mean([_per_step(row) for row in of_arm.values()], 0)
+        left = [ratio for row in of_arm.values() if (ratio := row["steps"][-1].get("variance_ratio")) is not None]
         share = []
-        for seed in sorted(set(of_arm) & set(trl)):
-            goal = curve(trl[seed], start)
-            share.append(seconds_to(goal[-1, 3], curves[seed]) / goal[-1, 1])
-        steps = [_per_step(row) for row in of_arm.values()]
+        for seed in sorted(set(of_arm) & set(by_arm.get(TRL, {}))):
+            goal = curve(by_arm[TRL][seed], start)
+            share.append(seconds_to(goal[-1, 3], curve(of_arm[seed], start)) / goal[-1, 1])
         cells = [
-            arm, str(len(of_arm)), band([100 * end for end in ends.values()], "%"),
-            band([100 * float(np.mean(points[:, 3])) for points in curves.values()], "%"),
-            "" if arm == "spo" else band(lead, " points"),
-            *(band([step[i] for step in steps]) for i in range(2)), band([100 * step[2] for step in steps], "%"),
-            band([ratio for row in of_arm.values() if (ratio := row["steps"][-1].get("variance_ratio")) is not None]),
-            band([step[3] for step in steps]), band(share),
+            NAMES[arm], *(f"{percent:.1f}%" for percent in np.mean([*curves.values()], 0)[1:]),
+            f"{_each([points[-1] for points in curves.values()])}%", f"{np.mean([*curves.values()]):.1f}%",
+            f"{wall:.1f}", f"{cpu:.1f}", f"{no_signal:.0%}", _mean(left), f"{tokens:.1f}", _mean(share),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    for arm, of_arm in by_arm.items():
+        both = sorted(set(of_arm) & set(by_arm.get("spo", {})))
+        if arm != "spo" and both:
+            pairs = [(by_arm["spo"][seed], of_arm[seed]) for seed in both]
+            cells = [lead(pairs, step) for step in checkpoints]
+            ends = [100 * (accuracy(spo, checkpoints[-1]) - accuracy(other, checkpoints[-1])) for spo, other in pairs]
+            lines.append(f"| SPO less {NAMES[arm]} | {' | '.join(cells)} | {_each(ends)} |{' |' * (len(heads) - 5)}")
     return "\n".join(lines)
+
+
+def lead(pairs: Sequence[tuple[Row, Row]], step: str) -> str:
+    """By how many points the first of each pair is ahead: the mean over pairs and held-out prompts.
+
+    Twice its standard error follows: over the prompts, each with its mean over the pairs; in brackets over the pairs.
+    """
+    samples = pairs[0][0]["settings"]["samples"]
+    points = 100 / samples * np.array(
+        [[ours["heldout"][step][name] - theirs["heldout"][step][name] for name in ours["heldout"][step]]
+         for ours, theirs in pairs]
+    )  # fmt: skip
+    over_pairs = f" ({_error(points.mean(1)):.1f})" if len(pairs) > 1 else ""
+    return f"{points.mean():.1f} ± {_error(points.mean(0)):.1f}{over_pairs}"
+
+
+def _each(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.1f}" for value in values)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.2f}" if values else ""
+
+
+def _error(values: Sequence[float]) -> float:
+    """Twice the standard error of the mean."""
+    return 2 * float(np.std(values, ddof=1)) / len(values) ** 0.5
 
 
 def passes(rows: Sequence[Row]) -> str:
     """Markdown: CPU seconds a sample of SPO's learner and generators, of the passes by themselves, and of TRL."""
 
-    def used(arm: str, *roles: str) -> list[float]:
-        """By seed; of all processes without `roles`."""
+    def used(arm: str, *roles: str) -> float:
+        """The mean over the seeds; of all processes without `roles`."""
         of_seeds = []
         for row in (row for row in rows if row["arm"] == arm):
             first, last = row["steps"][0]["cpu"], row["steps"][-1]["cpu"]
             seconds = sum(last.get(role, 0.0) - first.get(role, 0.0) for role in roles or last)
             of_seeds.append(seconds / (len(row["steps"]) - 1) / row["settings"]["batch"])
-        return of_seeds
+        return float(np.mean(of_seeds))
 
-    alone = next((row["bare"] for row in rows if row["arm"] == BARE), None)
+    def tokens(arm: str) -> float:
+        return float(np.mean([_per_step(row)[3] for row in rows if row["arm"] == arm]))
+
+    arms = {row["arm"] for row in rows}
     lines = [
         "| CPU seconds a sample | learner | generators | all processes | tokens an answer |",
         "|---|---|---|---|---|",
     ]
-    cells = [
-        band(used("spo", "learner")),
-        band(used("spo", *GENERATORS)),
-        band(used("spo")),
-        band(_answers(rows, "spo")),
-    ]
-    lines.append(f"| spo | {' | '.join(cells)} |")
-    if alone:
+    if "spo" in arms:
+        cells = [f"{seconds:.2f}" for seconds in (used("spo", "learner"), used("spo", *GENERATORS), used("spo"))]
+        lines.append(f"| {NAMES['spo']} | {' | '.join(cells)} | {tokens('spo'):.1f} |")
+    for alone in (row["bare"] for row in rows if row["arm"] == BARE):
         both = alone["deepspeed"] + alone["vllm"]
-        cells = [f"{number:.2f}" for number in (alone["deepspeed"], alone["vllm"], both, alone["tokens"])]
-        lines.append(f"| DeepSpeed and vLLM alone | {' | '.join(cells)} |")
-    return "\n".join([*lines, f"| {TRL} | | | {band(used(TRL))} | {band(_answers(rows, TRL))} |"])
-
-
-def band(values: Sequence[float], unit: str = "") -> str:
-    """The mean and twice its standard error, of which one value has none; empty without values."""
-    if not values:
-        return ""
-    if len(values) == 1:
-        return f"{values[0]:.2f}{unit}"
-    error = 2 * float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return f"{np.mean(values):.2f} ± {error:.2f}{unit}"
+        lines.append(
+            f"| DeepSpeed and vLLM alone | {alone['deepspeed']:.2f} | {alone['vllm']:.2f} | {both:.2f} "
+            f"| {alone['tokens']:.1f} |"
+        )
+    if TRL in arms:
+        lines.append(f"| {NAMES[TRL]} | | | {used(TRL):.2f} | {tokens(TRL):.1f} |")
+    return "\n".join(lines)
 
 
 def plot(rows: Sequence[Row], target: Path) -> None:
@@ -146,7 +167,7 @@ def plot(rows: Sequence[Row], target: Path) -> None:
             x = np.mean([of(points) for points in curves], 0)
             heights = np.array([points[:, 3] for points in curves])
             middle, error = heights.mean(0), 2 * heights.std(0, ddof=min(1, len(curves) - 1)) / len(curves) ** 0.5
-            axes.plot(x, middle, marker="o", markersize=3, color=f"C{number}", label=arm)
+            axes.plot(x, middle, marker="o", markersize=3, color=f"C{number}", label=NAMES[arm])
             axes.fill_between(x, middle - error, middle + error, color=f"C{number}", alpha=0.15, linewidth=0)
         axes.set_xlabel(name)
         axes.grid(alpha=0.3)
@@ -159,10 +180,6 @@ def plot(rows: Sequence[Row], target: Path) -> None:
 
 def _start(rows: Sequence[Row]) -> float:
     return next((accuracy(row, 0) for row in rows if row["arm"] == START), float("nan"))
-
-
-def _answers(rows: Sequence[Row], arm: str) -> list[float]:
-    return [_per_step(row)[3] for row in rows if row["arm"] == arm]
 
 
 def _per_step(row: Row) -> tuple[float, float, float, float]:

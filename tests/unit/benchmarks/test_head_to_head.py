@@ -51,15 +51,21 @@ def test_a_goal_that_is_not_reached_has_no_time() -> None:
 
 
 def test_the_table_compares_arms_by_seed() -> None:
-    cells = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in page.table(ROWS).splitlines()[2:]}
-    spo, trl = cells["spo"], cells["trl"]
-    assert spo[1:3] == ["2", "87.50 ± 25.00%"]
-    # Only seed 0 has both: 75% beside 50%.
-    assert trl[4] == "25.00 points"
-    assert (spo[5], trl[5]) == ("1.00 ± 0.00", "2.00")
-    # TRL ends at 50% after 78 s, where SPO is after 19.
-    assert (spo[8], trl[8]) == ("0.80 ± 0.00", "")
-    assert spo[10].removesuffix(" |") == f"{19 / 78:.2f}"
+    lines = page.table(ROWS).splitlines()[4:]
+    assert [line.strip("| ").split(" | ") for line in lines[:2]] == [
+        # TRL ends at 50% after 78 s, where SPO is after 19.
+        ["SPO", "50.0%", "87.5%", "75.0, 100.0%", "45.8%", "1.0", "1.0", "25%", "0.80", "10.0", f"{19 / 78:.2f}"],
+        ["TRL's GRPO", "25.0%", "50.0%", "50.0%", "25.0%", "2.0", "2.0", "25%", "", "10.0", "1.00"],
+    ]
+    # Only seed 0 has both: 75% beside 50%, on each prompt.
+    assert lines[2].startswith("| SPO less TRL's GRPO | 25.0 ± 0.0 | 25.0 ± 0.0 | 25.0 |")
+    assert len(lines) == 3
+
+
+def test_a_lead_has_its_error_over_prompts_and_over_seeds() -> None:
+    ours, theirs = ({"settings": SETTINGS, "heldout": {"20": {"a": a, "b": b}}} for a, b in ((4, 2), (2, 2)))
+    assert page.lead([(ours, theirs)], "20") == "25.0 ± 50.0"
+    assert page.lead([(ours, theirs), (theirs, theirs)], "20") == "12.5 ± 25.0 (25.0)"
 
 
 def test_a_sample_takes_so_much_of_each_process_and_of_the_passes_alone() -> None:
@@ -67,9 +73,8 @@ def test_a_sample_takes_so_much_of_each_process_and_of_the_passes_alone() -> Non
     bare = {"arm": "bare", "seed": 0, "settings": SETTINGS, "bare": {"vllm": 0.25, "deepspeed": 0.5, "tokens": 9.0}}
     lines = page.passes([row("spo", 0, 64.0, {}), row("spo", 1, 128.0, {}), bare]).splitlines()[2:]
     assert lines == [
-        "| spo | 1.50 ± 1.00 | 0.00 ± 0.00 | 1.50 ± 1.00 | 10.00 ± 0.00 |",
-        "| DeepSpeed and vLLM alone | 0.50 | 0.25 | 0.75 | 9.00 |",
-        "| trl | | |  |  |",
+        "| SPO | 1.50 | 0.00 | 1.50 | 10.0 |",
+        "| DeepSpeed and vLLM alone | 0.50 | 0.25 | 0.75 | 9.0 |",
     ]
 
 
