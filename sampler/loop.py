@@ -14,9 +14,9 @@ from common.config import Config
 from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader, Step, Task
 from common.streams import scoring
-from common.streams.batches import StepReader
+from common.streams.batches import StepReader, latest
 from common.streams.ledger import SamplerLedger
-from common.streams.presence import LearnerWatch, Presence
+from common.streams.presence import LearnerWatch, Presence, learner_version
 from sampler.answer_file import Request
 from sampler.answers import Answers
 from sampler.episode_files import Rollouts
@@ -78,6 +78,8 @@ class Sampler:
         self.stop = threading.Event()
         self.memory = MemoryWatch(ledger.broker, log)
         self._last_commit = self._last_report = self._last_log = time.monotonic()
+        # Since when, in seconds of Redis's clock, it is not known whether the run goes on from Redis or the run folder.
+        self._undecided: float | None = None
 
     def run(self) -> None:
         """Work until the run is over, or until `stop` is set.
@@ -110,20 +112,33 @@ class Sampler:
         self.metrics.open()
         if state.restore(saved):
             self.steps = StepReader(self.ledger.broker, after=state.last_step)
-            self.rollouts.withdraw(state)
-            self.evaluations.withdraw()
-            self.log.info(
-                "continuing the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
-                in_flight=len(state.admission.in_flight),
-            )  # fmt: skip
+            if self.config.run.has_learner and self.snapshots.are_ahead():
+                seconds, micros = self.ledger.broker.redis.time()
+                self._undecided = seconds + micros / 1e6
+                self.log.warning("Redis is older than the run folder; waiting for the learner", version=state.version)
+                self.presence.status(state="waiting for the learner")
+            else:
+                self.go_on()
         if not self.config.run.has_learner:
             self.evaluations.begin(state.version)
         elif state.version == BEFORE_FIRST_STEP:
             self.log.info("waiting for the learner")
             self.presence.status(state="waiting for the learner")
 
+    def go_on(self) -> None:
+        """Go on from the state that Redis has, without what the run folder has beyond it."""
+        state, self._undecided = self.state, None
+        self.rollouts.withdraw(state)
+        self.evaluations.withdraw()
+        self.log.info(
+            "continuing the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
+            in_flight=len(state.admission.in_flight),
+        )  # fmt: skip
+
     def round(self) -> None:
         """Run one round, committed as a whole: after a kill before `write`, the next sampler does it again."""
+        if self._undecided is not None and not self.decide(self._undecided):
+            return
         headers, steps = self.read()
         if headers or steps:
             # Files are written before the commit, and a sampler that was replaced must not write to its successor's.
@@ -151,6 +166,30 @@ class Sampler:
         self.lost.search(self.state.admission.in_flight, evaluation)
         self.timeline.evaluating(evaluation)
         self.failures.check()
+
+    def decide(self, since: float) -> bool:
+        """Go on from Redis, though the run folder has a newer state, if the learner does; False until that is known.
+
+        Until then files stay as they are: those that Redis does not know of may be counted by the newer state.
+
+        Args:
+            since: time of Redis, in seconds, before which it may have learned of the learner.
+
+        Raises:
+            RedisBehind, UserError: the learner goes on from a newer version; see `Snapshots.check_newest`.
+        """
+        broker, reached = self.ledger.broker, self.state.open.next_id
+        newest, version = latest(broker), learner_version(broker, since)
+        if newest is not None and newest.version <= self.config.run.steps:
+            self.snapshots.check_newest(newest.version)
+        if version is None or version > reached:
+            self.learner.look()
+            self.write(due=False)  # renews the lease
+            self.stop.wait(IDLE_MS / 1000)
+            return False
+        self.snapshots.discard(reached)
+        self.go_on()
+        return True
 
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
         """Read samples and steps; wait a little for the first sample or, if no task is in flight, for the first step.
@@ -187,6 +226,7 @@ class Sampler:
         if self.state.version == BEFORE_FIRST_STEP:
             self.log.info("the learner is ready", version=step.version)
             resumed = self.snapshots.load(step.version)
+            self.snapshots.discard(step.version)
             self.rollouts.discard(step.version)
             self.metrics.discard(step.version)
             self.evaluations.begin(step.version, resumed)

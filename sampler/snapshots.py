@@ -78,6 +78,23 @@ class Snapshots:
         )  # fmt: skip
         return True
 
+    def are_ahead(self) -> bool:
+        """Whether the run folder has a state of a version to which the batches in Redis do not lead: Redis is older."""
+        return any(_version(path) > self._state.open.next_id for path in self._files())
+
+    def discard(self, version: int) -> None:
+        """Remove the states of later versions: of another run in this folder, or of steps that are made again.
+
+        Raises:
+            UserError: a file cannot be removed.
+        """
+        for path in self._files():
+            if _version(path) > version:
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    raise UserError(f"{path} cannot be removed: {error.strerror}") from None
+
     def check_newest(self, version: int) -> None:
         """Refuse a Redis older than the run folder, if the learner, at `version`, has batches that this state lacks.
 
@@ -96,6 +113,9 @@ class Snapshots:
                 f"Redis was restored from a backup of version {ours}, and the learner goes on from {version}: start "
                 "learner and sampler again, they continue from their newest checkpoint"
             )
+
+    def _files(self) -> list[Path]:
+        return [*self._path(0).parent.glob("step_*.npz")]
 
     def _path(self, version: int) -> Path:
         return tracker_path(self._config.run.folder, version)

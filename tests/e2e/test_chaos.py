@@ -32,4 +32,4 @@ def test_the_counts_agree_whatever_fails(tmp_path: Path, task: str, run: str, mo
     result = json.loads((tmp_path / "runs" / run / "chaos.json").read_text())
     assert not [check for check in result["checks"] if check["problem"]]
     assert result["figures"]["samples trained on"] == STEPS * BATCH
-    assert sum(result["faults"].values()) >= 8, log
+    assert sum(result["faults"].values()) >= 4, log

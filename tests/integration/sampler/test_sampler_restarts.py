@@ -15,8 +15,10 @@ import pytest
 from common.errors import UserError
 from common.files import tracker_path
 from common.messages import Step
+from common.streams.batches import RedisBehind
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
+from common.streams.presence import Presence
 from sampler.cli import run_once
 from sampler.loop import Sampler
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
@@ -293,6 +295,51 @@ def test_an_old_backup_gives_way_to_the_newer_run_folder(run: Run, monkeypatch: 
     assert committed_counts(run.broker) == run.saved[4]
     run.finish()
     assert [batch.batch_id for batch in run.learner.batches] == [4, 5]
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.suffix in {".jsonl", ".npz", ".part"}}
+
+
+def test_an_old_redis_changes_no_file_before_the_learner_shows_where_it_goes_on(run: Run) -> None:
+    run.go_to(1)
+    backup = saved_keys(run.broker)
+    run.go_to(4)
+    put_back(run.broker, backup)
+    before = files_of(run.config.run.folder)
+    sampler = run.start()
+    for _ in range(2):
+        run.generator.work(5)
+        sampler.round()
+    assert files_of(run.config.run.folder) == before
+    run.join(4)
+    with pytest.raises(RedisBehind, match="Redis is at version 1, the learner at 4"):
+        run.sampler.round()
+
+
+def test_an_old_redis_is_followed_if_the_learner_went_back_too(run: Run) -> None:
+    run.go_to(1)
+    backup = saved_keys(run.broker)
+    run.go_to(4)
+    put_back(run.broker, backup)
+    run.join(1)
+    learner = Presence(run.broker, "learner", "learner")
+    learner.beat()  # still starting
+    run.sampler.round()
+    assert tracker_path(run.config.run.folder, 4).is_file()
+    learner.status(version=1)
+    learner.beat()
+    run.sampler.round()
+    assert not tracker_path(run.config.run.folder, 4).is_file()
+    run.finish()
+
+
+def test_states_of_another_run_in_the_folder_are_removed(run: Run) -> None:
+    other = tracker_path(run.config.run.folder, 9)
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"of another run")
+    run.go_to(1)
+    assert not other.exists()
 
 
 def test_a_learner_ahead_of_an_old_backup_must_be_started_again(run: Run) -> None:
