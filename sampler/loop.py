@@ -14,9 +14,9 @@ from common.config import Config
 from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader, Step, Task
 from common.streams import scoring
-from common.streams.batches import StepReader, latest
+from common.streams.batches import StepReader
 from common.streams.ledger import SamplerLedger
-from common.streams.presence import LearnerWatch, Presence, learner_version
+from common.streams.presence import LearnerWatch, Presence
 from sampler.answer_file import Request
 from sampler.answers import Answers
 from sampler.episode_files import Rollouts
@@ -78,8 +78,7 @@ class Sampler:
         self.stop = threading.Event()
         self.memory = MemoryWatch(ledger.broker, log)
         self._last_commit = self._last_report = self._last_log = time.monotonic()
-        # Since when, in seconds of Redis's clock, it is not known whether the run goes on from Redis or the run folder.
-        self._undecided: float | None = None
+        self.is_settled = True  # whether the run goes on from what Redis has, and not from a newer run folder
 
     def run(self) -> None:
         """Work until the run is over, or until `stop` is set.
@@ -112,12 +111,8 @@ class Sampler:
         self.metrics.open()
         if state.restore(saved):
             self.steps = StepReader(self.ledger.broker, after=state.last_step)
-            if self.config.run.has_learner and self.snapshots.are_ahead():
-                seconds, micros = self.ledger.broker.redis.time()
-                self._undecided = seconds + micros / 1e6
-                self.log.warning("Redis is older than the run folder; waiting for the learner", version=state.version)
-                self.presence.status(state="waiting for the learner")
-            else:
+            self.is_settled = not self.config.run.has_learner or self.snapshots.agree()
+            if self.is_settled:
                 self.go_on()
         if not self.config.run.has_learner:
             self.evaluations.begin(state.version)
@@ -127,7 +122,7 @@ class Sampler:
 
     def go_on(self) -> None:
         """Go on from the state that Redis has, without what the run folder has beyond it."""
-        state, self._undecided = self.state, None
+        state = self.state
         self.rollouts.withdraw(state)
         self.evaluations.withdraw()
         self.log.info(
@@ -137,8 +132,14 @@ class Sampler:
 
     def round(self) -> None:
         """Run one round, committed as a whole: after a kill before `write`, the next sampler does it again."""
-        if self._undecided is not None and not self.decide(self._undecided):
-            return
+        if not self.is_settled:
+            self.is_settled = self.snapshots.settle()
+            if not self.is_settled:
+                self.learner.look()
+                self.write(due=False)  # renews the lease
+                self.stop.wait(IDLE_MS / 1000)
+                return
+            self.go_on()
         headers, steps = self.read()
         if headers or steps:
             # Files are written before the commit, and a sampler that was replaced must not write to its successor's.
@@ -166,30 +167,6 @@ class Sampler:
         self.lost.search(self.state.admission.in_flight, evaluation)
         self.timeline.evaluating(evaluation)
         self.failures.check()
-
-    def decide(self, since: float) -> bool:
-        """Go on from Redis, though the run folder has a newer state, if the learner does; False until that is known.
-
-        Until then files stay as they are: those that Redis does not know of may be counted by the newer state.
-
-        Args:
-            since: time of Redis, in seconds, before which it may have learned of the learner.
-
-        Raises:
-            RedisBehind, UserError: the learner goes on from a newer version; see `Snapshots.check_newest`.
-        """
-        broker, reached = self.ledger.broker, self.state.open.next_id
-        newest, version = latest(broker), learner_version(broker, since)
-        if newest is not None and newest.version <= self.config.run.steps:
-            self.snapshots.check_newest(newest.version)
-        if version is None or version > reached:
-            self.learner.look()
-            self.write(due=False)  # renews the lease
-            self.stop.wait(IDLE_MS / 1000)
-            return False
-        self.snapshots.discard(reached)
-        self.go_on()
-        return True
 
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
         """Read samples and steps; wait a little for the first sample or, if no task is in flight, for the first step.
@@ -428,6 +405,7 @@ class Sampler:
         if self.state.version > BEFORE_FIRST_STEP:
             self.metrics.observe(self.ledger.broker, now)
             state = "waiting for memory" if self.memory.was_short else "running"
+            state = state if self.is_settled else "waiting for the learner"
             self.presence.status(state=state, outstanding=self.state.outstanding, **values)
             if now or seconds - self._last_log > LOG_INTERVAL:
                 self._last_log = seconds

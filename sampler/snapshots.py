@@ -14,8 +14,9 @@ import numpy as np
 from common.config import Config
 from common.errors import UserError
 from common.files import sync_folder, tracker_path
-from common.streams.batches import RedisBehind
+from common.streams.batches import RedisBehind, latest
 from common.streams.ledger import SamplerLedger
+from common.streams.presence import learner_version
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
 
@@ -28,6 +29,7 @@ class Snapshots:
 
     def __init__(self, config: Config, state: SamplerState, ledger: SamplerLedger, log: Any) -> None:
         self._config, self._state, self._ledger, self._log = config, state, ledger, log
+        self._since = 0.0  # time of Redis [s] after which the learner's heartbeat is no old one
 
     def save(self, version: int) -> None:
         """Write the state beside the learner's checkpoint of a version."""
@@ -78,9 +80,34 @@ class Snapshots:
         )  # fmt: skip
         return True
 
-    def are_ahead(self) -> bool:
-        """Whether the run folder has a state of a version to which the batches in Redis do not lead: Redis is older."""
-        return any(_version(path) > self._state.open.next_id for path in self._files())
+    def agree(self) -> bool:
+        """Whether the batches in Redis lead to each state in the run folder; if not, Redis is older: see `settle`."""
+        agree = all(_version(path) <= self._state.open.next_id for path in self._files())
+        if not agree:
+            seconds, micros = self._ledger.broker.redis.time()
+            self._since = seconds + micros / 1e6
+            self._log.warning(
+                "Redis is older than the run folder; waiting for the learner", version=self._state.version
+            )
+        return agree
+
+    def settle(self) -> bool:
+        """Whether the learner goes on from an older Redis, not from the run folder; False until it shows that.
+
+        Until then files must stay as they are: those that Redis does not know of may be counted by the newer state. If
+        the learner goes on from Redis, the newer states are removed.
+
+        Raises:
+            RedisBehind, UserError: the learner goes on from a newer version; see `check_newest`.
+        """
+        broker, reached = self._ledger.broker, self._state.open.next_id
+        newest, version = latest(broker), learner_version(broker, self._since)
+        if newest is not None and newest.version <= self._config.run.steps:
+            self.check_newest(newest.version)
+        if version is None or version > reached:
+            return False
+        self.discard(reached)
+        return True
 
     def discard(self, version: int) -> None:
         """Remove the states of later versions: of another run in this folder, or of steps that are made again.
