@@ -54,15 +54,35 @@ KEPT = (
     "critic/tracker_explained_variance",
 )
 
+# Episodes of a batch, in the order of its prompts, with their rewards.
+Played = list[tuple[Episode, float]]
+
 
 class Simulation:
     """A run at a forced staleness; `run` does all of it."""
 
     def __init__(
-        self, config: Config, world: World, staleness: int, task: QuickstartTask = TASK, prompts: int = TRAIN_SIZE
+        self,
+        config: Config,
+        world: World,
+        staleness: int,
+        task: QuickstartTask = TASK,
+        prompts: int = TRAIN_SIZE,
+        initial: dict[int, Played] | None = None,
     ) -> None:
-        """Load the model, and so many problems of a task; raises `UserError`."""
+        """Load the model, and so many problems of a task; raises `UserError`.
+
+        Args:
+            config: the run's; its generator is the `BatchEngine`.
+            world: of the trainer.
+            staleness: age of all samples, in versions.
+            task: where the problems are from.
+            prompts: how many of them to train on.
+            initial: what the initial weights answered, by the version that trains on it: read, and added to. Runs
+                that differ in `algorithm` alone have it in common.
+        """
         self.config, self.staleness = config, staleness
+        self.initial = {} if initial is None else initial
         seed = config.run.seed
         torch.manual_seed(seed)
         self.trainer = Trainer(config, world)
@@ -112,10 +132,14 @@ class Simulation:
 
     def _batch(self, version: int) -> RolloutBatch:
         """The batch that trains a version, from weights `staleness` versions older."""
-        self.engine.load(max(0, version - self.staleness), self.past[0])
+        generated_by = max(0, version - self.staleness)
         prompts = self._prompts()
-        source = self.config.generator
-        played = self._play([self.problems[prompt] for prompt in prompts], source, 2 * version)
+        played = self.initial.get(version) if generated_by == 0 else None
+        if played is None:
+            self.engine.load(generated_by, self.past[0])
+            played = self._play([self.problems[prompt] for prompt in prompts], self.config.generator, 2 * version)
+            if generated_by == 0:
+                self.initial[version] = played
         advantages, values = self._advantages(prompts, played)
         learner = self.config.learner
         places = plan_micro_batches(
@@ -157,7 +181,7 @@ class Simulation:
         self.engine.load(version, self.past[-1])
         return float(np.mean([reward for _, reward in self._play(self.heldout, self.config.eval, 2 * version + 1)]))
 
-    def _play(self, problems: list[Problem], source: Any, draw: int) -> list[tuple[Episode, float]]:
+    def _play(self, problems: list[Problem], source: Any, draw: int) -> Played:
         """Each problem answered once, with its reward; `draw` numbers the call within the run."""
         sampling = {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import time
@@ -28,6 +29,12 @@ def jobs(variants_by_age: Mapping[int, Iterable[str]], seeds: Iterable[int], reg
     ]
 
 
+@functools.lru_cache(maxsize=1)
+def initial_answers(seed: int) -> dict[int, Any]:
+    """What the initial weights answered in the runs of a seed, which variants and ages have in common."""
+    return {}
+
+
 def run(job: Job, model: str) -> dict[str, Any]:
     """Do one job in this process, on one core."""
     import torch
@@ -40,7 +47,8 @@ def run(job: Job, model: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     setup("study")
     config = load_config(TASK.template, [f"model.path={model}", f"run.seed={job.seed}", *job.overrides])
-    with closing(Simulation(config, start(), job.staleness)) as simulation:
+    initial = initial_answers(job.seed)
+    with closing(Simulation(config, start(), job.staleness, initial=initial)) as simulation:
         return simulation.run()
 
 

@@ -7,10 +7,16 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.staleness import study
+from benchmarks.staleness.simulation import Simulation
+from benchmarks.staleness.variants import REGIME
+from launcher.tasks.task import Problem
 from tests.support.run_folder import full_run
+from tests.support.whole_run import save_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -91,6 +97,33 @@ def test_runs_are_drawn(run: Run, tmp_path: Path) -> None:
     folder = full_run(tmp_path / "a-run", 5)
     run("plot_runs", str(folder), "-o", str(tmp_path / "runs.png"))
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_the_staleness_study_have_their_initial_answers_in_common(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(save_model(tmp_path / "model"))
+    draws, play = [], Simulation._play
+
+    def counted(self: Simulation, problems: list[Problem], source: Any, draw: int) -> Any:
+        draws.append(draw)
+        return play(self, problems, source, draw)
+
+    monkeypatch.setattr(Simulation, "_play", counted)
+    study.initial_answers.cache_clear()
+
+    def results(age: int, variant: str) -> dict[str, Any]:
+        """Of three steps; draws of odd numbers are evaluations."""
+        small = ["run.steps=3", "eval.every=3", "sampler.batch_size=8", "learner.mini_batches=1"]
+        (job,) = study.jobs({age: [variant]}, [0], [*REGIME, *small])
+        draws.clear()
+        return study.run(job, model) | {"seconds": 0, "answered": [draw // 2 for draw in draws if draw % 2 == 0]}
+
+    alone = results(1, "dro")
+    assert alone["answered"] == [0, 1, 2]
+    study.initial_answers.cache_clear()
+    assert results(4, "vespo")["answered"] == [0, 1, 2]
+    assert results(1, "dro") == alone | {"answered": [2]}
 
 
 @pytest.mark.parametrize("arguments", [[], ["--layouts"]])
