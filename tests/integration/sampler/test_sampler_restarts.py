@@ -342,6 +342,12 @@ def test_states_of_another_run_in_the_folder_are_removed(run: Run) -> None:
     assert not other.exists()
 
 
+def test_a_state_of_another_run_that_cannot_be_removed_is_named(run: Run) -> None:
+    tracker_path(run.config.run.folder, 9).mkdir(parents=True)  # root too cannot unlink a folder
+    with pytest.raises(UserError, match=r"step_9\.npz cannot be removed: Is a directory"):
+        run.go_to(1)
+
+
 def test_a_learner_ahead_of_an_old_backup_must_be_started_again(run: Run) -> None:
     run.go_to(1)
     backup = saved_keys(run.broker)
