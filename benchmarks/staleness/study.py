@@ -30,8 +30,8 @@ def jobs(variants_by_age: Mapping[int, Iterable[str]], seeds: Iterable[int], reg
 
 
 @functools.lru_cache(maxsize=1)
-def initial_answers(seed: int) -> dict[int, Any]:
-    """What the initial weights answered in the runs of a seed, which variants and ages have in common."""
+def initial_answers(model: str, seed: int, settings: tuple[str, ...]) -> dict[int, Any]:
+    """What the initial weights answered in runs with these settings, to which `Simulation` adds."""
     return {}
 
 
@@ -47,7 +47,9 @@ def run(job: Job, model: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     setup("study")
     config = load_config(TASK.template, [f"model.path={model}", f"run.seed={job.seed}", *job.overrides])
-    initial = initial_answers(job.seed)
+    # Neither the algorithm nor the number of steps changes what they answer.
+    settings = tuple(one for one in job.overrides if not one.startswith(("algorithm.", "run.steps=")))
+    initial = initial_answers(model, job.seed, settings)
     with closing(Simulation(config, start(), job.staleness, initial=initial)) as simulation:
         return simulation.run()
 

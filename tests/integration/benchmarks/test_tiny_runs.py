@@ -112,10 +112,10 @@ def test_runs_of_the_staleness_study_have_their_initial_answers_in_common(
     monkeypatch.setattr(Simulation, "_play", counted)
     study.initial_answers.cache_clear()
 
-    def results(age: int, variant: str) -> dict[str, Any]:
+    def results(age: int, variant: str, *more: str) -> dict[str, Any]:
         """Of three steps; draws of odd numbers are evaluations."""
         small = ["run.steps=3", "eval.every=3", "sampler.batch_size=8", "learner.mini_batches=1"]
-        (job,) = study.jobs({age: [variant]}, [0], [*REGIME, *small])
+        (job,) = study.jobs({age: [variant]}, [0], [*REGIME, *small, *more])
         draws.clear()
         return study.run(job, model) | {"seconds": 0, "answered": [draw // 2 for draw in draws if draw % 2 == 0]}
 
@@ -124,6 +124,7 @@ def test_runs_of_the_staleness_study_have_their_initial_answers_in_common(
     study.initial_answers.cache_clear()
     assert results(4, "vespo")["answered"] == [0, 1, 2]
     assert results(1, "dro") == alone | {"answered": [2]}
+    assert results(1, "dro", "generator.temperature=0.5")["answered"] == [0, 1, 2], "of other answers"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--layouts"]])
