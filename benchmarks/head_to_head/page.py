@@ -8,9 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.head_to_head.runs import BARE, START, TRL
+from benchmarks.head_to_head.runs import BARE, BY_TOKEN, START, TRL
 
-NAMES = {"spo": "SPO", "no baseline": "no baseline", "grpo": "GRPO", "rloo": "RLOO", TRL: "TRL's GRPO"}
+NAMES = {
+    "spo": "SPO",
+    "no baseline": "no baseline",
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    TRL: "TRL's GRPO",
+    BY_TOKEN: "SPO, normalised over tokens",
+}
 ORDER = [*NAMES]
 GENERATORS = ("generator", "engine")  # of a run's processes, vLLM's own among them
 Row = dict[str, Any]

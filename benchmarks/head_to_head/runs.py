@@ -44,12 +44,15 @@ TASKS: dict[str, list[str]] = {
     ],
 }
 GROUP = 8
+BY_TOKEN = "spo by token"
 # Over the task's configuration.
 ARMS: dict[str, list[str]] = {
     "spo": [],
     "no baseline": ["algorithm.method=none"],
     "grpo": ["algorithm.method=grpo", f"algorithm.group_size={GROUP}"],
     "rloo": ["algorithm.method=rloo", f"algorithm.group_size={GROUP}"],
+    # Asked for by name: advantages normalised over tokens, of which failed episodes with two turns have more.
+    BY_TOKEN: ["sampler.advantage.token_weighted=true"],
 }
 TRL = "trl"
 TRL_VERSION = "1.16.0"
