@@ -21,9 +21,9 @@ def main() -> None:
     parser = options.Parser(benchmarks.head_to_head.__doc__)
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("--task", choices=[*runs.TASKS], default=runs.PRODUCTS, help="what is to be learned (products)")
-    parser.add_argument(
-        "--arms", nargs="+", default=[arm for arm in page.ORDER if arm != runs.BY_TOKEN], choices=page.ORDER
-    )
+    usual = [arm for arm in page.ORDER if arm != runs.BY_TOKEN]
+    by_name = f"what is compared (all but {runs.BY_TOKEN!r})"
+    parser.add_argument("--arms", nargs="+", default=usual, choices=page.ORDER, help=by_name)
     parser.add_argument("--seeds", nargs="+", type=options.at_least(0), default=[0, 1, 2])
     parser.add_argument("--trl", type=options.file, help=f"a Python in which TRL {runs.TRL_VERSION} is installed")
     parser.add_argument("--steps", type=options.positive, default=60)
