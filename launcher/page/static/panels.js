@@ -8,7 +8,11 @@ import { Table } from "./tables.js";
 
 const DRAWINGS = { lines: LineChart, bars: BarChart, table: Table, pairs: Pairs };
 
-const whenIdle = window.requestIdleCallback ?? ((call) => setTimeout(call, 50));
+// A busy browser is never idle, so that a call also comes after some time.
+const AFTER = 100; // ms
+const whenIdle = window.requestIdleCallback
+  ? (call) => requestIdleCallback(call, { timeout: AFTER })
+  : (call) => setTimeout(call, AFTER);
 
 function hasData(chart) {
   return (chart.lines ?? chart.bars ?? chart.rows ?? chart.pairs ?? []).length > 0;

@@ -26,11 +26,12 @@ def opened(browser: Browser) -> Iterator[Open]:
     contexts = []
     own, asked, errors = ["data:"], list[str](), list[str]()
 
-    def open_page(address: str, view: str = "charts", width: int = 1200, **options: object) -> Page:
+    def open_page(address: str, view: str = "charts", width: int = 1200, script: str = "", **options: object) -> Page:
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)  # type: ignore[arg-type]
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(180_000)
+        page.add_init_script(script)
         own.append(address)
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
