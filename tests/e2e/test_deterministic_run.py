@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from tests.conftest import RedisServer
 from tests.support.whole_run import importing, json_lines, kill, started, write_run
 
 pytestmark = pytest.mark.e2e
-STEPS, BATCH, HELDOUT, SEED = 4, 6, 4, 11
+STEPS, BATCH, HELDOUT = 4, 6, 4
+SEED = 74  # the learner is killed while step 3 is in no checkpoint yet, and continues from step 2
 TASKS = STEPS * BATCH + 3 * HELDOUT  # evaluated are versions 0, 2 and 4
 DEADLINE = 400.0
 REWARD = """
@@ -47,11 +49,12 @@ SECTIONS = {
 class Run:
     """One run by `spo run`, on a Redis of its own; few prompts, which come again and again."""
 
-    def __init__(self, name: str, base: Path, server: RedisServer, stack: ExitStack) -> None:
+    def __init__(self, name: str, base: Path, server: RedisServer, stack: ExitStack, baseline: str) -> None:
         self.server, self.folder, self.stack = server, base / "runs" / name, stack
         self.log, self.environment = base / f"{name}.log", importing(base, {"my_parts": REWARD})
         self.broker = connect(BrokerConfig(url=server.url, dead_after=2.0), name)
-        self.config = write_run(base, name, SECTIONS, train=12, heldout=HELDOUT)
+        sections = SECTIONS | {"algorithm": {"baseline": baseline}}
+        self.config = write_run(base, name, sections, train=12, heldout=HELDOUT)
         self.start()
 
     def start(self) -> None:
@@ -77,8 +80,8 @@ class Run:
                 last = entries[-1][0]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state of every checkpoint."""
-        files = sorted(self.folder.glob("checkpoints/step_*/deepspeed/*.pt"))
+        """Weights and optimizer states of every checkpoint, a critic's among them."""
+        files = sorted(self.folder.glob("checkpoints/step_*/deepspeed*/*.pt"))
         return {
             f"{file.relative_to(self.folder)} {name}": tensor
             for file in files
@@ -137,15 +140,16 @@ def kill_when_there(broker: Broker, role: str) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.parametrize("baseline", ["tracker", "critic"])
 def test_a_run_killed_at_five_points_ends_as_one_left_alone(
-    tmp_path: Path, own_redis: RedisServer, redis_server: RedisServer
+    tmp_path: Path, own_redis: RedisServer, redis_server: RedisServer, baseline: str
 ) -> None:
     drawn = random.Random(SEED)
     victims = drawn.sample(["generator", "sampler", "learner", "launcher", "redis"], 5)
     points = sorted(drawn.sample(range(1, TASKS), 5))
     with ExitStack() as stack:
-        alone = Run("alone", tmp_path, redis_server, stack)
-        killed = Run("killed", tmp_path, own_redis, stack)
+        alone = Run(f"{baseline}-alone", tmp_path, redis_server, stack, baseline)
+        killed = Run(f"{baseline}-killed", tmp_path, own_redis, stack, baseline)
 
         def restart_redis() -> None:
             own_redis.kill()
@@ -168,4 +172,8 @@ def test_a_run_killed_at_five_points_ends_as_one_left_alone(
         assert left.keys() == right.keys()
         for name, value in left.items():
             assert bytes(memoryview(np.asarray(value))) == bytes(memoryview(np.asarray(right[name]))), name
+    learner_log = (killed.folder / "logs" / "learner.log").read_text()
+    assert re.search(r"serving weights .*version=2$", learner_log, re.MULTILINE), "it continued from a checkpoint"
     assert {name.split()[0].split("/")[1] for name in alone.weights()} == {"step_2", "step_4"}
+    engines = {name.split("/")[2] for name in alone.weights()}
+    assert engines == ({"deepspeed", "deepspeed-critic"} if baseline == "critic" else {"deepspeed"})
