@@ -18,7 +18,7 @@ STEPS, BATCH = 60, 32
     [
         ("arithmetic", "quickstart-1", ()),
         ("arithmetic", "quickstart-1", ("--teacher",)),
-        ("agent", "quickstart-agent-1", ()),
+        ("agent", "quickstart-agent-1", options({"algorithm.baseline": "critic"})),
     ],
 )
 def test_the_counts_agree_whatever_fails(tmp_path: Path, task: str, run: str, more: tuple[str, ...]) -> None:
