@@ -20,6 +20,9 @@ from common.errors import UserError, nearest
 
 METADATA = "checkpoint.json"  # written last: a checkpoint that has it is complete
 STEP = "step_"
+SOCKET_PATH = 107  # bytes: the longest path of a Unix socket
+SOCKET_ROOM = 64  # bytes for the names of this process's folder and of a socket in it, such as vLLM's of 36
+SHORT_FOLDERS = ("/tmp", "/dev/shm")
 
 
 def checkpoints(run_folder: Path) -> Path:
@@ -65,8 +68,34 @@ def own_folder() -> Path:
 
     It is locked for as long as the process, or one that it has forked, lives.
     """
+    return _own_folder(tempfile.gettempdir())
+
+
+@functools.cache
+def socket_folder() -> Path:
+    """Like `own_folder`, for Unix sockets: its path is short, however long that of TMPDIR is."""
+    short = short_temporary()
+    return own_folder() if short == tempfile.gettempdir() else _own_folder(short)
+
+
+def short_temporary() -> str:
+    """A folder for temporary files in which folders may have sockets.
+
+    Raises:
+        UserError: all such folders have long paths, or cannot be written.
+    """
+    for folder in (tempfile.gettempdir(), *SHORT_FOLDERS):
+        if len(os.fsencode(folder)) + SOCKET_ROOM <= SOCKET_PATH and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise UserError(
+        f"no folder for sockets: TMPDIR = {tempfile.gettempdir()} is longer than {SOCKET_PATH - SOCKET_ROOM} bytes, and "
+        f"{' and '.join(SHORT_FOLDERS)} cannot be written; set TMPDIR to a shorter path"
+    )
+
+
+def _own_folder(temporary: str) -> Path:
     prefix = f"spo-{os.getuid()}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for left in Path(temporary).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -75,7 +104,7 @@ def own_folder() -> Path:
             finally:
                 os.close(lock)
     while True:
-        folder, process = Path(tempfile.mkdtemp(prefix=prefix)), os.getpid()
+        folder, process = Path(tempfile.mkdtemp(prefix=prefix, dir=temporary)), os.getpid()
         with contextlib.suppress(FileNotFoundError):  # another process was faster than the lock
             fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
             if folder.exists():

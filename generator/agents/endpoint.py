@@ -13,7 +13,7 @@ import uvicorn
 
 from common.config import Config
 from common.errors import UserError
-from common.files import own_folder
+from common.files import socket_folder
 from common.network import bound, listen
 from generator.agents.client import SessionClient
 from generator.agents.dialects import dialects
@@ -68,7 +68,7 @@ class Endpoint:
         longest = max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_model_len)
         layer = SessionLayer(app, dialects(app), MODEL, longest, log)
         agents = [episode.agent for episode in config.episodes_in_use().values()]
-        path = own_folder() / "endpoint" / "socket" if any(agent and agent.sandbox for agent in agents) else None
+        path = socket_folder() / "endpoint" / "socket" if any(agent and agent.sandbox for agent in agents) else None
         endpoint = cls(layer, template, engine.max_model_len, log, path)
         await endpoint._serve()
         return endpoint

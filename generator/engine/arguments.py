@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 from common.config import Config, LoraConfig
 from common.errors import UserError, first_line
+from common.files import socket_folder
 from common.model import check_model_folder, download_failure
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
@@ -163,6 +164,7 @@ def prepare_environment(config: Config) -> None:
     environment = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(socket_folder()),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # Several engines on one machine would bind their threads to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

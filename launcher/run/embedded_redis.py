@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from common.errors import UserError
+from common.files import short_temporary
 
 
 def find_redis_server() -> str:
@@ -106,7 +107,7 @@ def private_socket(folder: Path, name: str) -> Path:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(probe))
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="spo-redis-")) / name
+        return Path(tempfile.mkdtemp(prefix="spo-redis-", dir=short_temporary())) / name
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from common.config import parse_config
+from common.files import socket_folder
+from generator.engine.arguments import prepare_environment
+from generator.engine.cpu_engine import own_environment
+from launcher.run.embedded_redis import private_socket, remove_socket
 
 pytestmark = pytest.mark.integration
 
 MAKES = """
 import sys
-from common.files import own_folder
-(own_folder() / "kept").write_text("x")
-print(own_folder(), flush=True)
+from common.files import {0}
+({0}() / "kept").write_text("x")
+print({0}(), flush=True)
 sys.stdin.read()
 """
 
 
-def started(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path is shorter than pytest's."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def started(temporary: Path, function: str = "own_folder") -> tuple[subprocess.Popen[str], Path]:
     """A process that has made its folder, and the folder."""
     process = subprocess.Popen(
-        [sys.executable, "-c", MAKES],
+        [sys.executable, "-c", MAKES.format(function)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={"TMPDIR": str(temporary)}, cwd=Path.cwd(),
     )  # fmt: skip
     assert process.stdout is not None
@@ -42,3 +60,42 @@ def test_a_folder_goes_with_its_process_or_with_the_next(tmp_path: Path) -> None
         process.communicate("", timeout=60)
     assert not its_own.exists()
     assert not third.exists()
+
+
+@pytest.mark.parametrize("length", [20, 43, 44, 100, 200])
+def test_a_folder_for_sockets_has_a_short_path_and_goes_with_its_process(length: int, short_path: Path) -> None:
+    temporary = short_path / ("x" * (length - len(str(short_path)) - 1))
+    temporary.mkdir()
+    process, folder = started(temporary, "socket_folder")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/{uuid.uuid4()}")  # as vLLM names its sockets
+    assert (folder.parent == temporary) == (length <= 43)
+    process.communicate("", timeout=60)
+    assert not folder.exists()
+    assert length <= 43 or not list(temporary.iterdir())
+
+
+def test_sockets_of_vllm_are_there_unless_the_user_has_named_a_place() -> None:
+    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
+    for named, expected in ((None, str(socket_folder())), ("/elsewhere", "/elsewhere")):
+        with own_environment():
+            os.environ.pop("VLLM_RPC_BASE_PATH", None)
+            if named is not None:
+                os.environ["VLLM_RPC_BASE_PATH"] = named
+            prepare_environment(config)
+            assert os.environ["VLLM_RPC_BASE_PATH"] == expected
+
+
+@pytest.mark.parametrize("length", [20, 100])
+def test_a_run_whose_folder_has_a_long_path_has_its_sockets_elsewhere(
+    length: int, tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = short_path / ("x" * (length - len(str(short_path)) - 1))
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    path = private_socket(tmp_path / ("y" * 120), "redis.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    remove_socket(path, tmp_path / ("y" * 120))
+    assert not path.parent.exists()
+    assert not list(temporary.iterdir())
