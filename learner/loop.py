@@ -126,6 +126,12 @@ class Learner:
                 self._begin_checkpoint()
             self._finish_checkpoint()
             is_over = self._serve_until_finished()
+            if is_over and self.version < self.config.run.steps:
+                raise UserError(
+                    f"run {self.config.run.name!r} is finished, and the newest checkpoint in {self.checkpoints.folder} "
+                    f"is of version {self.version}: Redis has freed the batches after it, so the last one cannot be "
+                    "made again; bring it back, or start a run with another run.name"
+                )
             if is_over and self.world.is_main:
                 self.inbox.release_before(self.version)
             return is_over

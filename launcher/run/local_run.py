@@ -15,7 +15,7 @@ from common.config import Config, differences
 from common.config.checks import check_one_generator
 from common.config.load import read_tree
 from common.errors import UserError
-from common.files import checkpoint_versions
+from common.files import checkpoint, checkpoint_versions
 from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
@@ -41,7 +41,7 @@ from launcher.run.summary import Summary, summarize
 from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
 
 POLL = 0.1
-LEAVE_TIMEOUT = 30.0  # seconds that processes have to exit by themselves once the run is over
+LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themselves once the learner has left
 
 
 class RunStopped(EndedEarly):
@@ -111,7 +111,8 @@ def _run(
                 config, broker = connected(config, options.redis, folder, layout, supervisor)
                 _check_folder(config, folder, broker)
                 agree(broker, config, supervisor.log)
-                if broker.finished():
+                # One whose learner died while it wrote the last checkpoint is started again to write it.
+                if broker.finished() and _is_saved(config):
                     raise UserError(
                         f"run {config.run.name!r} is finished; give it more with -o run.steps=N, or choose another "
                         "run.name and run.experiment"
@@ -125,7 +126,7 @@ def _run(
                 teachers = dict.fromkeys(one.group for one in layout.teachers)
                 roles = ("sampler", "learner", *(["generator"] if layout.generators else []), *teachers)
                 with closing(view()) as opened, watching(os.environ, layout.gpus) as gpus:
-                    _watch(supervisor, progress, phases, opened, roles, gpus)
+                    _watch(config, supervisor, progress, phases, opened, roles, gpus)
             finally:
                 phases.enter("shutdown")
     except (EndedEarly, UserError) as early:
@@ -137,7 +138,8 @@ def _run(
     if progress is None:
         raise KeyboardInterrupt
     error = None if ended_early is None or getattr(ended_early, "code", 1) == INTERRUPTED else str(ended_early)
-    summary = replace(summarize(progress, phases, supervisor, folder), error=error)
+    summary = summarize(progress, phases, supervisor, folder)
+    summary = replace(summary, finished=summary.finished and _is_saved(config), error=error)
     summary.write(folder / "summary.json")
     if isinstance(ended_early, UserError):
         raise ended_early
@@ -165,6 +167,7 @@ def worker_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
 
 
 def _watch(
+    config: Config,
     supervisor: Supervisor,
     progress: Progress,
     phases: PhaseTimer,
@@ -188,14 +191,29 @@ def _watch(
         progress.gpus = gpus()
         view.update(progress, supervisor, phases)
         if progress.finished:
-            leave_by = leave_by or time.monotonic() + LEAVE_TIMEOUT
             if phases.current != "shutdown":
                 phases.enter("shutdown")
-            if not _workers(supervisor) or time.monotonic() > leave_by:
-                return
+            # The learner may write its last checkpoint for as long as it lives; if it dies, it is started again.
+            if not supervisor.alive("learner"):
+                _check_saved(config)
+                leave_by = leave_by or time.monotonic() + LEAVE_TIMEOUT
+                if not _workers(supervisor) or time.monotonic() > leave_by:
+                    return
         else:
             _check_complete(supervisor, roles)
         time.sleep(POLL)
+
+
+def _is_saved(config: Config) -> bool:
+    """Whether the last checkpoint, and the model exported with it, is in the run folder."""
+    return config.run.steps in checkpoint_versions(config.run.folder)
+
+
+def _check_saved(config: Config) -> None:
+    """Raise `RunFailed` if the learner has left a run without its last checkpoint."""
+    if not _is_saved(config):
+        last = checkpoint(config.run.folder, config.run.steps)
+        raise RunFailed(f"the learner has left, and the last checkpoint, {last}, is not on the disk")
 
 
 def _workers(supervisor: Supervisor) -> list[str]:

@@ -39,6 +39,12 @@ from tests.support.sampler import make_config
 # What each process does: `broker` is its connection, `msgpack` and `time` are imported.
 FOREVER = "time.sleep(600)"
 UNTIL_FINISHED = "while not broker.finished(): time.sleep(0.01)"
+SAVE = """
+from common.files import checkpoint
+folder = checkpoint(config.run.folder, config.run.steps)
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "checkpoint.json").touch()
+"""
 EVALUATE = """
 for version, accuracy in ((0, 0.2), (3, 0.9)):
     result = msgpack.packb({"version": version, "accuracy": accuracy, "samples": 8})
@@ -72,8 +78,8 @@ def scripts(bodies: dict[str, str]) -> Callable[[Path, int], dict[str, list[str]
 
 
 def play(monkeypatch: pytest.MonkeyPatch, sampler: str, others: str = UNTIL_FINISHED, **more: str) -> None:
-    """Let each process run a script."""
-    bodies = {"learner": others, "generator-1": others, "sampler": sampler, **more}
+    """Let each process run a script; the learner also writes its last checkpoint."""
+    bodies = {"learner": others + "\n" + SAVE, "generator-1": others, "sampler": sampler, **more}
     monkeypatch.setattr(local_run, "worker_commands", scripts(bodies))
 
 
@@ -124,8 +130,6 @@ def test_a_run_ends_with_its_figures_and_goes_on_only_as_it_was(
         start(config)
     other = parse_config(config.model_dump() | {"sampler": config.sampler.model_dump() | {"batch_size": 32}})
     shutil.rmtree(folder / "redis")
-    checkpoint(folder, 3).mkdir(parents=True)
-    (checkpoint(folder, 3) / "checkpoint.json").touch()
     with pytest.raises(UserError, match=r"sampler\.batch_size \(here 32, in the run .*cannot change after step 3"):
         start(other)
     (folder / "config.yaml").write_text("run: [")
@@ -218,6 +222,42 @@ def test_what_a_process_refuses_ends_the_run_as_a_user_error(config: Config, mon
     play(monkeypatch, FOREVER, FOREVER, learner="print('error: cannot read model.path x'); sys.exit(2)")
     with pytest.raises(UserError, match=r"learner: cannot read model\.path x"):
         start(config)
+
+
+DIE_ONCE = "marker = config.run.folder / 'died'\nif not marker.exists():\n    marker.touch()\n    sys.exit(1)\n"
+
+
+@pytest.mark.parametrize(
+    ("learner", "code", "error"),
+    [
+        (UNTIL_FINISHED, 1, r"the learner has left, and the last checkpoint, .*step_3, is not on the disk"),
+        (UNTIL_FINISHED + "\nraise OSError('no disk')", 1, "learner died 3 times.*no disk"),
+        (UNTIL_FINISHED + "\nprint('error: no space left')\nsys.exit(2)", 2, "learner: no space left"),
+    ],
+    ids=["leaves without it", "dies each time", "refuses"],
+)
+def test_a_run_without_its_last_checkpoint_is_not_finished(
+    config: Config, monkeypatch: pytest.MonkeyPatch, learner: str, code: int, error: str
+) -> None:
+    play(monkeypatch, EVALUATE, learner=learner)
+    options = RunOptions(Choice(1), max_restarts=2, check=lambda _: None)
+    with pytest.raises((RunStopped, UserError), match=error) as failed:
+        run_here(config, options, lambda: PlainView(LOG), LOG, PhaseTimer())
+    stopped = failed.value
+    assert code == (stopped.code if isinstance(stopped, RunStopped) else 2)
+    assert not (isinstance(stopped, RunStopped) and stopped.summary.finished)
+    # Started again, its learner writes it.
+    play(monkeypatch, EVALUATE)
+    assert start(config).finished
+
+
+def test_a_learner_may_take_long_and_die_once_for_its_last_checkpoint(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_run, "LEAVE_TIMEOUT", 0.0)
+    play(monkeypatch, EVALUATE, learner=UNTIL_FINISHED + "\n" + DIE_ONCE + SAVE)
+    summary = start(config)
+    assert (summary.finished, summary.restarts) == (True, {"learner": 1})
 
 
 def test_a_user_error_under_way_is_in_the_summary(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

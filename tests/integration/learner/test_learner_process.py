@@ -93,6 +93,32 @@ def test_training_goes_on_while_a_checkpoint_is_written(runs, tmp_path):
     assert not list(slow.checkpoints.glob(".unfinished*"))
 
 
+def test_a_learner_killed_at_its_last_checkpoint_writes_it_after_the_run_was_declared_finished(runs, tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    variables = {"SLOW_DISK_GATE": str(gate), "PYTHONPATH": str(Path(__file__).parents[3])}
+    run = runs("last", algorithm={"loss": "tests.support.slow_disk:loss"}, checkpoint_every=3)
+    process = run.start(**variables)
+    run.send(0, 1, 2)
+    run.wait(lambda: (run.checkpoints / "step_3").is_dir(), process)
+    with gate.open() as closed:
+        fcntl.flock(closed, fcntl.LOCK_EX)
+        run.send(3, 4, 5)
+        run.wait_for(STEPS, process)
+        run.broker.finish()
+        process.kill()
+        process.wait()
+    process = run.start(**variables)
+    assert process.wait(timeout=120) == 0, run.log.read_text()
+    assert run.starts() == [0, 3]
+    assert (run.checkpoints / f"step_{STEPS}" / "hf" / "config.json").is_file()
+    assert run.left() == (0, 0)
+    # The batches are freed: a last checkpoint that is damaged afterwards is not taken for one.
+    (run.checkpoints / f"step_{STEPS}" / "checkpoint.json").write_bytes(b"")
+    (line,) = run.errors(run.start(**variables))
+    assert "the newest checkpoint" in line and "is of version 3" in line
+
+
 def test_a_learner_replaced_while_it_stood_still_changes_nothing(runs):
     run = runs("fenced", broker={"dead_after": 2, "heartbeat": 0.2})
     first = run.start()
