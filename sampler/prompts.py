@@ -21,9 +21,8 @@ from common.errors import UserError
 from common.messages import Task
 from common.payload import json_line
 from common.unpack import MAX_BYTES, MAX_VALUES, Unreadable, check
+from sampler.chat import Messages, NotAMessage, plain_messages
 from sampler.rows import BadRow, Rows, open_rows
-
-Messages = list[dict[str, Any]]
 
 # A task has the answer beside its row, so it may hold a part of the row twice.
 MAX_ROW_BYTES, MAX_ROW_VALUES = MAX_BYTES // 2 - (1 << 16), MAX_VALUES // 2 - 256
@@ -259,12 +258,18 @@ def read_prompt(row: dict[str, Any], source: Source) -> str | Messages:
     prompt = column_value(row, source.prompt_column)
     if isinstance(prompt, str) and prompt.strip():
         return prompt
-    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
-        _check_finite(prompt, source.prompt_column, "prompt")
-        return prompt
     if prompt in (None, "", []):
         raise BadRow(f"no prompt in column {source.prompt_column!r}", "prompt")
-    raise BadRow(f"column {source.prompt_column!r} holds neither text nor chat messages", "prompt")
+    reason = ""
+    if isinstance(prompt, list):
+        _check_finite(prompt, source.prompt_column, "prompt")
+        try:
+            return plain_messages(prompt)
+        except NotAMessage as error:
+            reason = f": {error}"
+        except RecursionError:
+            reason = ", and is nested too deep"
+    raise BadRow(f"column {source.prompt_column!r} holds neither text nor chat messages{reason}", "prompt")
 
 
 def read_answer(row: dict[str, Any], source: Source) -> Any:
@@ -347,10 +352,6 @@ def _check_finite(value: Any, column: str, problem: str) -> None:
         return  # `check_can_be_sent` says why
     except ValueError:
         raise BadRow(f"column {column!r} holds a number that is not finite", problem) from None
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and bool(message.get("content"))
 
 
 def column_value(row: dict[str, Any], name: str) -> Any:

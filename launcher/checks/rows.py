@@ -13,7 +13,8 @@ from common.answers import answer_kind, are_mixed
 from common.config import Config, Source
 from common.errors import UserError, one_line
 from common.model import hub_answers
-from sampler.prompts import Messages, check_rows, missing_columns
+from sampler.chat import Messages
+from sampler.prompts import check_rows, missing_columns
 from sampler.rows import Rows, open_rows
 
 # Token ids of a prompt as a generator would render it, int32 [T].

@@ -61,6 +61,18 @@ def sent(prompts: PromptSet) -> list[Task]:
     return tasks
 
 
+def chat(*messages: Any) -> dict[str, Any]:
+    return {"prompt": list(messages), "answer": 1}
+
+
+def call(**arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+def user(content: Any, **keys: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content} | keys
+
+
 def nested(depth: int) -> str:
     return '{"prompt": "p", "answer": 1, "x": ' + "[" * depth + "]" * depth + "}"
 
@@ -117,9 +129,52 @@ def test_columns_are_configurable_and_may_be_nested(tmp_path: Path) -> None:
     assert "column 'uid' holds half a surrogate pair" in skipped[f"{path} line 6"]
 
 
+ASKED = user("So, how warm?")
+CALLING = {"role": "assistant", "content": None, "tool_calls": [call(town=0)]}
+TOLD = {"role": "tool", "name": "weather", "content": "0 degrees"}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ([user([{"type": "text", "text": "What is 0+0?"}])], [user("What is 0+0?")]),
+        ([user([{"type": "text", "text": "a "}, {"type": "input_text", "text": "b"}, "c"])], [user("a bc")]),
+        ([user([{"type": "text", "text": "a", "image_url": None}], name=None)], [user("a")]),
+        ([{"role": "system", "content": ""}, user("a")], None),
+        ([user("a"), {"role": "tool", "content": ""}], None),
+        ([user("Weather?"), CALLING, TOLD, ASKED], None),
+        ([user("Weather?"), {"role": "assistant", "tool_calls": [call(town=0)]}, TOLD, ASKED],
+         [user("Weather?"), CALLING, TOLD, ASKED]),
+        ([user("a", tool_calls=None), CALLING | {"tool_calls": [call(town=0, day=None)]}], [user("a"), CALLING]),
+    ],
+    ids=["part", "parts", "nulls in a part", "empty system", "empty result", "calls", "no content", "nulls"],
+)  # fmt: skip
+def test_messages_are_read_in_the_shapes_in_which_people_have_them(tmp_path: Path, given: Any, read: Any) -> None:
+    prompts, skipped, _ = load(jsonl(tmp_path / "a.jsonl", chat(*given)))
+    assert (asked(prompts), skipped) == ([(read or given, 1)], {})
+
+
+def test_keys_that_arrow_fills_with_null_are_dropped(tmp_path: Path) -> None:
+    rows = [
+        [user("a"), CALLING | {"content": "I look."}, TOLD],
+        [user("b")],
+        [{"role": "system", "content": ""}, ASKED],
+    ]
+    prompts, skipped, _ = load(parquet(tmp_path / "a.parquet", prompt=rows, answer=["1", "2", "3"]))
+    assert ([prompt for prompt, _ in asked(prompts)], skipped) == (rows, {})
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
+        (chat(user([{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}])), "part of type 'image'"),
+        (chat(user([{"type": "image_url", "image_url": {"url": "x"}}])), "message 1 has a part of type 'image_url'"),
+        (chat(user("a"), {"role": "assistant", "content": None}), "message 2 (assistant) has no content"),
+        (chat({"from": "human", "value": "a"}), "message 1 has no role; its keys are from, value"),
+        (chat(user({"text": "a"})), "message 1 (user) has content of type dict"),
+        (chat(user("a"), user("  ")), "message 2 (user) is empty"),
+        (chat({"role": "system", "content": ""}), "all messages are empty"),
+        (chat("a"), "message 1 is a str"),
         ({"answer": "2"}, "no prompt in column 'prompt'"),
         ({"prompt": "  ", "answer": "x"}, "column 'prompt'"),
         ({"prompt": "three"}, "no answer in column 'answer'"),

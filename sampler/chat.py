@@ -1,0 +1,65 @@
+"""Chat messages as data sets have them, made plain: text parts joined, without the nulls that Arrow adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class NotAMessage(Exception):
+    """A message that no chat template shows; the text says which, and why."""
+
+
+def plain_messages(messages: list[Any]) -> Messages:
+    """The messages of a row, each with a role and text; raises `NotAMessage`.
+
+    A message may be empty, except the user's. Only beside `tool_calls` may the content be null.
+    """
+    plain = [_plain(message, number) for number, message in enumerate(messages, 1)]
+    if not any((message["content"] or "").strip() for message in plain):
+        raise NotAMessage("all messages are empty")
+    return plain
+
+
+def _plain(message: Any, number: int) -> dict[str, Any]:
+    name = f"message {number}"
+    if not isinstance(message, Mapping):
+        raise NotAMessage(f"{name} is a {type(message).__name__}, and not a role and content")
+    # Arrow gives each message all keys that occur in any of them.
+    plain: dict[str, Any] = without_nulls(message)
+    role, content = plain.get("role"), plain.get("content")
+    if not isinstance(role, str) or not role:
+        raise NotAMessage(f"{name} has no role; its keys are {', '.join(map(str, plain)) or 'none'}")
+    if isinstance(content, list):
+        content = _joined(content, name)
+    if content is None and plain.get("tool_calls"):
+        return plain | {"content": None}
+    if not isinstance(content, str):
+        kind = "no content" if content is None else f"content of type {type(content).__name__}, and not text"
+        raise NotAMessage(f"{name} ({role}) has {kind}")
+    if role == "user" and not content.strip():
+        raise NotAMessage(f"{name} ({role}) is empty")
+    return plain | {"content": content}
+
+
+def without_nulls(value: Any) -> Any:
+    """Plain data without keys whose value is null, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _joined(parts: list[Any], name: str) -> str:
+    """The text of content that is a list of parts."""
+    texts = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or not (isinstance(part, str) or kind in TEXT_PARTS):
+            raise NotAMessage(f"{name} has a part of type {str(kind)[:40]!r}; only parts of type 'text' can be read")
+        texts.append(text)
+    return "".join(texts)
