@@ -150,6 +150,7 @@ class Episode:
             answer; else empty.
         response: text of everything after the prompt, without special tokens; set at the end.
         reward: an agent's own, or that of its failure.
+        failure: what an agent failed with, where that counts as the model's doing.
         requests: what became of each request of an agent; see `Session.requests_made`.
         retries: an agent's requests that got the reply to an earlier one again.
         folder: an agent's files, until the episode is scored.
@@ -165,6 +166,7 @@ class Episode:
     answer: str = ""
     response: str = ""
     reward: float | None = None
+    failure: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     retries: int = 0
     folder: Path | None = None
@@ -241,6 +243,8 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
     }
     if episode.requests:
         record["requests"] = episode.requests
+        if finished:  # neither the messages nor the header say what an agent gave
+            record["scored"] = {"answer": episode.answer, "reward": episode.reward, "failure": episode.failure}
     if task.keep and finished:
         payload = episode.payload()
         record |= {

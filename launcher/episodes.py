@@ -18,7 +18,7 @@ from common.errors import UserError, one_line, visible
 from launcher.folder.episodes import EpisodeIndex, read_line
 from launcher.folder.query import Query, page
 from launcher.folder.run_folder import RunFolder, model_of
-from launcher.page.episode import decoder, request_lines, row_starts
+from launcher.page.episode import decoder, request_lines, row_starts, scored_facts
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags")
 STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow", "system": "bold"}
@@ -217,6 +217,7 @@ def _heading(episode: dict[str, Any]) -> Iterator[Text]:
         parts += [f"turn by turn {' '.join(by_turn)}"] if by_turn else []
         yield Text(one_line(f"reward {number(episode.get('reward'))}" + (f" ({', '.join(parts)})" if parts else "")))
         yield Text(f"ended by {reason}")
+    yield from (Text(f"{name} {visible(text)}") for name, text in scored_facts(episode))
     facts = [
         f"dispatched at version {episode.get('version')}",
         f"sampled by {' to '.join(map(str, sorted(set(episode['versions']))))}" if episode.get("versions") else "",

@@ -133,12 +133,12 @@ class AgentRunner:
         episode.reason, returned = session.reason, None
         try:
             returned = None if program is None else program.result()
-        except AgentFailed:
+        except AgentFailed as error:
             # What was too long for the model ends an episode like any other limit.
             if session.reason != "length":
                 if self.agent.failure == "retry" or not episode.turns:
                     raise
-                episode.reason, episode.reward = "agent_failed", self.agent.failure
+                episode.reason, episode.reward, episode.failure = "agent_failed", self.agent.failure, str(error)
         if not episode.turns:
             raise AgentFailed(
                 f"none of the agent's {session.requests} requests got a token"

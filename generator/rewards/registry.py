@@ -107,6 +107,11 @@ def has_answer(name: str) -> bool:
     return callable(getattr(_find(name), "answer", None))
 
 
+def sees_folder(name: str) -> bool:
+    """Whether a reward is a class of the user's own, which may read the files that an agent has left."""
+    return name not in BUILTIN and isinstance(_find(name), type)
+
+
 def _find(name: str) -> Any:
     reward = load_object(name, BUILTIN, "episode.reward", GROUP)
     return load_object(reward, {}, "episode.reward") if name in BUILTIN else reward

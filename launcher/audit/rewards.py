@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from common.config import Config, Source
 from common.config.data import Side
 from common.errors import UserError
-from generator.rewards import Outcome, Scorer
+from generator.rewards import Outcome, Score, Scorer
+from generator.rewards.registry import OWN, sees_folder
 from launcher.audit.evidence import Evidence
 from launcher.audit.journal_lines import some
 from launcher.audit.records import episode_files, lines_of
@@ -21,7 +22,8 @@ from sampler.prompts import PromptSet
 
 # Rewards that are not computed again, and why.
 ELSEWHERE = {"code": "needs a sandbox", "judge": "asks a server"}
-WITHOUT_RESPONSE = {"exact", "boxed", "math", "reasoning_gym", "length", "overlong"}  # they look at the last turn alone
+# They look at the last turn alone, or at the agent's own reward.
+WITHOUT_RESPONSE = {"exact", "boxed", "math", "reasoning_gym", "length", "overlong", OWN}
 AT_ONCE = 64  # episodes that are scored side by side
 
 
@@ -47,10 +49,10 @@ async def _score_again(run: Evidence) -> Scored:
         for source in run.config.data.sources(side) if prompts is not None else ():
             assert prompts is not None
             config = run.config.for_source(source)
-            if reason := _skipped(config, special is None):
-                notes.add(f"{source.key} skipped: {reason}")
-                continue
             try:
+                if reason := _skipped(config, special is None):
+                    notes.add(f"{source.key} skipped: {reason}")
+                    continue
                 scorer = Scorer(config)
             except UserError as error:
                 notes.add(f"{source.key} skipped: {error}")
@@ -71,6 +73,8 @@ def _skipped(config: Config, without_tokenizer: bool) -> str:
     reward = config.episode.reward
     names = [reward] if isinstance(reward, str) else list(reward)
     elsewhere = [f"{name} {ELSEWHERE[name]}" for name in names if name in ELSEWHERE]
+    if config.episode.agent is not None:
+        elsewhere += [f"{name} may have read the agent's folder, which is gone" for name in names if sees_folder(name)]
     if elsewhere:
         return ", ".join(elsewhere)
     response = [name for name in names if name not in WITHOUT_RESPONSE]
@@ -89,13 +93,15 @@ def _episodes(folder: Path, prompts: PromptSet, source: Source) -> Iterator[tupl
 
 
 def outcomes(line: Mapping[str, Any], prompt: Any, config: Config, special: re.Pattern[str] | None) -> list[Outcome]:
-    """What the reward saw of an episode; several, where the record does not say whether the last turn was an answer."""
-    messages = line["messages"]
-    assistant = next((str(one["content"]) for one in reversed(messages) if one["role"] == "assistant"), "")
-    last, reason, answer = messages[-1]["role"], line["reason"], assistant.strip()
-    texts = [answer if (last, reason) == ("assistant", "stop") or last == "user" else ""]
-    if reason == "max_seconds" or (last == "assistant" and reason.startswith("max_") and config.episode.user):
-        texts = [answer, ""]
+    """What the reward saw of an episode; several, where the record does not say whether the last turn was an answer.
+
+    None if an agent played it, and its record does not say what was scored.
+    """
+    scored = line.get("scored") or {}
+    if config.episode.agent is None:
+        texts = _last_turn(line, config)
+    else:
+        texts = [scored["answer"]] if "answer" in scored else []
     return [
         Outcome(
             text=text,
@@ -105,22 +111,33 @@ def outcomes(line: Mapping[str, Any], prompt: Any, config: Config, special: re.P
             prompt=prompt.prompt,
             tokens=line["model_tokens"],
             limit=config.episode.max_response_tokens,
-            reason=reason,
+            reason=line["reason"],
             turn_rewards=line["turn_rewards"],
+            reward=scored.get("reward"),
         )
         for text in texts
     ]
+
+
+def _last_turn(line: Mapping[str, Any], config: Config) -> list[str]:
+    """The text that may have been scored as the answer of an episode of our own loop."""
+    messages = line["messages"]
+    assistant = next((str(one["content"]) for one in reversed(messages) if one["role"] == "assistant"), "")
+    last, reason, answer = messages[-1]["role"], line["reason"], assistant.strip()
+    texts = [answer if (last, reason) == ("assistant", "stop") or last == "user" else ""]
+    if reason == "max_seconds" or (last == "assistant" and reason.startswith("max_") and config.episode.user):
+        texts = [answer, ""]
+    return texts
 
 
 async def _check(
     scorer: Scorer, config: Config, line: Mapping[str, Any], candidates: Iterable[Outcome], side: Side
 ) -> str:
     """What is wrong with an episode's reward, its parts and its answer; empty if nothing is."""
-    found = ""
+    found = f"{line['task_id']} does not say what was scored"
     for outcome in candidates:
         try:
-            score = await scorer.score(outcome)
-            answer = await scorer.answer(outcome) if side == "heldout" else ""
+            score, answer = await _score(scorer, config, outcome, side)
         except Exception as error:  # whatever a user's reward raises
             return f"{line['task_id']}: {error!r}"[:200]
         same = _equal({"": score.value, **score.parts}, {"": line["reward"], **line["parts"]})
@@ -128,6 +145,16 @@ async def _check(
             return ""
         found = f"{line['task_id']} has {_shown(line['reward'], line.get('answer'))}, not {_shown(score.value, answer)}"
     return found
+
+
+async def _score(scorer: Scorer, config: Config, outcome: Outcome, side: Side) -> tuple[Score, str]:
+    """The reward of an outcome, and of an evaluation the answer that was compared."""
+    if outcome.reason == "agent_failed":
+        failure = config.episode.agent.failure if config.episode.agent else "retry"
+        if failure == "retry":
+            raise ValueError("an agent's failure has no reward with episode.agent.failure = 'retry'")
+        return Score(failure, {}, failure), ""
+    return await scorer.score(outcome), await scorer.answer(outcome) if side == "heldout" else ""
 
 
 def _shown(reward: float, answer: str | None) -> str:

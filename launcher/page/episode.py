@@ -24,6 +24,7 @@ MOST_LOG_RATIO = 20.0
 MOST_BATCHES = 64  # that are searched for an episode, from its dispatch on
 RECORD_ONLY = {
     "token_ids", "model_spans", "logprobs", "version_spans", "row_lengths", "input", "output", "messages", "requests",
+    "scored",
 }  # fmt: skip
 
 
@@ -41,6 +42,7 @@ def episode_view(record: dict[str, Any], model: str | None, trained: list[dict[s
         "facts": shown(facts),
         "prompt": [shown(message) for message in messages if isinstance(message, dict)],
         "messages": [shown(one) for one in record.get("messages") or () if isinstance(one, dict)],
+        "scored": [[name, shown(text)] for name, text in scored_facts(record)],
         "requests": [visible(line) for line in request_lines(record)],
         "output": shown(record.get("output", "")),
         "advantage": _advantage(record),
@@ -125,6 +127,18 @@ def row_starts(record: dict[str, Any]) -> list[int]:
     if end != tokens:
         raise ValueError(f"rows of {end} tokens, but {tokens} tokens")
     return starts
+
+
+def scored_facts(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """What an agent gave to be scored, by name: its answer, its own reward, and what it failed with."""
+    scored = record.get("scored")
+    if not isinstance(scored, dict):
+        return []
+    answer, reward, failure = (scored.get(name) for name in ("answer", "reward", "failure"))
+    if failure:
+        return [("the agent failed:", str(failure))]
+    of_its_own = [("the agent's reward:", f"{reward:g}")] if isinstance(reward, int | float) else []
+    return [*of_its_own, ("the agent's answer:", str(answer))]
 
 
 def request_lines(record: dict[str, Any]) -> list[str]:

@@ -17,7 +17,9 @@ from generator.agents.programs import AgentTask, Program, make_program
 from generator.agents.runner import AgentRunner
 from generator.agents.session import AgentRequest, Session, SessionLimits
 from generator.episode import Episode
-from generator.parts import EpisodeParts
+from generator.parts import EpisodeParts, RunParts
+from generator.task_runner import TaskRunner
+from sampler.episode_files import episode_line
 from tests.support.episode import END, TEMPLATE, TOKENIZER, ScriptedEngine, completion, configured
 
 HERE = "tests.support.agents"
@@ -103,6 +105,24 @@ async def run_agent(config: Config, **row: Any) -> Episode:
         remove_folder(episode)
         await runner.close()
         await parts.close()
+
+
+def kept_line(config: Config, task: Task) -> bytes:
+    """The line that is kept of a task which the agent of a configuration plays."""
+
+    async def play() -> bytes:
+        engine: Any = ScriptedEngine()
+        endpoint: Any = PretendEndpoint()
+        parts = RunParts(config)
+        runner = TaskRunner(config, engine, parts, "g", structlog.get_logger(), endpoint)
+        try:
+            header, _ = await runner.run(task, await runner.episodes(task).prepare(task), None)
+        finally:
+            await runner.close()
+            await parts.close()
+        return episode_line(header, {"version": 0, "answer": header.answer} if task.kind == "eval" else {}, {})
+
+    return asyncio.run(play())
 
 
 def play_agent(config: Config, **row: Any) -> Episode:

@@ -61,7 +61,7 @@ export class EpisodeView {
     this.element.scrollTop = 0;
     replace(this.element, this.back(),
       h("header", {}, h("h2", {}, facts.task_id ? h("span", { class: "id" }, marked(String(facts.task_id), words)) : "episode"), h("span", { class: `reward ${aside ? "aside" : facts.reward > 0 ? "good" : "bad"}` }, aside ? "skipped" : `reward ${number(facts.reward)}`)),
-      this.facts(facts, episode.advantage, episode.trained, words),
+      this.facts(facts, episode, words),
       aside ? h("p", { class: "message error" }, h("span", { class: "role" }, "skipped because"), h("span", { class: "content" }, facts.reason)) : null,
       h("h3", {}, "Conversation"),
       episode.prompt.map((one) => message(one.role ?? "user", "prompt", one.content, words)),
@@ -71,7 +71,7 @@ export class EpisodeView {
       this.tokens(episode));
   }
 
-  facts(facts, advantage, trained, words) {
+  facts(facts, { advantage, trained, scored }, words) {
     const parts = Object.entries(facts.parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
     const versions = [...new Set(facts.versions ?? [])].join(" to ");
     const rows = [
@@ -93,6 +93,7 @@ export class EpisodeView {
       ["generator", facts.generator],
       ["expected", written(facts.gts)],
       ["answer", written(facts.answer)],
+      ...scored.map(([name, text]) => [name.replace(/:$/, ""), text]),
       ["left out", (facts.left_out ?? []).length ? written(facts.left_out) : null],
     ];
     return h("dl", { class: "facts" }, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value instanceof Element ? value : marked(String(value), words)))));

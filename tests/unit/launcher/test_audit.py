@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,16 @@ import pytest
 from common.config import Config, dump_config
 from common.files import Keep, remove_oldest
 from common.log import Timeline
-from common.messages import Step
+from common.messages import Step, Task
 from common.streams.broker import Broker
 from common.streams.ledger import JournalEntry, SamplerLedger, read_journal
 from launcher.audit import file_lines, journal_lines
+from launcher.audit.evidence import Evidence
 from launcher.audit.lines import REWARDS, audit
 from launcher.audit.records import read_redis
+from launcher.audit.rewards import Scored, score_again
+from sampler.prompts import load_data
+from tests.support.agents import agent_config, kept_line
 from tests.support.run_records import RunRecords, made
 from tests.support.sampler import NoopLearner, TaughtGenerator
 from tests.support.sampler_driving import LOG, drive, problems, start
@@ -308,6 +313,59 @@ def test_what_is_wrong_with_a_run_is_found(run: RunRecords, name: str) -> None:
     mutate, line = MUTATIONS[name]
     mutate(run)
     assert line in problems(run.redis, run.config())
+
+
+FAILS = {"function": "tests.support.agents:scripted", "failure": 0.25}
+AGENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "returns its answer": ({"reward": "exact"}, {"asks": ["I looked it up", "bye"], "returns": "2"}),
+    "returns another text than the right one it said": ({"reward": "exact"}, {"asks": ["2"], "returns": "3"}),
+    "returns data": ({"reward": "length"}, {"asks": ["2"], "returns": {"sum": 2}}),
+    "leaves its answer in the last message": ({"reward": "exact"}, {"asks": ["2"]}),
+    "returns its reward": ({"reward": "agent"}, {"asks": ["2"], "returns": 0.5}),
+    "sends its reward": ({"reward": "agent"}, {"asks": ["2"], "sends": 0.125, "returns": "two"}),
+    "gives one part of the reward": ({"reward": {"agent": 0.5, "exact": 0.5}}, {"asks": ["2"], "returns": 0.5}),
+    "is ended before it gives a reward": (
+        {"reward": "agent", "max_assistant_turns": 1}, {"asks": ["a", "b"], "returns": 1.0},
+    ),
+    "fails": ({"reward": "exact", "agent": FAILS}, {"asks": ["2"], "raises": "out of ideas"}),
+    "fails before it gives a reward": ({"reward": "agent", "agent": FAILS}, {"asks": ["2"], "raises": "no"}),
+}  # fmt: skip
+
+
+def agents_run(folder: Path, kind: str, episode: dict[str, Any], row: dict[str, Any]) -> tuple[Evidence, Path]:
+    """A run with one kept episode, which an agent has played, and the file of it."""
+    prompt = {"prompt": "What is 1+1?", "answer": "2", "ground_truth": "2"} | row
+    (folder / "data.jsonl").write_text(json.dumps(prompt) + "\n")
+    data = {"train": f"{folder}/data.jsonl", "heldout": f"{folder}/data.jsonl"}
+    config = agent_config({"data": data, "run": {"experiment": "x", "output_dir": str(folder)}}, **episode)
+    prompts = load_data(config.data, LOG)
+    (task_id,) = prompts.train.ids
+    line = kept_line(config, Task(task_id="t", prompt_id=task_id, prompt=prompt["prompt"], answer="2", row=row,
+                                  kind=kind, keep=True))  # fmt: skip
+    path = config.run.folder / ("rollouts" if kind == "train" else "validation_data") / "0.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(line + b"\n")
+    return Evidence(config, prompts, redis=None, folder=None, log=LOG), path  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+@pytest.mark.parametrize("agent", AGENTS)
+def test_what_an_agent_gave_is_scored_again(tmp_path: Path, agent: str, kind: str) -> None:
+    run, path = agents_run(tmp_path, kind, *AGENTS[agent])
+    assert score_again(run) == Scored("", "")
+    episode = json.loads(path.read_text())
+    for change in ({"reward": 0.8}, {"scored": {}}):
+        path.write_text(json.dumps(episode | change) + "\n")
+        assert score_again(run).problem.startswith("1: t ")
+
+
+@pytest.mark.integration  # the reward runs in a process
+def test_a_reward_that_read_an_agents_files_is_not_computed_again(tmp_path: Path) -> None:
+    reward = "tests.support.some_rewards:SizeOfFolder"
+    run, _ = agents_run(tmp_path, "train", {"reward": reward, "reward_workers": 1}, {"asks": ["2"], "files": "x"})
+    for source in ("data.train", "data.heldout"):
+        skipped = f"{source} skipped: {reward} may have read the agent's folder, which is gone"
+        assert skipped in score_again(run).note.split("; ")
 
 
 def test_each_line_has_a_mutation_that_it_finds() -> None:

@@ -326,6 +326,23 @@ def test_requests_of_an_agent_are_a_tree(run: Path) -> None:
     assert episode_view(record, None, [])["requests"] == TREE.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("scored", "lines"),
+    [
+        ({"answer": "two", "reward": None, "failure": ""}, ["the agent's answer: two"]),
+        ({"answer": "", "reward": 0.5, "failure": ""}, ["the agent's reward: 0.5", "the agent's answer: "]),
+        ({"answer": "", "reward": 0.0, "failure": "agent.py raised"}, ["the agent failed: agent.py raised"]),
+        ("no mapping", []),
+    ],
+)
+def test_what_an_agent_gave_to_be_scored_is_shown(run: Path, scored: Any, lines: list[str]) -> None:
+    keep(run, 40, "t40", {"scored": scored})
+    shown = [line for line in output_of(run, "--show", "t40").splitlines() if line.startswith("the agent")]
+    assert shown == lines
+    record = read_line(run / "rollouts" / "40.jsonl", 0) or {}
+    assert [f"{name} {text}" for name, text in episode_view(record, None, [])["scored"]] == lines
+
+
 def test_the_table_fits_a_terminal_and_flags_what_is_special(run: Path) -> None:
     lines = [line.split("\t") for line in output_of(run).splitlines()]
     flags = {cells[1]: cells[-1] for cells in lines[1:]}
