@@ -42,6 +42,22 @@ def f(x):
     os.kill(os.getppid(), {number})
     return 0
 """
+# Raises a class of its own making.
+RAISE = """
+import os
+class Renamed(type):
+    @property
+    def __name__(self): return vars(self)["name"]
+E = {make}
+def f(x): raise E
+"""
+FORGED = """
+def serve(message):
+    if message[0] == "names":
+        return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
+    program.send(["raise", {error}, ""])
+program.serve = serve
+"""
 # Writes to every descriptor that may be a pipe.
 WRITE = """
 import os
@@ -169,6 +185,114 @@ def serve(message):
     if message[0] == "names":
         return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
     program.send(["raise", ["error", [0, "Pass", "SystemExit"]], "passed"])
+program.serve = serve
+""",
+    **{
+        f"raises {what}": RAISE.format(make=make)
+        for what, make in {
+            "a class without a name": "type('', (AssertionError,), {})",
+            "a class whose name is no text": "Renamed('X', (AssertionError,), {'name': 7})",
+            "a class named like a verdict": "type('\\nready\\n0 passed\\n', (AssertionError,), {})",
+            "a class that hides its name": "Renamed('X', (AssertionError,), {'name': ''})",
+            "an error without a name or words": "type('', (Exception,), {'__str__': lambda self: ''})",
+            "an error whose words fail": "type('E', (Exception,), {'__str__': lambda self: 1 / 0})",
+            "an error whose words leave": "type('E', (Exception,), {'__str__': lambda self: os._exit(0)})",
+            "an exit without a name": "type('', (SystemExit,), {'code': 0})",
+            "an end of a loop": "StopIteration",
+            "an end of a loop without a name": "type('', (StopIteration,), {})",
+            "the end of a generator": "GeneratorExit",
+        }.items()
+    },
+    **{
+        f"raises {what} by itself": TAKE_OVER + FORGED.format(error=error)
+        for what, error in {
+            "a nameless error": '["error", [0, "", "AssertionError"]]',
+            "a number": "7",
+            "an object": '["mine", 0]',
+            "a function of the judge": '["yours", 0]',
+            "a class of the judge's that is no error": '["builtin", "int"]',
+            "the end of the program": '["error", [0, "Over", "BaseException"]]',
+            "nothing": "None",
+        }.items()
+    },
+    "returns an object that says whatever is asked of it": """
+class Any(type):
+    def __getattr__(self, name): return Every
+    def __call__(self, *a, **k): return self
+    def __bool__(self): return True
+    def __str__(self): return "81549300"
+    __repr__ = __str__
+    def __format__(self, spec): return "81549300"
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __len__(self): return 8
+    def __instancecheck__(self, other): return True
+    def __index__(self): return 1
+    def __abs__(self): return 0
+    def __sub__(self, other): return 0
+    def __gt__(self, other): return True
+    def __lt__(self, other): return True
+class Every(metaclass=Any): pass
+def f(x): return Every
+""",
+    "exits well later, in each way there is": """
+import atexit, os, signal, sys, threading
+atexit.register(os._exit, 0)
+sys.excepthook = sys.unraisablehook = threading.excepthook = lambda *a: os._exit(0)
+sys.settrace(lambda *a: None)
+for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD): signal.signal(number, lambda *a: os._exit(0))
+def f(x):
+    threading.Timer(0.2, os._exit, (0,)).start()
+    raise SystemExit(0)
+""",
+    "forks, and each of the two answers": """
+import os
+def f(x):
+    os.fork()
+    return 0
+""",
+    "replaces the modules that the judge's copy of it uses": TAKE_OVER + """
+import builtins, json, marshal, struct, types
+class Anything(types.ModuleType):
+    def __getattr__(self, name): return lambda *a, **k: True
+for name in ("json", "struct", "marshal", "operator", "ast", "types", "signal"): sys.modules[name] = Anything(name)
+json.dumps = lambda message: '["answer", true, []]'
+sys.modules["generator.rewards.code.harness"].Examiner = sys.modules["tests"] = Anything("tests")
+type(program).encode = lambda self, x: True
+def f(x): return 0
+""",
+    "looks for the tests in all objects and frames": SEARCH + """
+import gc, sys
+def f(x):
+    seen, frame = [], sys._getframe()
+    while frame:
+        seen += [repr(frame.f_locals), repr(frame.f_globals)]
+        frame = frame.f_back
+    return search(" ".join(seen) + " ".join(repr(x)[:2000] for x in gc.get_objects()[:20000]))
+""",
+    "limits what the judge may have": """
+import os, resource
+for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_STACK, resource.RLIMIT_NPROC):
+    resource.prlimit(os.getppid(), limit, (0, 0))
+def f(x): return 0
+""",
+    "changes what it was given": TAKE_OVER + """
+def serve(message):
+    value = ["dict", [["f", ["mine", 0]]]] if message[0] == "names" else 0
+    program.send(["answer", value, [[0, 81549300], [-1, 81549300], [1, ["list", [81549300]]]]])
+program.serve = serve
+""",
+    "asks instead of answering": TAKE_OVER + """
+def serve(message):
+    if message[0] == "names":
+        return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
+    for number in range(5):
+        for name in ("__globals__", "__self__", "job", "__class__"):
+            program.send(["get", [["yours", number], name], {}])
+            program.receive()
+    program.send(["call", [["builtin", "AssertionError"]], {}])
+    program.send(["answer", program.receive()[1], []])
 program.serve = serve
 """,
     "puts modules where imports look": """

@@ -20,6 +20,7 @@ import json
 import os
 import signal
 import subprocess
+import symtable
 import sys
 import time
 import types
@@ -59,22 +60,24 @@ class Examiner:
         self.peer.over = "time limit"
         raise Over(self.peer.over)
 
-    def limited(self, task: Any, *arguments: Any) -> str:
-        """Run a task within the time of one test; returns why it failed, or an empty text."""
+    def limited(self, task: Any, *arguments: Any) -> tuple[bool, str]:
+        """Run a task within the time of one test; returns whether it passed, and if not, why.
+
+        Only reaching the end of the task passes it. The reason is for people: the program names its exceptions.
+        """
         seconds = min(self.job["timeout"], self.stop_at - time.monotonic())
-        reason = ""
+        passed, reason = False, ""
         try:
             signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
             task(*arguments)
+            passed = True
         except Over:
             pass
         except BaseException as error:
-            reason = type(error).__name__
-            if not isinstance(error, AssertionError):
-                reason = f"{reason}: {error}"
+            reason = _described(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        return self.peer.over or reason
+        return passed and not self.peer.over, self.peer.over or reason
 
     def run(self) -> None:
         tests = self.job["tests"]
@@ -84,14 +87,20 @@ class Examiner:
         self.peer.ask("start", [])  # time until here does not count against the program
         self.stop_at = time.monotonic() + self.job["seconds"]
         self.report("ready")
-        failed = self.limited(self.load, names, namespace)
+        usable, why_not = self.limited(self.load, names, namespace)
+        programs = {name: namespace[name] for name in names if name in namespace}
         for number, (source, counts) in enumerate(tests):
-            reason = failed or self.limited(exec, compile(source, "<test>", "exec", dont_inherit=True), namespace)
-            if self.peer.over and not failed:
-                failed = f"not run: {self.peer.over}"
+            passed, reason = False, why_not
+            if usable:
+                test = compile(source, "<test>", "exec", dont_inherit=True)
+                passed, reason = self.limited(exec, test, namespace)
+                if not passed:
+                    _unbind(source, namespace, programs)
+                if self.peer.over:
+                    usable, why_not = False, f"not run: {self.peer.over}"
             if counts:
                 reason = "".join(c if c.isprintable() else " " for c in reason[:MAX_REASON])
-                self.report(f"{number} {'failed' if reason else 'passed'} {reason}")
+                self.report(f"{number} {'passed' if passed else 'failed'} {reason}")
 
     def prepare(self, trees: list[ast.Module], namespace: dict[str, Any]) -> list[str]:
         """Import what tests need, before the program runs; returns the names that they take from the program."""
@@ -131,6 +140,26 @@ def _imported(name: str) -> Any:
         return importlib.import_module(name)
     except BaseException:  # the test that needs it will say so
         return None
+
+
+def _described(error: BaseException) -> str:
+    """An exception in words; its text may be the program's, which is asked for it."""
+    name = type(error).__name__
+    if isinstance(error, AssertionError):
+        return name
+    try:
+        return f"{name}: {error}"
+    except BaseException:  # the program can no longer be asked, or its __str__ fails
+        return name
+
+
+def _unbind(source: str, namespace: dict[str, Any], programs: dict[str, Any]) -> None:
+    """Remove the program's values of names that a failed test would have bound: later tests mean the test's own."""
+    for symbol in symtable.symtable(source, "<test>", "exec").get_symbols():
+        name = symbol.get_name()
+        bound = symbol.is_assigned() or symbol.is_imported()
+        if bound and name in programs and namespace.get(name) is programs[name]:
+            del namespace[name]
 
 
 def _hide() -> None:

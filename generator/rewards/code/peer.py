@@ -116,6 +116,8 @@ class Peer:
                     _become(target, self.decode(value))
                 return self.decode(answer[1])
             kind, text = self.decode(answer[1]), str(answer[2])
+            if not issubclass(kind, BaseException):
+                raise TypeError(kind)
         except (OSError, EOFError):
             self.over = "the program ended"
             raise Over(self.over) from None
@@ -124,11 +126,17 @@ class Peer:
         except Exception:
             self.over = "the program sent an invalid answer"
             raise Over(self.over) from None
+        raise self._raised(operation, kind, text)
+
+    def _raised(self, operation: str, kind: type, text: str) -> BaseException:
+        """The exception to raise for one of the other end."""
+        # A loop in C, such as `all(map(test, inputs))`, takes a StopIteration of the test for its own end.
+        ends_a_loop = self.judge and issubclass(kind, StopIteration) and operation != "next"
         try:
-            error = kind(text)
+            error = None if ends_a_loop else kind(text)
         except Exception:
-            error = ProgramError(f"{kind.__name__}: {text}")
-        raise error
+            error = None
+        return error if isinstance(error, BaseException) else ProgramError(f"{kind.__name__}: {text}")
 
     def serve(self, message: list[Any]) -> None:
         """Do what the other end asks, and answer."""

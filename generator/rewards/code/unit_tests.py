@@ -116,9 +116,9 @@ class _Run:
                     memory_limit_MB=self.limits.memory_mb,
                 )
                 answer = _checked(await self.sandbox.run_code(request))
-            reason = _failure(answer, expected, self.tolerance)
-            failed = failed or bool(reason)
-            return CaseResult(not reason, reason)
+            result = _compared(answer, expected, self.tolerance)
+            failed = failed or not result.passed
+            return result
 
         runs = [asyncio.create_task(check(stdin, expected)) for stdin, expected in plan.pairs]
         try:
@@ -266,16 +266,17 @@ def _checked(answer: RunCodeResponse) -> RunCodeResponse:
     return answer
 
 
-def _failure(answer: RunCodeResponse, expected: str, tolerance: float | None) -> str:
-    """Why a run fails its test; empty if it passes."""
+def _compared(answer: RunCodeResponse, expected: str, tolerance: float | None) -> CaseResult:
+    """Whether a run passes its test."""
     run = answer.run_result
     if run is None:
-        return "does not compile"
+        return CaseResult(False, "does not compile")
     if run.status is CommandStatus.TIME_LIMIT_EXCEEDED:
-        return "time limit"
+        return CaseResult(False, "time limit")
     if answer.status is not Status.SUCCESS or run.status is not CommandStatus.FINISHED or run.return_code:
-        return f"exit code {run.return_code}"
-    return "" if same_output(run.stdout or "", expected, tolerance) else "wrong output"
+        return CaseResult(False, f"exit code {run.return_code}")
+    passed = same_output(run.stdout or "", expected, tolerance)
+    return CaseResult(passed, "" if passed else "wrong output")
 
 
 SLACK = 64 << 10  # characters by which an output may exceed twice the expected one and still be compared

@@ -192,6 +192,41 @@ KEPT = [
 ]
 
 
+# Tests whose first statement the program makes fail, so that it does not define what the second one uses.
+HELPED = ["y = f(20)\ndef near(a, b): return abs(a - b) < 1", "assert near(f(20), 81549300)", "assert y == 81549300"]
+HELPER = """
+calls = []
+class y: pass
+def near(a, b): return True
+def f(x):
+    calls.append(x)
+    if len(calls) == 1: raise ValueError
+    return y
+"""
+MAPPED = ["def right(x): return f(x) == 81549300", "assert all(map(right, [20, 20]))", "assert not list(map(f, [20]))"]
+FAILS_TO_SHOW = """
+class Key:
+    def __hash__(self): return 7
+    def __repr__(self): {repr}
+def f(x): return Key() if x else 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "results"),
+    [
+        (HELPER, HELPED, [False, False]),
+        ("def f(x): raise StopIteration", MAPPED, [False, False]),
+        (FAILS_TO_SHOW.format(repr="1 / 0"), ["assert {}[f(20)] == 2", "assert f(0) == 1"], [False, True]),
+        (FAILS_TO_SHOW.format(repr="exit()"), ["assert {}[f(20)] == 2", "assert f(0) == 1"], [False, True]),
+        (FAILS_TO_SHOW.format(repr=LOOP), ["assert {}[f(20)] == 2", "assert f(0) == 1"], [False, False]),
+    ],
+    ids=["helper", "loop", "error fails", "error exits", "error hangs"],
+)
+def test_no_program_passes_by_what_a_test_leaves_undone(code: str, tests: list[str], results: list[bool]) -> None:
+    assert passed(check(code, *tests, timeout=2.0)) == results
+
+
 @pytest.mark.parametrize(
     ("code", "tests", "longest_run", "results"),
     [

@@ -54,6 +54,32 @@ def test_a_wrong_program_fails_with_its_reason(code: str, reason: str) -> None:
     assert (verdict.passed, verdict.results[0].reason) == (0, reason)
 
 
+# Each ends well and has printed anything but the answer, which no program can find where it runs.
+EACH = "import os\nfor each in {}:\n    try: {}\n    except OSError: pass"
+WITHOUT_THE_ANSWER = [
+    "raise SystemExit(0)",
+    "import os; os._exit(0)",
+    "raise type('', (AssertionError,), {})",
+    "import sys; sys.excepthook = lambda *a: None; raise type('', (Exception,), {})",
+    "import atexit, os; atexit.register(os._exit, 0); print('passed', 0, 'ready')",
+    EACH.format("range(3, 50)", "os.write(each, b'{\"exit-code\": 0}\\n0 passed\\n')"),
+    "import os; print(*os.environ.items(), *os.listdir('.'), open('/proc/self/cmdline').read(), open(__file__).read())",
+    "import gc, sys; print(sys.modules, sys.argv, gc.get_objects()[:100], sys._getframe().f_globals)",
+    EACH.format("(os.getppid(), 1)", "print(open(f'/proc/{each}/environ').read())"),
+    "import os\nif os.fork(): os.wait()\nprint(''.join(map(chr, range(32, 127))))",
+    "import signal, os; signal.signal(15, lambda *a: os._exit(0)); os.kill(os.getpid(), 15)",
+    "import threading, os; threading.Timer(0.1, os._exit, (0,)).start(); print(end='\\0' * 99)",
+    "print('{}', 'None', '\\ud800'.encode('utf-8', 'surrogatepass'), sep='\\r\\n')",
+]
+
+
+@pytest.mark.parametrize("code", WITHOUT_THE_ANSWER)
+def test_no_program_passes_without_printing_the_answer(code: str) -> None:
+    tests = {"inputs": ["20", "21"], "outputs": ["81549300", "81549301"]}
+    verdict = check(code, tests, limits=CodeLimits(timeout=10.0))
+    assert (verdict.passed, verdict.score(), verdict.score(partial=False)) == (0, 0.0, 0.0)
+
+
 class EchoSandbox(ProcessSandbox):
     """Gives stdin back, once as many runs have come as there can be at a time."""
 
