@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import common
 from common.config import AgentConfig
@@ -34,7 +34,7 @@ _KEEPER = """
 import os, signal, sys
 sys.path.append(sys.argv[1])
 from common.keeper import keep
-keep(int(sys.argv[2]), (), signal.SIGUSR1)
+keep(int(sys.argv[2]), (0,), signal.SIGUSR1)
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and programs would inherit that
 try:
     os.execvp(sys.argv[3], sys.argv[3:])
@@ -142,38 +142,66 @@ class _Command:
 
     async def run(self, task: AgentTask) -> object:
         known = asdict(task) | {"folder": str(task.folder)}
-        with _memory_file(json.dumps(known).encode()) as stdin:
-            del known["reward_url"]  # it is in no file: a program that the model wrote might read it
-            (task.folder / TASK_FILE).write_text(json.dumps(known), encoding="utf-8")
-            root = str(Path(common.__file__).parents[1])
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _KEEPER, root, str(os.getpid()), *self._command),
-                stdin=stdin,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                cwd=task.folder,
-                env=_environment(task),
-                start_new_session=True,
-            )
+        stdin = json.dumps(known).encode()
+        del known["reward_url"]  # it is in no file: a program that the model wrote might read it
+        (task.folder / TASK_FILE).write_text(json.dumps(known), encoding="utf-8")
+        # asyncio kills a process whose start is cancelled, and with the keeper nobody would end what it keeps.
+        starting = asyncio.create_task(self._start(task, stdin))
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.shield(_give_up(starting))
+            raise
         try:
             assert process.stdout is not None
             output = await _end_of(process.stdout)
             code = await process.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGUSR1)  # has the keeper kill all that is left
-            await process.wait()
+            await _end(process)
         if code != 0:
             ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise AgentFailed(f"{self._name} {ending}: {output or 'it printed nothing'}")
         return _answer(task.folder / ANSWER_FILE)
 
+    async def _start(self, task: AgentTask, stdin: bytes) -> asyncio.subprocess.Process:
+        """Start the keeper with the program, and begin to write its stdin.
 
-def _memory_file(content: bytes) -> IO[bytes]:
-    file = os.fdopen(os.memfd_create("task"), "w+b")
-    file.write(content)
-    file.seek(0)
-    return file
+        Stdin is a pipe: what the agent has read of it, no other process can read again, as it could from a file.
+        """
+        root = str(Path(common.__file__).parents[1])
+        reading, writing = os.pipe()
+        with os.fdopen(reading, "rb") as end:
+            loop = asyncio.get_running_loop()
+            writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(writing, "wb"))
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", "-c", _KEEPER, root, str(os.getpid()), *self._command),
+                    stdin=end,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    cwd=task.folder,
+                    env=_environment(task),
+                    start_new_session=True,
+                )
+            except BaseException:
+                writer.abort()
+                raise
+        writer.write(stdin)
+        writer.close()  # once all is written, or all that could read it has ended
+        return process
+
+
+async def _give_up(starting: asyncio.Task[asyncio.subprocess.Process]) -> None:
+    """End a program as soon as it has started."""
+    with contextlib.suppress(OSError):
+        await _end(await starting)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Have the keeper kill all that is left, and wait until it has."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGUSR1)
+    await process.wait()
 
 
 def _search_path() -> str:

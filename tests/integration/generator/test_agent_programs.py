@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from generator.agents import programs
 from generator.agents.programs import AgentFailed, make_program
 from tests.support.agents import agent_task, python
 from tests.support.event_loop import in_event_loop
-from tests.support.processes import ended
+from tests.support.processes import children, ended
 from tests.support.waiting import eventually, until
 
 # Starts a daemon in a session of its own, which holds the program's output open; then writes the daemon's id.
@@ -111,6 +112,62 @@ async def test_a_cancelled_program_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await playing
     assert ended(int((tmp_path / "pid").read_text()))
+
+
+@in_event_loop
+async def test_a_program_cancelled_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    """The event loop stands still from the start of the process until its daemon runs, as on a busy machine."""
+    before = children()
+    playing = asyncio.create_task(python(DAEMON + "import time\ntime.sleep(600)").run(agent_task(tmp_path)))
+    while children() == before:
+        await asyncio.sleep(0)
+    eventually((tmp_path / "pid").exists)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert ended(int((tmp_path / "pid").read_text()), 10.0)
+    assert children() == before
+
+
+# Says where the reward's address is found by a program that the agent starts, once the agent has read its task.
+LOOKS = """
+import glob, os, subprocess, sys
+code = '''
+import glob, os, sys
+for pid in sys.argv[1:]:
+    for path in glob.glob(f"/proc/{pid}/fd/*") + [f"/proc/{pid}/environ", f"/proc/{pid}/cmdline"] + glob.glob("*"):
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                if b"second" in file.read(1 << 20): print(path, os.readlink(path))
+        except (OSError, TypeError): pass
+'''
+"""
+READS = {
+    "stdin": "import json, sys; json.load(sys.stdin)",
+    "/dev/stdin": "open('/dev/stdin').read()",
+    "descriptor 0": "import os; os.read(0, 1 << 20)",
+}
+
+
+@pytest.mark.parametrize("reads", READS.values(), ids=READS)
+@in_event_loop
+async def test_no_child_of_an_agent_reads_the_rewards_address(tmp_path: Path, reads: str) -> None:
+    looks = f"""
+{LOOKS}
+{reads}
+pids = [str(os.getppid()), str(os.getpid()), "self"]
+seen = subprocess.run([sys.executable, "-c", code, *pids], capture_output=True, text=True, env={{}})
+open("answer.txt", "w").write(seen.stdout + seen.stderr)
+"""
+    assert await play(looks, tmp_path) == ""
+
+
+@in_event_loop
+async def test_a_long_task_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    row = {"level": "x" * (1 << 20)}
+    reading = "import json, sys; open('answer.txt', 'w').write(str(len(json.load(sys.stdin)['row']['level'])))"
+    assert await python(reading).run(replace(agent_task(tmp_path), row=row)) == str(1 << 20)
+    assert await python("open('answer.txt', 'w').write('none')").run(replace(agent_task(tmp_path), row=row)) == "none"
 
 
 def test_a_killed_generator_leaves_no_program(tmp_path: Path) -> None:
