@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, nearest
+from common.model_files import contradiction, read_header
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 # What decides, beside the weights, which tokens a text has, which of them end a turn, and how the model computes.
@@ -25,7 +26,6 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file, for its fingerprint
 LFS = b"version https://git-lfs"
 WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
-HEADER_LIMIT = 100 << 20  # of the safetensors format
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of a mixture's experts in a layer
 # Names of the context length in model configurations; where there are several, the least counts.
 KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -63,7 +63,7 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
     from safetensors import SafetensorError, safe_open
 
     try:
-        json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         raise UserError(f"{key} = {path!r} {_without_config(folder)}") from None
     except (OSError, ValueError) as error:
@@ -85,6 +85,8 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
                 pass
         except (OSError, SafetensorError) as error:
             raise UserError(f"{key} = {path!r}: {_unreadable(file, error)}") from None
+    if isinstance(config, dict) and (problem := contradiction(folder, config, tokenizer)):
+        raise UserError(f"{key} = {path!r}: {problem}")
 
 
 def _hint(path: str) -> str:
@@ -187,16 +189,10 @@ def model_size(folder: Path) -> ModelSize | None:
     parameters = stored = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > HEADER_LIMIT:
-                    return None
-                header = json.loads(file.read(length))
             stored += os.stat(path).st_size
-            for name, tensor in header.items():
-                if name != "__metadata__":
-                    begin, end = tensor["data_offsets"]
-                    parameters += (end - begin) // WIDTHS.get(tensor["dtype"], 2)
+            for tensor in read_header(path).values():
+                begin, end = tensor["data_offsets"]
+                parameters += (end - begin) // WIDTHS.get(tensor["dtype"], 2)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
     return ModelSize(parameters, stored) if stored else None

@@ -21,7 +21,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.errors import UserError, first_line
+from common.log import get_logger
 from common.model import check_model_folder, download_failure
+from common.model_files import HEAD, lacks, listed
 from learner.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
 from learner.kernels import AttentionChoice, apply_kernels, choose_attention
 from learner.logprobs import LogprobHead
@@ -165,10 +167,11 @@ def own_slice(
     return ids, positions, sequences.divided(group, padding), predict[mine] - start, targets[mine], counts
 
 
-def load_policy(config: Config, weights: bool = True) -> Policy:
-    """Load the model that the configuration names, for training.
+def load_policy(config: Config, weights: bool = True, key: str = "model.path") -> Policy:
+    """Load the model at `model.path`, for training.
 
     Args:
+        key: the setting that names it, for messages.
         weights: if false, the model has its shape, its buffers, and no weights: parameters are on torch's device
             `meta` and take no memory.
 
@@ -176,9 +179,12 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         UserError: it cannot be read, or has a part that the learner would not compute as vLLM does.
     """
     path = config.model.path
-    model, attention, _ = load_model(config, AutoModelForCausalLM, path, "model.path", weights)
+    model, attention, missing = load_model(config, AutoModelForCausalLM, path, key, weights)
+    if missing:
+        raise UserError(f"{key} = {path!r}: {lacks(missing)}")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise UserError(f"model.path = {path!r}: {type(model).__name__} has no linear output layer")
+        raise UserError(f"{key} = {path!r}: {type(model).__name__} has no linear output layer")
+    _check_tied(model, path, key)
     lora = config.learner.lora
     if lora is not None:
         add_adapter(model, lora, path, config.run.seed)
@@ -227,8 +233,11 @@ def load_model(
         attention = choose_attention(config.learner, model_config)
         options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}
         if weights:
-            model, loading = kind.from_pretrained(path, config=model_config, output_loading_info=True, **options)
+            # Those of another shape are refused below by their names.
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, loading = kind.from_pretrained(path, config=model_config, **options)
             missing = sorted(loading["missing_keys"])
+            _check_loaded(model, loading, path, key)
         else:
             with init_empty_weights():
                 model = kind.from_config(model_config, **options)
@@ -239,16 +248,44 @@ def load_model(
         failure = download_failure(path, error)
         if failure:
             raise UserError(failure) from error
-        # What transformers says then is about an argument of its own.
-        mismatch = "its weights have other shapes than its config.json says (the table above names them)"
-        reason = mismatch if "ignore_mismatched_sizes" in str(error) else first_line(error)
-        raise UserError(f"{key} = {path!r} cannot be loaded: {reason}") from error
+        raise UserError(f"{key} = {path!r} cannot be loaded: {first_line(error)}") from error
     if not getattr(model, "_supports_attention_backend", False):
         raise UserError(f"{key} = {path!r}: {type(model).__name__} has no exchangeable attention in transformers")
     apply_kernels(model, config.learner.kernels)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, attention, missing
+
+
+def _check_loaded(model: PreTrainedModel, loading: dict[str, Any], path: str, key: str) -> None:
+    """Refuse weights of another shape than the model's; name those that it does not use."""
+    if mismatched := sorted(loading["mismatched_keys"]):
+        shapes = [f"{name} ({_shape(there)}, not {_shape(here)})" for name, there, here in mismatched]
+        raise UserError(
+            f"{key} = {path!r}: its weights have other shapes than its config.json says: {listed(shapes)}; take both "
+            "from one model"
+        )
+    # A critic reads all of a policy but its output layer.
+    unused = sorted(name for name in loading["unexpected_keys"] if HEAD not in name.split("."))
+    if unused:
+        get_logger().warning(
+            "weights of the model are not used, and exports lack them", model=path, weights=listed(unused),
+            reason=f"{type(model).__name__} with this config.json has no place for them",
+        )  # fmt: skip
+
+
+def _shape(size: Any) -> str:
+    return "×".join(map(str, size))
+
+
+def _check_tied(model: PreTrainedModel, path: str, key: str) -> None:
+    """Refuse a file with an output layer of its own where the configuration ties it: vLLM would not read it."""
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    if getattr(model.config, "tie_word_embeddings", False) and head is not embedding:
+        raise UserError(
+            f"{key} = {path!r}: the file has an output layer of its own ({HEAD}.weight), and the configuration ties it "
+            "to the embeddings; set tie_word_embeddings to false in its config.json, or remove it from the file"
+        )
 
 
 def _become_scalar(config: PreTrainedConfig, path: str, key: str) -> None:

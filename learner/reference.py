@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from common.config import Config
 from learner.batch import MicroBatch
 from learner.engine import build_frozen_engine, load_on_ranks
 from learner.lora import adapter_off
+from learner.model import load_policy
 from learner.world import World
 
 
@@ -39,7 +41,8 @@ def load_reference(config: Config, world: World, engine: Any) -> Callable[[Micro
             "learner": config.learner.model_copy(update={"lora": None, "router_replay": "none", "router_balance": 0.0}),
         }
     )
-    policy: Any = load_on_ranks(settings, world).eval().requires_grad_(False)
+    key = "model.path" if algorithm.reference is None else "algorithm.reference"
+    policy: Any = load_on_ranks(settings, world, partial(load_policy, key=key), key).eval().requires_grad_(False)
     if config.learner.zero_stage == 3:
         policy = build_frozen_engine(policy, config.learner, world)
     else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from common.checks.list import check_start
 from common.checks.machine import Machine
@@ -58,6 +61,82 @@ def test_missing_and_broken_parts_are_named(tmp_path: Path) -> None:
     config.unlink()
     (folder / "adapter_config.json").write_text("{}")
     refused("is an adapter .*merge_and_unload")
+
+
+def written(folder: Path, files: dict[str, list[str]], config: dict[str, Any], index: dict[str, str]) -> Path:
+    """A model folder with weights of two rows by the names of their files."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, tensors in files.items():
+        save_file({tensor: np.zeros((2, 4), np.float32) for tensor in tensors}, folder / name)
+    if index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+APART = {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False, "vocab_size": 2}
+EMBED, ONE, TWO = "model.embed_tokens.weight", "model-1-of-2.safetensors", "model-2-of-2.safetensors"
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
+WHOLE = {ONE: [EMBED, NORM], TWO: [HEAD]}
+INDEX = {EMBED: ONE, NORM: ONE, HEAD: TWO}
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "index", "line"),
+    [
+        ({"model.safetensors": [EMBED]}, APART, {}, "the file lacks lm_head.weight, and the configuration does not"),
+        ({"model.safetensors": ["language_model." + EMBED]},
+         {"architectures": ["XForCausalLM"], "text_config": {"tie_word_embeddings": False}}, {}, "lacks lm_head.weight"),
+        ({ONE: [EMBED, NORM]}, APART, INDEX, f"{TWO}, which model.safetensors.index.json names, is not there"),
+        ({ONE: [EMBED], TWO: [HEAD]}, APART, INDEX, f"the files lack {NORM}, which model.safetensors.index.json names"),
+        ({"model.safetensors": [EMBED, HEAD]}, APART | {"vocab_size": 3}, {}, "has 2 rows, .* says vocab_size = 3"),
+        # These are whole.
+        (WHOLE, APART, INDEX, None),
+        ({"model.safetensors": [EMBED, HEAD]}, APART, INDEX, None),  # the index of an earlier export
+        ({"model.safetensors": [EMBED]}, APART | {"tie_word_embeddings": True}, {}, None),
+        ({"model.safetensors": [EMBED]}, APART | {"architectures": ["Qwen2ForTokenClassification"]}, {}, None),
+        ({"model.safetensors": ["wte.weight"]}, APART, {}, None),
+    ],
+)  # fmt: skip
+def test_files_that_do_not_fit_together_are_named(
+    tmp_path: Path, files: dict[str, list[str]], config: dict[str, Any], index: dict[str, str], line: str | None
+) -> None:
+    folder = written(tmp_path / "model", files, config, index)
+    if line is None:
+        check_model_folder(str(folder))
+    else:
+        with pytest.raises(UserError, match=rf"^model.path = '{folder}': .*{line}"):
+            check_model_folder(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "beyond"),
+    [
+        ({"a": 0, "b": 2}, [], r"'b' \(id 2\)"),
+        ([["a", -1.0], ["b", -2.0], ["c", -3.0]], [], r"'c' \(id 2\)"),
+        ({"a": 0}, [("user\n", 5, False)], r"'user\\n' \(id 5\)"),
+        ({"a": 0}, [("<|im_end|>", 2, True)], r"'<\|im_end\|>' \(id 2\)"),
+        # Nothing makes a special token that no setting and no template names.
+        ({"a": 0}, [("<image>", 2, True)], None),
+        ({"a": 0, "b": 1}, [], None),
+    ],
+)
+def test_tokens_without_an_embedding_are_named(
+    tmp_path: Path, vocabulary: Any, added: list[tuple[str, int, bool]], beyond: str | None
+) -> None:
+    folder = written(tmp_path / "model", {"model.safetensors": [EMBED, HEAD]}, APART, {})
+    tokens = [{"content": content, "id": number, "special": special} for content, number, special in added]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": tokens}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}<|im_end|>")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    check_model_folder(str(folder))
+    if beyond is None:
+        check_model_folder(str(folder), tokenizer=True)
+    else:
+        with pytest.raises(
+            UserError, match=rf"the tokenizer has {beyond}, and the model has embeddings for ids below 2"
+        ):
+            check_model_folder(str(folder), tokenizer=True)
 
 
 @pytest.mark.parametrize(
