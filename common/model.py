@@ -217,6 +217,24 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return max(min(lengths), allowed if isinstance(allowed, int) else 0)
 
 
+def end_ids(path: str) -> tuple[int, ...]:
+    """Ids of the tokens that end a text of a model, as its generation_config.json says, or else its config.json.
+
+    Empty where neither says so, or the model is neither a folder nor in the cache of the Hugging Face hub.
+    """
+    folder = Path(path) if Path(path).is_dir() else cached_folder(path)
+    for name in ("generation_config.json", "config.json") if folder else ():
+        try:
+            content = json.loads((folder / name).read_text())
+            ids = content.get("eos_token_id", content.get("text_config", {}).get("eos_token_id"))
+        except (OSError, ValueError, AttributeError):
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        if ends := tuple(i for i in ids if isinstance(i, int)):
+            return ends
+    return ()
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the content of a `config.json` is that of a mixture of experts."""
     text = config.get("text_config", config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,19 @@ Message = dict[str, Any]
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 # Stands in for the model's text in the conversation after which later turns are rendered.
 _PLACEHOLDER = f"answer {secrets.token_hex(8)}"
+# Stands in for what follows a turn, where a template is tried.
+_FOLLOWING = f"89 {secrets.token_hex(8)}"
+_OPENED = re.compile(r"(?:<[A-Za-z][^<>|]*>\s*)+\Z")
+_OPENED_TOKENS = 32  # within which opened tags are looked for
 
 
 # A conversation to render after, where what was said before does not matter.
-EXCHANGE: Sequence[Message] = ({"role": "user", "content": "u"}, {"role": "assistant", "content": ""})
+_ASKED: Message = {"role": "user", "content": "u"}
+EXCHANGE: Sequence[Message] = (_ASKED, {"role": "assistant", "content": ""})
 
 
 class TemplateFailed(Exception):
-    """The chat template raised, or the conversation that it rendered lacks the assistant's turn."""
+    """The chat template raised, or turns of the conversation that it rendered cannot be joined."""
 
 
 def as_messages(prompt: str | list[Message], system: str | None) -> list[Message]:
@@ -37,44 +44,47 @@ def as_messages(prompt: str | list[Message], system: str | None) -> list[Message
 class ChatTemplate:
     """Renders messages with the tokenizer's own template. Earlier turns are never rendered again.
 
+    A turn of the model goes on until it samples a token that ends turns: one of the model's own ends of text, or what
+    the template writes behind a turn. Messages of several channels may stand within one turn.
+
+    Args:
+        ends: ids of the model's own ends of text (`common.model.end_ids`); the tokenizer's is always one.
+
     Attributes:
-        end, end_id: the special token that ends an assistant turn, which the model samples itself, and its id.
-        eos_id: the token at which vLLM stops by default.
+        end, end_id: the special token that ends an answer, which the model samples itself, and its id.
+        stop_ids: all tokens that end a turn, except the tokenizer's own end of text, at which vLLM stops by default.
 
     Raises:
         UserError: there is no template, it raises, or it does not end turns with a special token.
     """
 
-    def __init__(self, tokenizer: Any, tool_schemas: list[dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, tool_schemas: list[dict[str, Any]] | None = None, ends: Sequence[int] = ()
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template; add one to its tokenizer_config.json"
             )
         self._tokenizer = tokenizer
-        self._tools = tool_schemas or None
-        self._tokens = TokenText(tokenizer)
-        try:
-            end = self._tokens.first_special(self._after_answer(EXCHANGE, [{"role": "user", "content": "u"}]))
-        except TemplateFailed as error:
-            raise UserError(str(error)) from None
-        if end is None:
-            raise UserError(
-                f"the chat template of {tokenizer.name_or_path} ends the assistant's turns without a special token"
-            )
-        self.end, self.end_id, self.eos_id = end, self._tokens.id(end), tokenizer.eos_token_id
+        known = {token_id for token_id in (tokenizer.eos_token_id, *ends) if token_id is not None}
+        self._tokens = TokenText(tokenizer, known)
+        self._tools = self._tokens.hide(tool_schemas or None)
+        self._ends = {text for text in self._tokens.specials if self._tokens.id(text) in known}
+        self._find_ends()
+        self._end_ids = {self._tokens.id(text) for text in self._ends} | known
+        self.end_id, self._message_id = self._tokens.id(self.end), self._message_start()
+        self.stop_ids = tuple(sorted(self._end_ids - {tokenizer.eos_token_id}))
 
     def require(self, role: str, field: str, otherwise: str) -> None:
-        """Raise `UserError` unless the template shows messages of this role after an assistant turn."""
+        """Raise `UserError` unless messages of this role can follow a turn of the assistant."""
         try:
-            is_shown = "89" in self._after_answer(EXCHANGE, [{"role": role, "name": "calculator", "content": "89"}])
-            reason = "leaves them out"
+            self._end_before(role)
         except TemplateFailed as error:
-            is_shown, reason = False, f"says: {error.__cause__ or error}"
-        if not is_shown:
+            reason = f"says: {error.__cause__}" if error.__cause__ else str(error).removeprefix(f"{self._name()} ")
             raise UserError(
                 f"{field} needs a chat template that shows {role!r} messages after an assistant turn, and the "
                 f"template of {self._tokenizer.name_or_path} {reason}; use another template, {otherwise}"
-            )
+            ) from None
 
     def prompt(
         self, prompt: str | list[Message], system: str | None = None, *, markup: bool = False, **variables: Any
@@ -86,14 +96,16 @@ class ChatTemplate:
             markup: whether markup in the prompt counts too; else it is encoded as plain text.
             variables: of the template, `tools` among them, in place of those of this object.
         """
-        shown = prompt if markup else self._tokens.hide(prompt)
-        return self._tokens.encode(self._render(as_messages(shown, system), variables))
+        if not markup:
+            prompt, variables = self._tokens.hide(prompt), self._tokens.hide(variables)
+        return self._tokens.encode(self._render(as_messages(prompt, system), variables))
 
     def between(
         self,
         messages: Sequence[Message],
         before: Sequence[Message] = EXCHANGE,
         *,
+        turn: np.ndarray | None = None,
         markup: bool = False,
         **variables: Any,
     ) -> np.ndarray:
@@ -101,6 +113,8 @@ class ChatTemplate:
 
         Args:
             before: the conversation up to that turn, which is its last message.
+            turn: ids that the model sampled in it; what they lack of the end that the template writes is part of the
+                result. By default they end as the template writes it.
             markup, variables: see `prompt`.
 
         Raises:
@@ -108,11 +122,14 @@ class ChatTemplate:
         """
         if not markup:
             messages, before = self._tokens.hide(list(messages)), self._tokens.hide(list(before))
-        _, end, following = self._after_answer(before, messages, variables).partition(self.end)
-        if not end:
-            raise TemplateFailed(f"{self._name()} does not end the assistant's turn with {self.end}")
-        # Encoded with the end token in front, as the model will see it; that token is then dropped.
-        return self._tokens.encode(end + following)[1:]
+            variables = self._tokens.hide(variables)
+        behind = self._behind(before, messages, variables)
+        end = self._end_in(behind)
+        if end is None:
+            raise TemplateFailed(f"{self._name()} does not end the assistant's turn with a special token")
+        # Encoded with the end token in front, as the model will see it.
+        ids = self._tokens.encode(end + behind.partition(end)[2])
+        return ids if turn is not None and self._lacks(turn, end) else ids[1:]
 
     def plain(self, text: str) -> str:
         """The text, for a prompt in which markup counts, with its own markup hidden so that it is encoded as text."""
@@ -132,32 +149,118 @@ class ChatTemplate:
         """Text of tokens [T]; `plain` leaves special ones out."""
         return self._tokens.decode(np.asarray(token_ids, np.int32), plain=plain)
 
-    def ends(self, token_ids: np.ndarray) -> bool:
-        """Whether the last of an assistant turn's tokens is a special one, which has ended it."""
-        return bool(self._tokens.special(token_ids[-1:]).any())
+    def opened(self, token_ids: np.ndarray) -> str:
+        """The tags, such as <think>, with which the tokens in front of a turn end; empty if there are none."""
+        match = _OPENED.search(self.text(token_ids[-_OPENED_TOKENS:]))
+        return match.group() if match else ""
 
     def turn(self, token_ids: np.ndarray) -> tuple[str, str]:
-        """Text of an assistant turn without the token that ended it: as it was written, and without special tokens."""
-        turn_ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_id else token_ids
-        written = self.text(turn_ids)
-        has_special = self._tokens.special(turn_ids).any()
-        return written, self.text(turn_ids, plain=True) if has_special else written
+        """Text of an assistant turn without the token that ended it: as it was written, and what it says.
 
-    def _after_answer(
+        What it says has no special tokens. Of a turn of several messages it is the last one.
+        """
+        turn_ids = token_ids[:-1] if len(token_ids) and int(token_ids[-1]) in self._end_ids else token_ids
+        written = self.text(turn_ids)
+        if not self._tokens.special(turn_ids).any():
+            return written, written
+        starts = np.flatnonzero(turn_ids == self._message_id)
+        return written, self.text(turn_ids[starts[-1] + 1 :] if len(starts) else turn_ids, plain=True)
+
+    def _find_ends(self) -> None:
+        """Find out what the template writes behind a turn, before messages of each role and where nothing follows."""
+        try:
+            in_front_of_user = self._end_in(self._in_front("user")[0])
+        except TemplateFailed as error:
+            raise UserError(str(error)) from None
+        if in_front_of_user is None:
+            raise UserError(f"{self._name()} ends the assistant's turns without a special token")
+        answer = self._special_after([_ASKED, {"role": "assistant", "content": _PLACEHOLDER}])
+        call = self._special_after([_ASKED, _calling([{"name": "f"}])])
+        self.end = next(iter(answer), in_front_of_user)
+        self._ends |= {self.end}
+        call_end = self._first_end(call)
+        # What the template writes only in front of another message, it may also write within a turn (harmony), unless
+        # it is particular to results of tools.
+        with suppress(TemplateFailed):
+            self._ends |= {self._end_before("tool")} - {in_front_of_user}
+        self._ends |= {call_end} - {None}
+        question = self._special_after([{"role": "user", "content": _PLACEHOLDER}])
+        self._closing = {*answer[:1], call_end, *question[:1]}
+
+    def _message_start(self) -> int | None:
+        """Id of the special token behind which the text of an answer begins, if the model samples that itself."""
+        conversation = [_ASKED, {"role": "assistant", "content": _PLACEHOLDER}]
+        try:
+            asked, whole = self._render([_ASKED], {}), self._render(conversation, {}, asks=False)
+        except TemplateFailed:
+            return None
+        header = whole.partition(_PLACEHOLDER)[0]
+        special = self._tokens.specials_in(header.removeprefix(asked)) if header.startswith(asked) else []
+        return self._tokens.id(special[-1]) if special else None
+
+    def _end_before(self, role: str) -> str:
+        """The special token that ends a turn in front of a message of this role.
+
+        Raises:
+            TemplateFailed: such a message cannot follow.
+        """
+        in_front, is_shown, behind = self._in_front(role)
+        if not is_shown:
+            raise TemplateFailed(f"{self._name()} leaves them out")
+        end = self._end_in(in_front)
+        if end is None or end != self._end_in(in_front + behind):
+            raise TemplateFailed(f"{self._name()} ends the assistant's turns without a special token in front of them")
+        return end
+
+    def _in_front(self, role: str) -> tuple[str, str, str]:
+        """What the template writes between a turn and a message of this role, the message's text, and the rest."""
+        message = {"role": role, "name": "calculator", "content": _FOLLOWING}
+        return self._behind(EXCHANGE, [message]).partition(_FOLLOWING)
+
+    def _end_in(self, behind: str) -> str | None:
+        """The token that ends a turn, of the text that the template renders behind it."""
+        return self._first_end(self._tokens.specials_in(behind))
+
+    def _first_end(self, special: Sequence[str]) -> str | None:
+        return next((token for token in special if token in self._ends), special[0] if special else None)
+
+    def _lacks(self, turn: np.ndarray, end: str) -> bool:
+        """Whether what the model sampled lacks the special token at its end that the template writes there."""
+        last = int(turn[-1]) if len(turn) else None
+        if last not in self._end_ids:
+            return True  # it was cut, or ended by a stop string
+        return last != self._tokens.id(end) and end not in self._closing
+
+    def _behind(
         self, before: Sequence[Message], messages: Sequence[Message], variables: dict[str, Any] | None = None
     ) -> str:
-        """What the template renders after the text of an assistant's turn, the last one of `before`."""
+        """What the template renders behind the text of an assistant's turn, the last one of `before`."""
         *earlier, turn = before
-        # Some templates leave out the text of a turn that calls tools, others ask for the call before its result.
-        for shown in (turn, {"role": "assistant"}):
-            answer = {**shown, "content": _PLACEHOLDER}
-            rendered = self._render([*earlier, answer, *messages], variables or {})
+        failed = None
+        # Some templates leave out the text of a turn that calls tools, others ask for the calls before their results.
+        for shown, following in (
+            ({**turn, "content": _PLACEHOLDER}, messages),
+            ({"role": "assistant", "content": _PLACEHOLDER}, messages),
+            (_calling(messages), _answering(messages)),
+        ):
+            try:
+                rendered = self._render([*earlier, shown, *following], variables or {})
+            except TemplateFailed as error:
+                failed = failed or error
+                continue
             if _PLACEHOLDER in rendered:
                 return rendered[rendered.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
-        raise TemplateFailed(f"{self._name()} leaves out what the assistant says")
+        raise failed or TemplateFailed(f"{self._name()} leaves out what the assistant says")
 
-    def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        options: dict[str, Any] = {"tools": self._tools, **variables, "tokenize": False, "add_generation_prompt": True}
+    def _special_after(self, messages: list[Message]) -> list[str]:
+        """The special tokens that the template writes behind the placeholder where nothing follows."""
+        try:
+            return self._tokens.specials_in(self._render(messages, {}, asks=False).partition(_PLACEHOLDER)[2])
+        except TemplateFailed:
+            return []
+
+    def _render(self, messages: list[Message], variables: dict[str, Any], *, asks: bool = True) -> str:
+        options: dict[str, Any] = {"tools": self._tools, **variables, "tokenize": False, "add_generation_prompt": asks}
         try:
             return str(self._tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # errors of its own, of Jinja's, or of the expressions in it
@@ -167,3 +270,24 @@ class ChatTemplate:
         folder = Path(self._tokenizer.name_or_path)
         files = [file for name in TEMPLATE_FILES if (file := folder / name).is_file()]
         return f"the chat template of {folder}" + (f" ({files[0]})" if files else "")
+
+
+def _calling(results: Sequence[Message]) -> Message:
+    """The turn that made the calls with these results, with the placeholder for what was said last."""
+    calls = [
+        {
+            "id": _call_id(i),
+            "type": "function",
+            "function": {"name": result.get("name") or "unknown", "arguments": {"answer": _PLACEHOLDER}},
+        }
+        for i, result in enumerate(results)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _answering(results: Sequence[Message]) -> list[Message]:
+    return [{"tool_call_id": _call_id(i), **result} for i, result in enumerate(results)]
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05}"  # Mistral's templates want nine letters and digits

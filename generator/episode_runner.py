@@ -29,11 +29,11 @@ import numpy as np
 
 from common.config import Config, DataConfig
 from common.messages import Task
-from generator.chat_template import ChatTemplate, as_messages
+from generator.chat_template import ChatTemplate, Message, as_messages
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.engine.engine import Completion, Engine, EngineFailed
 from generator.episode import Episode, EpisodeStep, Row, Transcript
-from generator.formats import ToolCall
+from generator.formats import THINK, ToolCall, without_thinking
 from generator.parts import EpisodeParts
 from generator.tools import ToolSession
 from generator.tools.toolbox import encodable
@@ -95,8 +95,8 @@ class EpisodeRunner:
         episode = episode or await self.prepare(task)
         if self.parts.toolbox.tools and self.parts.call_format.stop:
             sampling["stop"] = self.parts.call_format.stop
-        if self.template.end_id != self.template.eos_id:
-            sampling["stop_token_ids"] = (self.template.end_id,)
+        if self.template.stop_ids:
+            sampling["stop_token_ids"] = self.template.stop_ids
         async with AsyncExitStack() as stack:
             tools = self.parts.toolbox.session(task)
             stack.push_async_callback(tools.close)
@@ -108,12 +108,20 @@ class EpisodeRunner:
             await run.until_done()
         return episode
 
-    def parse_turn(self, token_ids: np.ndarray) -> tuple[str, list[ToolCall]]:
-        """Text of an assistant turn without special tokens, and its calls, checked."""
+    def parse_turn(self, token_ids: np.ndarray, before: np.ndarray) -> tuple[str, list[ToolCall]]:
+        """Text of an assistant turn without special tokens, and its calls, checked.
+
+        Args:
+            before: ids of all that stands in front of the turn.
+        """
         # Calls are read from the text with special tokens, since their tags may be such tokens.
         written, text = self.template.turn(token_ids)
-        toolbox = self.parts.toolbox
-        return text, toolbox.checked(self.parts.call_format.find(written)) if toolbox.tools else []
+        toolbox, call_format = self.parts.toolbox, self.parts.call_format
+        if not toolbox.tools:
+            return text, []
+        if not self.config.calls_in_thinking and not call_format.stop:
+            written = without_thinking(written, THINK in self.template.opened(before))
+        return text, toolbox.checked(call_format.find(written))
 
 
 class _EpisodeRun:
@@ -172,8 +180,9 @@ class _EpisodeRun:
         return self._next_state(turn, text)
 
     def _append(self, turn: Completion) -> tuple[str, list[ToolCall]]:
+        before = self.row.tokens()
         self.row.extend(turn)
-        return self.runner.parse_turn(turn.token_ids)
+        return self.runner.parse_turn(turn.token_ids, before)
 
     def _next_state(self, turn: Completion, text: str) -> State:
         episode = self.episode
@@ -215,7 +224,7 @@ class _EpisodeRun:
             {"role": "tool", "name": call.name or "unknown", "content": text}
             for call, text in zip(self.calls, texts, strict=True)
         ]
-        return await self._continue(texts, partial(template.between, messages))
+        return await self._continue(texts, self._between(messages))
 
     async def _ask_user(self) -> State:
         assert self.user is not None
@@ -226,7 +235,11 @@ class _EpisodeRun:
         if reason is not None:
             return self._end(reason)
         message = {"role": "user", "content": encodable(turn.text)}
-        return await self._continue([turn.text], partial(self.runner.template.between, [message]))
+        return await self._continue([turn.text], self._between([message]))
+
+    def _between(self, messages: list[Message]) -> partial[np.ndarray]:
+        start, end = self.row.spans[-1]
+        return partial(self.runner.template.between, messages, turn=self.row.tokens()[start:end])
 
     async def _continue(self, texts: list[str], encode: partial[np.ndarray]) -> State:
         """Append results or the user's message, and let the model continue, if there is room for both."""

@@ -18,9 +18,11 @@ MAX_TAGS = 4 * MAX_CALLS  # opening tags of a turn that are looked at
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 CODE, CODE_END = "<code>", "</code>"
+THINK, THINK_END = "<think>", "</think>"
 FENCE = "```"
 NOT_JSON = "error: the tool call is not valid JSON"
 _SPACE = re.compile(r"[ \t\n\r]*")
+_CALL_OR_THINK = re.compile(f"{CALL}|{THINK}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,34 @@ def _json_calls(text: str) -> Iterator[ToolCall]:
             long = close - position > MAX_CALL
             yield ToolCall("", error=f"error: the tool call is longer than {MAX_CALL} characters" if long else NOT_JSON)
             position = close
+
+
+def without_thinking(text: str, opened: bool = False) -> str:
+    """A turn without what stands between <think> and </think>, or behind a <think> that is never closed.
+
+    A tag within the JSON of a call is part of the call. Linear in the text, of which the rest is left out behind
+    `MAX_TAGS` tags.
+
+    Args:
+        opened: whether the turn begins within thinking.
+    """
+    kept: list[str] = []
+    start = position = _after_thinking(text, 0) if opened else 0
+    for _ in range(MAX_TAGS):
+        tag = _CALL_OR_THINK.search(text, position)
+        if tag is None:
+            return "".join([*kept, text[start:]])
+        if tag.group() == CALL:
+            _, position = _json_at(text, _after_space(text, tag.end()))
+        else:
+            kept.append(text[start : tag.start()])
+            start = position = _after_thinking(text, tag.end())
+    return "".join([*kept, text[start:position]])
+
+
+def _after_thinking(text: str, position: int) -> int:
+    end = text.find(THINK_END, position)
+    return len(text) if end < 0 else end + len(THINK_END)
 
 
 def _after_space(text: str, position: int) -> int:

@@ -12,6 +12,7 @@ from common.config import Config, EpisodeConfig, SandboxConfig
 from common.config.data import Side, Source
 from common.errors import UserError
 from common.messages import Task
+from common.model import end_ids
 from generator.chat_template import ChatTemplate
 from generator.concurrency import close_all
 from generator.formats import CodeBlocks, make_format
@@ -76,6 +77,7 @@ class EpisodeParts:
 
     def __init__(self, config: Config, shared: SharedParts | None = None) -> None:
         self.episode = episode = config.episode
+        self._model = config.model.path
         self._shared, self._owns_shared = shared or SharedParts(config.sandbox), shared is None
         self.scorer = self._shared.scorer(config)
         self.user = load_user(config, self._shared.scorer)
@@ -83,6 +85,11 @@ class EpisodeParts:
             episode, {"sandbox": self._shared.sandbox, "memory_mb": lambda: config.sandbox.memory_mb}
         )
         self.call_format = make_format(episode.call_format)
+        if self.call_format.stop and episode.calls_in_thinking is False:
+            raise UserError(
+                f"episode.calls_in_thinking = false does not go with episode.call_format = {episode.call_format!r}, "
+                "which stops a turn behind a call, also within <think>; leave it out, or use call_format: hermes"
+            )
         if isinstance(self.call_format, CodeBlocks) and list(self.toolbox.tools) != ["code_interpreter"]:
             raise UserError(
                 "episode.call_format = 'code' can call one tool, named code_interpreter; episode.tools = "
@@ -93,7 +100,7 @@ class EpisodeParts:
         """The tokenizer's template; raises `UserError` if it cannot show what tools or the user say."""
         # The template describes the tools only if it also renders their results.
         rendered = self.call_format.wrap is None
-        template = ChatTemplate(tokenizer, self.toolbox.schemas() if rendered else None)
+        template = ChatTemplate(tokenizer, self.toolbox.schemas() if rendered else None, end_ids(self._model))
         if self.toolbox.tools and rendered:
             template.require("tool", "episode.tools", "or episode.call_format=code")
         if self.user is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken
 
 from generator.concurrency import LONG_TEXT, LONG_TOKENS
 
@@ -17,6 +18,9 @@ TRIES = 64  # places tried for a cut before the piece grows
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TAG = re.compile(r"<[^<>\s]+>")
+# Pieces of markup that are hidden. Templates compare words (names of roles, keys of a schema), trim spaces, and escape
+# quotes.
+_PIECE = re.compile(r'[^\s"\\]*[^\s"\\\w][^\s"\\]*')
 
 
 class TokenText:
@@ -26,41 +30,57 @@ class TokenText:
     added tokens (runs of spaces, words) and tags of the base vocabulary (HTML's in some) are ordinary text.
 
     It works in any thread, and on copies of the tokenizer's backend, so that settings are not shared.
+
+    Args:
+        ends: ids of tokens that count as special, whatever the tokenizer says.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        added = tokenizer.added_tokens_decoder
-        self._special = {token.content: token_id for token_id, token in added.items() if token.special}
+    def __init__(self, tokenizer: Any, ends: Iterable[int] = ()) -> None:
+        added, ends = tokenizer.added_tokens_decoder, set(ends)
+        self._special = {
+            token.content: token_id for token_id, token in added.items() if token.special or token_id in ends
+        }
         tags = {
             token.content: token_id
             for token_id, token in added.items()
             if token_id >= tokenizer.vocab_size and _TAG.search(token.content)
         }
         self._markup = self._special | tags
-        self._first_special, self._first_markup = _any_of(self._special), _any_of(self._markup)
+        self._tokens = {text: added[token_id] for text, token_id in self._markup.items()}
+        self._any_special, self._any_markup = _any_of(self._special), _any_of(self._markup)
+        self._pieces = "\0".join(["", *self._markup, ""])
+        self._firsts, self._lasts = {text[0] for text in self._markup}, {text[-1] for text in self._markup}
+        self._longest = max(map(len, self._markup), default=0)
+        # Stands for markup in a text while it passes through a chat template, whose filters change no ASCII letters.
+        self._mask = f"x{secrets.token_hex(8)}x"
+        self._masked = re.compile(f"{self._mask}([0-9a-f]+);")
         self._encode = _encoder(tokenizer)
-        self._encode_plain = _encoder(tokenizer, plain=[added[token_id] for token_id in self._markup.values()])
+        self._encode_plain = _encoder(tokenizer, plain=list(self._tokens.values()), behind=self._mask)
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         special = list(self._special.values())
         # Indexed by id; the last entry stands for all greater ids.
         self._is_special = np.zeros(max(special, default=-1) + 2, bool)
         self._is_special[special] = True
-        # Stands for markup in a text while it passes through a chat template.
-        self._mask = f"\ue000{secrets.token_hex(8)}"
 
-    def first_special(self, text: str) -> str | None:
-        """The first special token in a text, if there is one."""
-        match = self._first_special.search(text)
-        return match.group() if match else None
+    @property
+    def specials(self) -> Iterable[str]:
+        return self._special.keys()
+
+    def specials_in(self, text: str) -> list[str]:
+        """The special tokens in a text, in order."""
+        return self._any_special.findall(text)
 
     def id(self, special: str) -> int:
         return self._special[special]
 
     def hide(self, value: Any) -> Any:
-        """A text, or plain data with texts in it, with markup hidden, so that `encode` treats it as plain text."""
+        """A text, or plain data with texts in it, with markup hidden, so that `encode` treats it as plain text.
+
+        A piece of markup at either end is hidden too: a template may put texts, or a text and its own, side by side.
+        """
         if isinstance(value, str):
-            return self._first_markup.sub(self._hidden, value)
+            return self._hide_ends(self._any_markup.sub(lambda match: self._hidden(match.group()), value))
         if isinstance(value, list):
             return [self.hide(item) for item in value]
         if isinstance(value, dict):
@@ -72,12 +92,13 @@ class TokenText:
         if self._mask not in text:
             return np.asarray(self._encode(text), np.int32)
         ids: list[int] = []
-        position = 0
-        for markup in self._first_markup.finditer(text):
-            ids += self._plain(text[position : markup.start()])
-            ids.append(self._markup[markup.group()])
-            position = markup.end()
-        return np.asarray(ids + self._plain(text[position:]), np.int32)
+        position, before = 0, None
+        for match in self._any_markup.finditer(text):
+            markup = match.group()
+            ids += self._plain(text[position : match.start()], before, markup)
+            ids.append(self._markup[markup])
+            position, before = match.end(), markup
+        return np.asarray(ids + self._plain(text[position:], before), np.int32)
 
     def special(self, token_ids: np.ndarray) -> np.ndarray:
         """Which tokens are special, bool [T]."""
@@ -127,15 +148,33 @@ class TokenText:
     def _text(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
-    def _hidden(self, match: re.Match[str]) -> str:
-        return f"{self._mask}{self._markup[match.group()]};"
+    def _hide_ends(self, text: str) -> str:
+        """The text with pieces of markup hidden: the end of one where it starts, the start of one where it ends."""
+        sizes = range(min(self._longest - 1, len(text)), 0, -1)
+        if len(text) in sizes and text in self._pieces:
+            return self._hidden(text) if _PIECE.fullmatch(text) else text
+        for piece in (text[:size] for size in sizes if text[size - 1] in self._lasts):
+            if f"{piece}\0" in self._pieces and _PIECE.fullmatch(piece):
+                text = self._hidden(piece) + text[len(piece) :]
+                break
+        for piece in (text[-size:] for size in sizes if text[-size] in self._firsts):
+            if f"\0{piece}" in self._pieces and _PIECE.fullmatch(piece):
+                return text[: -len(piece)] + self._hidden(piece)
+        return text
 
-    def _plain(self, text: str) -> list[int]:
+    def _hidden(self, text: str) -> str:
+        return f"{self._mask}{text.encode().hex()};"
+
+    def _plain(self, text: str, before: str | None, after: str | None = None) -> list[int]:
+        """Ids of a text without markup, between this markup; the tokenizer may leave out the spaces beside it."""
+        if before is not None and self._tokens[before].rstrip:
+            text = text.lstrip()
+        if after is not None and self._tokens[after].lstrip:
+            text = text.rstrip()
         if not text:
             return []
-        for markup, token_id in self._markup.items() if self._mask in text else ():
-            text = text.replace(f"{self._mask}{token_id};", markup)
-        return self._encode_plain(text)
+        text = self._masked.sub(lambda match: bytes.fromhex(match[1]).decode(), text)
+        return self._encode_plain(text, before is not None)
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -143,21 +182,34 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
-def _encoder(tokenizer: Any, plain: Sequence[Any] = ()) -> Callable[[str], list[int]]:
-    """A function from text to ids, to which the added tokens in `plain` are text like any other."""
+def _encoder(tokenizer: Any, plain: Sequence[Any] = (), behind: str = "") -> Callable[..., list[int]]:
+    """A function from text to ids.
+
+    Args:
+        plain: added tokens that are text like any other.
+        behind: a text that occurs nowhere. Where the function is told so, a text is encoded as what follows a token:
+            some tokenizers put a space before the first word of a text.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return lambda text: tokenizer.encode(text, add_special_tokens=False, split_special_tokens=bool(plain))
+        return lambda text, _follows=False: tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=bool(plain)
+        )
     backend = copy.deepcopy(backend)
     backend.add_special_tokens(list(plain))  # it can leave out special tokens only
+    if behind:
+        backend.add_tokens([AddedToken(behind, normalized=False)])
     backend.encode_special_tokens = bool(plain)
     backend.no_truncation()
     backend.no_padding()
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str, follows: bool = False) -> list[int]:
+        whole = behind + text if follows else text
         # A batch lets other threads run meanwhile, but queues for the library's own threads.
         if len(text) > LONG_TEXT:
-            return list(backend.encode_batch([text], add_special_tokens=False)[0].ids)
-        return list(backend.encode(text, add_special_tokens=False).ids)
+            encoding = backend.encode_batch([whole], add_special_tokens=False)[0]
+        else:
+            encoding = backend.encode(whole, add_special_tokens=False)
+        return list(encoding.ids[follows:])
 
     return encode

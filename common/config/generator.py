@@ -40,6 +40,11 @@ class EpisodeConfig(SourceSection):
         description="How the model calls tools: `hermes` (JSON in <tool_call> tags), `code` (<code> blocks, answered "
         "by <interpreter> in the same turn), or `module:Class` of your own.",
     )
+    calls_in_thinking: bool | None = Field(
+        None,
+        description="Whether calls between <think> and </think> are run; null: only those of a call format that stops "
+        "the turn behind a call, as `code` does.",
+    )
     tools: list[str] = Field(
         default_factory=list,
         description="`calculator`, `code_interpreter`, `module:Class` of your own, or the name of an installed one "

@@ -14,6 +14,7 @@ import uvicorn
 from common.config import Config
 from common.errors import UserError
 from common.files import socket_folder
+from common.model import end_ids
 from common.network import bound, listen
 from generator.agents.client import SessionClient
 from generator.agents.dialects import dialects
@@ -58,9 +59,8 @@ class Endpoint:
         Raises:
             UserError: vLLM has no such parser, or none for this model, or the chat template does not fit.
         """
-        template = ChatTemplate(engine.tokenizer)
-        stop = () if template.end_id == template.eos_id else (template.end_id,)
-        client = SessionClient(engine, stop, config.generator.keep_prefix == "episodes")
+        template = ChatTemplate(engine.tokenizer, ends=end_ids(config.model.path))
+        client = SessionClient(engine, template.stop_ids, config.generator.keep_prefix == "episodes")
         app = await vllm_app(config, client)
         # VLLM_API_KEY, metrics of requests, answers to browsers: what our layer sends needs none of them.
         app.user_middleware.clear()

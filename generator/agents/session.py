@@ -334,17 +334,13 @@ class Session:
         if parent is None:
             render = partial(self._template.prompt, messages, **options)
         else:
+            assert parent.turn is not None
+            options["turn"] = parent.turn.token_ids
             render = partial(self._template.between, messages[known:], messages[:known], **options)
         # A short one at once: turns at `offload` would reach the engine one by one, and each step have fewer of them.
         long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
         ids: np.ndarray = await offload(True, render) if long else render()
-        if parent is None:
-            return ids
-        assert parent.turn is not None
-        if parent.turn.finish_reason == "stop" and self._template.ends(parent.turn.token_ids):
-            return ids
-        # It was cut, or ended by a text of the agent's: the template ends the turn in the model's place.
-        return np.concatenate([[self._template.end_id], ids]).astype(np.int32)
+        return ids
 
     async def _settled(self) -> None:
         """Wait for replies whose tokens are all sampled: a client may answer before the server has ended its reply."""

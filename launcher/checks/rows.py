@@ -12,7 +12,7 @@ import numpy as np
 from common.answers import answer_kind, are_mixed
 from common.config import Config, Source
 from common.errors import UserError, one_line
-from common.model import hub_answers
+from common.model import end_ids, hub_answers
 from sampler.chat import Messages
 from sampler.prompts import check_rows, missing_columns
 from sampler.rows import Rows, open_rows
@@ -111,7 +111,7 @@ def prompt_encoder(config: Config, source: Source, tokenizer: Any) -> Encode:
     # Tools are described here and never called, so they need no sandbox.
     toolbox = Toolbox(settings.episode, {"sandbox": lambda: None, "memory_mb": lambda: config.sandbox.memory_mb})
     described = make_format(settings.episode.call_format).wrap is None
-    template = ChatTemplate(tokenizer, toolbox.schemas() if described else None)
+    template = ChatTemplate(tokenizer, toolbox.schemas() if described else None, end_ids(config.model.path))
     data = settings.data
 
     def encode(prompt: str | Messages) -> np.ndarray:

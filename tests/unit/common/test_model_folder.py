@@ -17,6 +17,7 @@ from common.model import (
     check_model_folder,
     context_length,
     download_failure,
+    end_ids,
     model_digests,
     weights_fingerprint,
 )
@@ -153,6 +154,28 @@ def test_tokens_without_an_embedding_are_named(
 )
 def test_the_context_length_is_read_from_the_configuration(keys: dict[str, Any], length: int | None) -> None:
     assert context_length(keys) == length
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "ids"),
+    [
+        ({"eos_token_id": 7}, {"eos_token_id": 8}, (7,)),
+        ({"eos_token_id": [7, 9]}, None, (7, 9)),
+        (None, {"eos_token_id": [8, 9]}, (8, 9)),
+        ({"temperature": 1}, {"eos_token_id": 8}, (8,)),
+        ({"eos_token_id": None}, {"text_config": {"eos_token_id": 8}}, (8,)),
+        ({"eos_token_id": "</s>"}, {}, ()),
+        ([], None, ()),
+        (None, None, ()),
+    ],
+)
+def test_the_ends_of_a_models_texts_are_read_from_its_files(
+    tmp_path: Path, generation: Any, model: Any, ids: tuple[int, ...]
+) -> None:
+    for name, content in (("generation_config.json", generation), ("config.json", model)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert end_ids(str(tmp_path)) == ids
 
 
 def test_a_length_above_the_models_is_one_line_with_all_limits(tmp_path: Path) -> None:

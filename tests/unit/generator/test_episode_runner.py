@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from tests.support.episode import (
 )
 from tests.support.event_loop import in_event_loop
 from tests.support.golden import GOLDEN
+from tests.support.templates import shaped
 
 CALL = call("calculator", '{"expression": "12*7+5"}') + END
 ANSWER = f"89{END}"
@@ -330,3 +332,112 @@ def test_the_templates_end_of_turn_stops_generation() -> None:
     engine = ScriptedEngine(f"hi{END}", tokenizer=tokenizer)
     play(engine, template=ChatTemplate(tokenizer))
     assert engine.limits[0]["stop_token_ids"] == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
+class Stopping(ScriptedEngine):
+    """Ends a turn at the first end of text or stop token in its script, as vLLM does."""
+
+    async def generate(self, prompt_ids: Any, **limits: Any) -> Completion:
+        stops = {self.tokenizer.eos_token_id, *limits.get("stop_token_ids", ())}
+        ids = self.tokenizer.encode(self.turns[0], add_special_tokens=False)
+        end = next((i + 1 for i, token_id in enumerate(ids) if token_id in stops), len(ids))
+        self.turns[0] = self.tokenizer.decode(ids[:end])
+        return await super().generate(prompt_ids, **limits)
+
+
+BARE_CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "12*7+5"}}</tool_call>'
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("shape", "call_turn", "result", "answer_turn"),
+    [
+        ("qwen", f"{BARE_CALL}<|im_end|>", "\n<|im_start|>user\n<tool_response>\n89\n</tool_response>"
+         "<|im_end|>\n<|im_start|>assistant\n", "89<|im_end|>"),
+        ("qwen", f"{BARE_CALL}<|endoftext|>", "\n<|im_start|>user\n<tool_response>\n89\n</tool_response>"
+         "<|im_end|>\n<|im_start|>assistant\n", "89<|endoftext|>"),
+        ("glm", f"{BARE_CALL}<|observation|>", "\n<tool_response>\n89\n</tool_response><|assistant|>", "89<|user|>"),
+        ("glm", f"{BARE_CALL}<|observation|>", "\n<tool_response>\n89\n</tool_response><|assistant|>",
+         "89<|endoftext|>"),
+        ("harmony", f"{THOUGHT}<|channel|>commentary<|message|>{BARE_CALL}<|call|>",
+         '<|start|>functions.calculator to=assistant<|channel|>commentary<|message|>"89"<|end|><|start|>assistant',
+         f"{THOUGHT}<|channel|>final<|message|>89<|return|>"),
+        ("llama", f"{BARE_CALL}<|eom_id|>", "<|head|>ipython<|/head|>\n\n89<|eot_id|><|head|>assistant<|/head|>\n\n",
+         "89<|eot_id|>"),
+        ("mistral", f"{BARE_CALL}</s>", '[TOOL_RESULTS] {"content": 89, "call_id": "call00000"}[/TOOL_RESULTS]',
+         "89</s>"),
+        ("deepseek", f"hm</think>{BARE_CALL}<|eos|>", "<|outputs|>89<|/outputs|>", "89<|eos|>"),
+    ],
+)  # fmt: skip
+def test_turns_and_results_join_as_the_template_ends_them(
+    shape: str, call_turn: str, result: str, answer_turn: str
+) -> None:
+    tokenizer, chat = shaped(shape)
+    # What a model writes behind the end of a turn is never sampled.
+    engine = Stopping(f"{call_turn}!", f"{answer_turn}!", tokenizer=tokenizer)
+    episode = play(engine, template=chat)
+    assert (episode.answer, episode.reason, episode.tool_calls) == ("89", "stop", 1)
+    (row,) = episode.rows
+    assert tokenizer.decode(row.response_ids()) == call_turn + result + answer_turn
+    payload = decode_payload(encode_payload(episode.payload()))
+    assert tokenizer.decode(payload.token_ids[payload.mask()]) == call_turn + answer_turn
+    assert payload.logprobs.tolist() == [-1] * len(tokenizer.encode(call_turn)) + [-2] * len(
+        tokenizer.encode(answer_turn)
+    )
+
+
+def test_a_models_own_ends_of_text_stop_generation(tmp_path: Path) -> None:
+    tokenizer, _ = shaped("qwen")
+    ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    chat = EpisodeParts(configured({"model": {"path": str(tmp_path)}})).chat_template(tokenizer)
+    engine = Stopping("hi<|im_start|>user", tokenizer=tokenizer)
+    episode = play(engine, template=chat)
+    assert engine.limits[0]["stop_token_ids"] == tuple(sorted(tokenizer.convert_tokens_to_ids(["<|im_start|>", END])))
+    assert (episode.answer, episode.reason) == ("hi", "stop")
+
+
+THINKS = f"<think>I could {BARE_CALL}</think>"
+UNTOLD = '<tool_call>{"name": "calculator", "arguments": {"expression": "<think>"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("turn", "opened", "called"),
+    [
+        (f"{THINKS}no{END}", False, 0),
+        (f"Well. {THINKS}no {THINKS}{END}", False, 0),
+        (f"{THINKS}{BARE_CALL}{END}", False, 1),
+        (f"{BARE_CALL}{THINKS}{END}", False, 1),
+        (f"<think>{BARE_CALL}{END}", False, 0),  # it never closes
+        (f"I could {BARE_CALL}</think>no{END}", True, 0),
+        (f"I could {BARE_CALL}{END}", True, 0),
+        (f"I could {BARE_CALL}</think>{BARE_CALL}{END}", True, 1),
+        (f"</think>{BARE_CALL}{THINKS}{BARE_CALL}{END}", True, 2),
+        # Without a <think> there is no thinking, and what stands in a call's JSON belongs to the call.
+        (f"I could {BARE_CALL}</think>{END}", False, 1),
+        (f"{UNTOLD}{BARE_CALL}{END}", False, 2),
+        (f"{UNTOLD}{THINKS}{END}", False, 1),
+        (f"<tool_call>{THINKS}no{END}", False, 0),
+    ],
+)
+def test_calls_within_thinking_are_not_run_unless_an_option_says_so(turn: str, opened: bool, called: int) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template += "{%- if add_generation_prompt -%}{{ '<think>\n' }}{%- endif -%}" if opened else ""
+    chat = ChatTemplate(tokenizer)
+
+    def calls(prompt: str, **changes: Any) -> int:
+        return play(ScriptedEngine(turn, *[ANSWER] * 3), prompt=prompt, template=chat, **changes).tool_calls
+
+    assert calls("What is 12*7+5?") == calls("Use <think>") == called
+    assert calls("What is 12*7+5?", calls_in_thinking=False) == called
+    assert calls("What is 12*7+5?", calls_in_thinking=True) == turn.count("<tool_call>{")
+
+
+def test_programs_within_thinking_are_run_where_they_stop_the_turn() -> None:
+    turns = ["<think>so <code>6*7</code>", f"</think>42{END}"]
+    interpreter = ["tests.support.tool_examples:RepeatingInterpreter"]
+    assert play(ScriptedEngine(*turns), call_format="code", tools=interpreter).tool_calls == 1
+    with pytest.raises(
+        UserError, match="calls_in_thinking = false does not go with episode.call_format = 'code'.*leav"
+    ):
+        EpisodeParts(configured(call_format="code", tools=interpreter, calls_in_thinking=False))
