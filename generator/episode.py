@@ -149,6 +149,7 @@ class Episode:
         answer: text of the model's last turn, if it ended that itself and called nothing, or what an agent gave as its
             answer; else empty.
         response: text of everything after the prompt, without special tokens; set at the end.
+        opened: tags, such as <think>, with which the template begins the assistant's turns.
         reward: an agent's own, or that of its failure.
         failure: what an agent failed with, where that counts as the model's doing.
         requests: what became of each request of an agent; see `Session.requests_made`.
@@ -165,6 +166,7 @@ class Episode:
     reason: str = ""
     answer: str = ""
     response: str = ""
+    opened: str = ""
     reward: float | None = None
     failure: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -241,6 +243,8 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
             {"role": entry.role, "content": entry.text, **entry.details} for entry in episode.transcript.entries
         ],
     }
+    if episode.opened:
+        record["opened"] = episode.opened
     if episode.requests:
         record["requests"] = episode.requests
         if finished:  # neither the messages nor the header say what an agent gave

@@ -52,7 +52,7 @@ async def prepared(task: Task, template: ChatTemplate, data: DataConfig) -> Epis
     row = Row(await offload(long, encode))
     if row.length > data.max_prompt_tokens:
         raise PromptTooLong(f"prompt has {row.length} tokens, data.max_prompt_tokens allows {data.max_prompt_tokens}")
-    return Episode([row], Transcript(messages))
+    return Episode([row], Transcript(messages), opened=template.opened(row.tokens()))
 
 
 class State(Enum):

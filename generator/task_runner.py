@@ -162,6 +162,7 @@ class TaskRunner:
             turn_rewards=episode.transcript.turn_rewards(),
             reward=episode.reward,
             folder="" if episode.folder is None else str(episode.folder),
+            opened=episode.opened,
         )
 
 

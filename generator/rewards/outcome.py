@@ -29,6 +29,7 @@ class Outcome:
         turn_rewards: what a simulated user gave for single turns, in order.
         reward: what an agent gave as its own reward.
         folder: path of the folder in which an agent has left its files; empty: there is none.
+        opened: tags, such as <think>, with which the chat template begins the assistant's turns; no part of the texts.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Outcome:
     turn_rewards: Sequence[float] = ()
     reward: float | None = None
     folder: str = ""
+    opened: str = ""
 
     def __post_init__(self) -> None:
         # Only here, since every reward and every checker gets its answer from an outcome.

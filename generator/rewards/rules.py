@@ -94,6 +94,8 @@ def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG, group: str = "") -> 
 class Format(Builtin):
     """1 if the episode has the wanted form, else 0: a pattern that it matches, or tags that it contains in order.
 
+    Tags with which the chat template begins the assistant's turns count as written; to a pattern they may.
+
     Args:
         pattern: regular expression for the whole text; `.` matches line ends too.
         tags: strings that each occur exactly once, one after the other: ["<think>", "</think>"].
@@ -122,12 +124,13 @@ class Format(Builtin):
 
     def score(self, outcome: Outcome) -> float:
         text = outcome.response if self._of == "response" else outcome.text
+        whole = outcome.opened + text
         if self._pattern is not None:
-            return float(self._pattern.fullmatch(text) is not None)
+            return float(any(map(self._pattern.fullmatch, {text, whole})))
         at = 0
         for tag in self._tags:
-            start = text.find(tag, at)
-            if start < 0 or text.count(tag) != 1:
+            start = whole.find(tag, at)
+            if start < 0 or whole.count(tag) != 1:
                 return 0.0
             at = start + len(tag)
         return 1.0

@@ -109,6 +109,7 @@ def outcomes(line: Mapping[str, Any], prompt: Any, config: Config, special: re.P
             answer=prompt.answer,
             row=prompt.row,
             prompt=prompt.prompt,
+            opened=str(line.get("opened", "")),
             tokens=line["model_tokens"],
             limit=config.episode.max_response_tokens,
             reason=line["reason"],

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
+import structlog
 
 from common.messages import Task
 from common.payload import decode_payload, encode_payload, open_record
 from generator.episode import Episode, Row, Transcript, make_record
-from generator.task_runner import _counts
-from tests.support.episode import TEMPLATE, TOKENIZER, completion
+from generator.parts import RunParts
+from generator.task_runner import TaskRunner, _counts
+from launcher.audit.rewards import outcomes
+from launcher.quickstart.tiny_model import build_tokenizer
+from sampler.prompts import Prompt
+from tests.support.episode import TEMPLATE, TOKENIZER, ScriptedEngine, completion, configured
+from tests.support.event_loop import in_event_loop
 
 
 def row(prompt: str, *turns: tuple[str, int]) -> Row:
@@ -46,3 +53,24 @@ def test_a_record_has_the_rows_where_there_are_several() -> None:
     assert record["model_spans"] == [[3, 4], [7, 8]]
     record = json.loads(open_record(make_record(task, Episode(rows[:1], Transcript([])), TEMPLATE)))
     assert "row_lengths" not in record
+
+
+@in_event_loop
+async def test_reward_record_and_audit_see_the_tags_that_the_template_opened() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template += "{%- if add_generation_prompt -%}{{ '<think>\n' }}{%- endif -%}"
+    engine: Any = ScriptedEngine("two</think>2<|im_end|>", tokenizer=tokenizer)
+    config = configured(reward="format", reward_options={"format": {"tags": ["<think>", "</think>"]}})
+    parts = RunParts(config)
+    tasks = TaskRunner(config, engine, parts, "g", structlog.get_logger())
+    task = Task(task_id="t", prompt_id="p", prompt="What is 1+1?", keep=True)
+    try:
+        header, _ = await tasks.run(task, await tasks.episodes(task).prepare(task), None)
+    finally:
+        await parts.close()
+    assert header.record is not None
+    record = json.loads(open_record(header.record))
+    assert (header.reward, record["opened"], record["output"]) == (1, "<think>\n", "two</think>2<|im_end|>")
+    line = record | {"reason": header.reason, "model_tokens": header.model_tokens, "turn_rewards": []}
+    (outcome,) = outcomes(line, Prompt(task.prompt, None, {}), config, None)
+    assert outcome.opened == "<think>\n"

@@ -441,3 +441,10 @@ def test_programs_within_thinking_are_run_where_they_stop_the_turn() -> None:
         UserError, match="calls_in_thinking = false does not go with episode.call_format = 'code'.*leav"
     ):
         EpisodeParts(configured(call_format="code", tools=interpreter, calls_in_thinking=False))
+
+
+@pytest.mark.parametrize(("opens", "opened"), [("", ""), ("<think>\n", "<think>\n"), ("<think>\n\n</think>", "")])
+def test_an_episode_knows_the_tags_that_its_template_opens(opens: str, opened: str) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template += "{%- if add_generation_prompt -%}{{ '" + opens + "' }}{%- endif -%}"
+    assert play(ScriptedEngine(f"a</think>b{END}"), template=ChatTemplate(tokenizer)).opened == opened

@@ -84,6 +84,28 @@ def test_format_wants_tags_in_order_or_a_pattern(options: Any, response: str, ex
     assert wanted.where == ("inline" if "tags" in options else "pool")  # a pattern may backtrack for hours
 
 
+@pytest.mark.parametrize(
+    ("options", "opened", "response", "expected"),
+    [
+        ({"tags": THINK[:2]}, "<think>\n", "a</think>42", 1),
+        ({"tags": THINK[:2]}, "<think>", "a</think>42", 1),
+        ({"tags": THINK[:2]}, "<think>\n", "a 42", 0),
+        ({"tags": THINK[:2]}, "<think>\n", "<think>a</think>42", 0),  # which would be the second
+        ({"tags": THINK}, "<think>\n", "a</think><answer>b</answer>", 1),
+        ({"tags": THINK}, "<think>\n", "a<answer>b</answer></think>", 0),
+        ({"tags": ["</think>", "<answer>"]}, "<think>\n", "a</think><answer>b", 1),
+        ({"tags": THINK[:2], "of": "text"}, "<think>\n", "a</think>42", 1),
+        ({"pattern": r"<think>.*</think>\s*\d+"}, "<think>\n", "a</think>42", 1),
+        ({"pattern": r"[^<]*</think>\s*\d+"}, "<think>\n", "a</think>42", 1),
+        ({"pattern": r"<think>.*</think>\s*\d+"}, "<answer>", "a</think>42", 0),
+    ],
+)
+def test_format_sees_tags_that_the_template_has_opened(
+    options: Any, opened: str, response: str, expected: float
+) -> None:
+    assert Format(**options).score(Outcome(response, response=response, opened=opened)) == expected
+
+
 def outcome(tokens: int, limit: int = 20_480) -> Outcome:
     return Outcome("", tokens=tokens, limit=limit)
 
