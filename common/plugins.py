@@ -62,6 +62,11 @@ def find_object(name: str, builtin: Iterable[str], field: str, group: str | None
     Raises:
         UserError: nothing has this name.
     """
+    module, _, attribute = name.partition(":")
+    if attribute and module.endswith(".py"):
+        dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        shown = dotted if not dotted.startswith(".") else Path(module).stem
+        raise UserError(f"{field} = {name!r}: this is a file; write the module, {shown}:{attribute}")
     values = {name} if ":" in name else {f"{one.module}:{one.attr}" for one in _announced(group) if one.name == name}
     if len(values) > 1:
         raise UserError(f"{field} = {name!r} is the name of several installed objects; give one of {sorted(values)}")
@@ -113,6 +118,8 @@ def check_options(
         for name, parameter in list(signature.parameters.items())[len(arguments) :]
         if name not in fixed and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
+    if taken := [name for name in options if name in fixed]:
+        raise UserError(f"{field}: {taken[0]!r} is no option; allowed: {', '.join([*also, *allowed]) or 'none'}")
     try:
         signature.bind(*arguments, **{**options, **fixed})
     except TypeError as error:

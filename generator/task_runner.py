@@ -163,6 +163,7 @@ class TaskRunner:
             reward=episode.reward,
             folder="" if episode.folder is None else str(episode.folder),
             opened=episode.opened,
+            answer_column=self.parts.by_source[self.parts.find(task)][0].data.answer_column,
         )
 
 

@@ -96,7 +96,7 @@ class ScoringProcess:
         assert self._reader is not None
         return self._keeper.poll() is None and not self._reader.at_eof()
 
-    async def call(self, method: str, name: str, outcome: Outcome) -> float | str:
+    async def call(self, method: str, name: str, outcome: Outcome) -> float | str | None:
         """Result of a reward's method, `score` or `answer`.
 
         Raises `RewardFailed` or `WorkerDied`; after the latter, or a cancellation, the process must be killed.
@@ -118,7 +118,7 @@ class ScoringProcess:
                 self._socket.close()
         await in_thread(self._keeper.wait)
 
-    async def _ask(self, message: list[Any]) -> dict[str, float | str]:
+    async def _ask(self, message: list[Any]) -> dict[str, Any]:
         assert self._reader is not None
         assert self._writer is not None
         number = next(self._jobs)
@@ -172,8 +172,8 @@ class Pool:
         self._ends: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def score(self, name: str, outcome: Outcome) -> float:
-        """One reward of one outcome.
+    async def score(self, name: str, outcome: Outcome) -> float | None:
+        """One reward of one outcome; None if a reward of TRL's form leaves the outcome out.
 
         Raises:
             TimeoutError: it took too long, and was killed.
@@ -199,7 +199,7 @@ class Pool:
             self._discard(worker)
         await asyncio.gather(*self._starts, *self._ends, return_exceptions=True)
 
-    async def _call(self, method: str, name: str, outcome: Outcome) -> float | str:
+    async def _call(self, method: str, name: str, outcome: Outcome) -> float | str | None:
         worker = await self._acquire()
         slow = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._mark_slow, worker)
         reusable = False

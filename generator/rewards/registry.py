@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, Literal, Protocol
 
 from common.errors import UserError
 from common.plugins import check_options, load_object, make_object
+from generator.rewards.calls import SHOWN, Function
 from generator.rewards.outcome import Outcome
 
 BUILTIN: dict[str, str] = {
@@ -56,18 +56,8 @@ class Builtin(ABC):
     def score(self, outcome: Outcome) -> float | Awaitable[float]: ...
 
 
-class _Function:
-    """A user's function of (text, answer, row)."""
-
-    def __init__(self, function: Callable[..., float], options: Mapping[str, Any]) -> None:
-        self._function, self._options = function, options
-
-    def score(self, outcome: Outcome) -> float:
-        return self._function(outcome.text, outcome.answer, outcome.row, **self._options)
-
-
-def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Check a reward's options without calling it, and return them; `fixed` are further arguments.
+def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> None:
+    """Check a reward and its options without calling it; `fixed` are further arguments.
 
     Raises:
         UserError: the reward cannot be found, or does not take these options.
@@ -76,30 +66,19 @@ def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any]
     if isinstance(reward, type):
         if not callable(getattr(reward, "score", None)):
             raise UserError(f"episode.reward = {name!r}: the class has no method score(outcome)")
-        return check_options(reward, options, field, fixed=fixed)
-    if callable(reward):
-        _check_call(name, reward)
-        return check_options(reward, options, field, ("text", "answer", {}))
-    raise UserError(f"episode.reward = {name!r} is neither a function of (text, answer, row) nor a class")
-
-
-def _check_call(name: str, reward: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(reward).bind_partial("text", "answer", {})
-    except TypeError as error:
-        raise UserError(
-            f"episode.reward = {name!r} cannot be called with (text, answer, row): {error}; these three come first"
-        ) from None
-    except ValueError:
-        return  # written in C, without a signature
+        check_options(reward, options, field, fixed=fixed)
+    elif callable(reward):
+        Function(name, reward, options)
+    else:
+        raise UserError(f"episode.reward = {name!r} is neither a function of {SHOWN} nor a class")
 
 
 def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> Any:
     """Make a reward, ready to score; raises `UserError` like `check_reward`, or if a class refuses a value."""
-    checked = check_reward(name, options, fixed)
+    check_reward(name, options, fixed)
     reward = _find(name)
     if not isinstance(reward, type):
-        return _Function(reward, checked)
+        return Function(name, reward, options)
     return make_object(reward, options, f"episode.reward_options of {name!r}", fixed)
 
 

@@ -11,7 +11,7 @@ from common.answers import in_range
 from common.config import Config
 from common.errors import UserError
 from generator.rewards.outcome import Outcome, Score, vote
-from generator.rewards.pool import Pool
+from generator.rewards.pool import Pool, RewardFailed
 from generator.rewards.registry import BUILTIN, Builtin, check_reward, has_answer, make_reward
 
 if TYPE_CHECKING:
@@ -69,10 +69,13 @@ class Scorer:
             RewardFailed, WorkerDied: a part failed.
             ValueError: the reward leaves the declared range.
         """
-        parts = {name: await self._part(name, outcome) for name in self._weights}
+        values = {name: await self._part(name, outcome) for name in self._weights}
+        parts = {name: value for name, value in values.items() if value is not None}
+        if not parts:
+            raise RewardFailed(f"reward {next(iter(values))!r}: returned [None], and no other part gives a number")
         low, high = self._allowed
         # Rounded once, not after each part.
-        final = math.fsum(weight * parts[name] for name, weight in self._weights.items())
+        final = math.fsum(self._weights[name] * value for name, value in parts.items())
         if outcome.turn_rewards and self._turn_rewards != "ignore":
             parts[TURNS] = joined(outcome.turn_rewards, self._turn_rewards)
             return Score(min(max(final + parts[TURNS], low), high), parts, final)
@@ -104,7 +107,7 @@ class Scorer:
             if close := getattr(reward, "close", None):
                 await close()
 
-    async def _part(self, name: str, outcome: Outcome) -> float:
+    async def _part(self, name: str, outcome: Outcome) -> float | None:
         if name in self._pooled:
             assert self._pool is not None
             return await self._pool.score(name, outcome)

@@ -12,16 +12,24 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Awaitable, Callable
+import sysconfig
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from common.unpack import MAX_VALUES, Unreadable, unpack
+from generator.rewards.calls import Function
 from generator.rewards.outcome import Outcome, vote
-from generator.rewards.registry import make_reward
+from generator.rewards.registry import BUILTIN, make_reward
 
 MAX_ERROR = 2000  # characters
+ALLOWED = "allowed: a finite number (also numpy's or torch's, or a list of one), or a mapping with a `score`"
+# Where the code is that a user did not write: SPO's, and what is installed.
+OWN_FOLDERS = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("generator", "common"))
+INSTALLED = tuple(path + os.sep for path in {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib")})
 HEAD = struct.Struct("!I")
 # A task has at most 16 MiB and MAX_VALUES values, its row included; the job has the response and rewards of turns too.
 MAX_JOB = 64 << 20  # bytes
@@ -40,11 +48,11 @@ def unpack_job(body: bytes) -> Any:
     return unpack(body, MAX_JOB, MAX_JOB_VALUES, unicode_errors="surrogatepass", strict_map_key=False)
 
 
-def unpack_result(body: bytes, job: int) -> dict[str, float | str]:
+def unpack_result(body: bytes, job: int) -> dict[str, Any]:
     """Decode a scoring process's answer to the job with this number, given without its length.
 
     Returns:
-        A mapping with `error`, one line, or `value`, a finite number or a text.
+        A mapping with `error`, one line, or `value`: a finite number, a text, or None if the reward left it out.
 
     Raises:
         Unreadable: it is anything else; processes that a reward has started may write to the socket.
@@ -53,7 +61,7 @@ def unpack_result(body: bytes, job: int) -> dict[str, float | str]:
     if not isinstance(result, dict) or result.pop("job", None) != job:
         raise Unreadable(f"not to job {job}")
     match result:
-        case {"error": str()} | {"value": str()} if len(result) == 1:
+        case {"error": str()} | {"value": str() | None} if len(result) == 1:
             return result
         case {"value": float() as value} if len(result) == 1 and math.isfinite(value):
             return {"value": value}
@@ -73,10 +81,16 @@ def main(descriptor: int) -> None:
             rewards.update((name, make_reward(name, options)) for name, options in settings["rewards"].items())
             return "ready"
 
-        def call(method: str, name: str, *outcome: Any) -> float | str:
-            value = getattr(rewards[name], method)(Outcome(*outcome))
-            value = runner.run(_awaited(value)) if inspect.isawaitable(value) else value
-            return vote(value) if method == "answer" else _number(value)
+        def call(method: str, name: str, *outcome: Any) -> float | str | None:
+            reward = rewards[name]
+            try:
+                value = getattr(reward, method)(Outcome(*outcome))
+                value = runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+                return vote(value) if method == "answer" else _number(value, getattr(reward, "is_batch", False))
+            except BaseException as error:
+                if name not in BUILTIN and (place := _place(error) or _start(reward)):
+                    error.add_note(place)
+                raise
 
         job, settings = _receive(connection)
         started = _result(load, settings)
@@ -86,7 +100,7 @@ def main(descriptor: int) -> None:
             connection.sendall(pack({"job": job} | _result(call, *message)))
 
 
-def _result(work: Callable[..., float | str], *arguments: Any) -> dict[str, float | str]:
+def _result(work: Callable[..., float | str | None], *arguments: Any) -> dict[str, Any]:
     """What the work returns or raises. A process that it has forked ends here: it must neither answer nor read jobs."""
     process = os.getpid()
     result: dict[str, float | str]
@@ -109,14 +123,47 @@ async def _awaited(value: Awaitable[object]) -> object:
     return await value
 
 
-def _number(value: Any) -> float:
-    """A finite number; text that looks like one is refused."""
-    if value is None or isinstance(value, str | bytes):
-        raise TypeError(f"returned {str(value)[:100]!r} ({type(value).__name__}), not a number")
-    number = float(value)
+def _number(value: Any, may_skip: bool = False) -> float | None:
+    """The finite number that a reward returned; None where it may leave an episode out and does so.
+
+    Raises:
+        TypeError, ValueError: it is anything else; text that looks like a number is refused too.
+    """
+    number = value["score"] if isinstance(value, Mapping) and "score" in value else value
+    number = number.tolist() if hasattr(number, "tolist") else number  # numpy's and torch's
+    if isinstance(number, list) and len(number) == 1:
+        (number,) = number
+        if number is None and may_skip:
+            return None
+    try:
+        if number is None or isinstance(number, str | bytes):
+            raise TypeError
+        number = float(number)
+    except (TypeError, ValueError, OverflowError):
+        shown = f"{str(value)[:100]!r} ({type(value).__name__})"
+        raise TypeError(f"returned {shown}, not a number; {ALLOWED}") from None
     if not math.isfinite(number):
-        raise ValueError(f"returned {number}, which is not a finite number")
+        raise ValueError(f"returned {number}, which is not a finite number; {ALLOWED}")
     return number
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the user's code in which an error arose; empty if it did not pass through any."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *OWN_FOLDERS))
+    ]
+    own = [frame for frame in frames if not frame.filename.startswith(INSTALLED)]
+    return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(own or frames)), "")
+
+
+def _start(reward: Any) -> str:
+    """File and line at which a user's reward begins; empty where it is not written in Python."""
+    function = inspect.unwrap(reward.function if isinstance(reward, Function) else type(reward).score)
+    callables = (function, getattr(function, "__func__", None), vars(type(function)).get("__call__"))
+    code = next((one.__code__ for one in callables if hasattr(one, "__code__")), None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def _receive(connection: socket.socket) -> Any:
@@ -150,4 +197,5 @@ def _line(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # an error whose __str__ fails
         text = type(error).__name__
-    return text.replace("\n", " ")[:MAX_ERROR]
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return (text[:MAX_ERROR] + notes[:MAX_ERROR]).replace("\n", " ")

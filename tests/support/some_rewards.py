@@ -10,8 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from generator.rewards import Outcome
 
@@ -33,6 +37,20 @@ def broken(text: str, answer: Any, row: dict[str, Any]) -> float:
 def told(text: str, answer: Any, row: dict[str, Any]) -> Any:
     """Does as the answer says, so that one pool serves all tests of misbehaviour."""
     return TRICKS[text](row)
+
+
+def skips(completions: list[str], **columns: Any) -> list[float | None]:
+    """TRL's form: no number for an empty completion."""
+    return [1.0 if completion else None for completion in completions]
+
+
+class AsynchronousCall:
+    async def __call__(self, solution_str: str, ground_truth: str) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(solution_str == ground_truth)]
+
+
+asynchronous_call = AsynchronousCall()
 
 
 def _say_hello(row: dict[str, Any]) -> None:
@@ -130,6 +148,19 @@ TRICKS: dict[str, Any] = {
     "none": lambda row: None,
     "text": lambda row: "1.0",
     "true": lambda row: True,
+    "list": lambda row: [0.5, 0.5],
+    "tuple": lambda row: (1.0, "fine"),
+    "mapping": lambda row: {"accuracy": 1.0},
+    "complex": lambda row: 1j,
+    "list of text": lambda row: ["1.0"],
+    "list of none": lambda row: [None],
+    "list of one": lambda row: [1],
+    "numpy": lambda row: np.float32(1),
+    "array": lambda row: np.array([1.0]),
+    "numpy's truth": lambda row: np.bool_(True),
+    "decimal": lambda row: Decimal(1),
+    "fraction": lambda row: Fraction(1, 1),
+    "scored": lambda row: {"score": np.array([1.0]), "acc": True},
     "print": lambda row: print("x" * 100_000) or 1.0,
 }
 

@@ -14,7 +14,8 @@ MODULES = {
     "my_reward": "def score(text, answer, row):\n    return float(text == answer)\n",
     "token": "def score(text, answer, row):\n    return 1.0\n",
     "needs_key": 'import os\nKEY = os.environ["MY_KEY"]\n',
-    "odd": "def text_only(text):\n    return 1.0\n\n\ndef wants_level(text, answer, row):\n    return row['level']\n"
+    "odd": "def other_names(reply, label):\n    return 1.0\n"
+    "\n\ndef wants_level(text, answer, row):\n    return row['level']\n"
     "\n\ndef praise(text, answer, row):\n    return 'good'\n",
 }
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from common.unpack import MAX_DEPTH
 from generator.rewards import Outcome
 from generator.rewards import pool as module
 from generator.rewards.pool import MAX_GROWTH, Pool, RewardFailed, ScoringProcess, WorkerDied
+from tests.support import some_rewards
 from tests.support.event_loop import DEADLINE, in_event_loop
 from tests.support.processes import children, ended
 
@@ -80,11 +82,19 @@ BAD = {
     "none": "NoneType",
     "text": "'1.0' (str), not a number",
     "leave": "SystemExit: 4",
+    "list": "'[0.5, 0.5]' (list), not a number; allowed: a finite number",
+    "tuple": "(tuple), not a number; allowed",
+    "mapping": "(dict), not a number; allowed",
+    "complex": "'1j' (complex), not a number",
+    "list of text": "not a number",
+    "list of none": "not a number",
 }
+GOOD = ("true", "print", "list of one", "numpy", "array", "numpy's truth", "decimal", "fraction", "scored")
 FORGED = [b"", b"\xc1", b"\x91" * 60_000, b"\xdd\xff\xff\xff\xff", *map(msgpack.packb, (
     [1.0], {"job": 2}, {"job": 2, "value": float("nan")}, {"job": 2, "error": 7}, {"value": 0.5},
     {"job": 3, "value": 0.5},
 ))]  # fmt: skip
+RAISE_LINE = inspect.getsourcelines(some_rewards._raise)[1] + 1
 DEADLY = [("exit", b"", "exit code 3"), ("crash", b"", "SIGSEGV")]
 DEADLY += [("forge", answer, "sent an invalid answer") for answer in FORGED]
 
@@ -101,8 +111,19 @@ async def test_a_bad_result_is_an_error_of_its_own_sample(pool: Pool) -> None:
             await tell(pool, what)
         assert message in str(caught.value)
         assert len(str(caught.value)) < 3000
-    assert await tell(pool, "true") == await tell(pool, "print") == await tell(pool, "fine", **row) == 1.0
+        assert re.search(r" \(\S+some_rewards\.py:\d+\)$", str(caught.value)), "its own file and line"
+    assert [await tell(pool, what) for what in GOOD] == [1.0] * len(GOOD)
+    assert await tell(pool, "fine", **row) == 1.0
     assert await tell(pool, "pid") == process
+
+
+@pooled(f"{HERE}:skips", f"{HERE}:asynchronous_call", TOLD)
+async def test_other_trainers_rewards_run_too(pool: Pool) -> None:
+    skips, asynchronous = f"{HERE}:skips", f"{HERE}:asynchronous_call"
+    assert [await pool.score(skips, Outcome(text)) for text in ("", "a")] == [None, 1.0]
+    assert [await pool.score(asynchronous, Outcome(text, answer="7")) for text in ("7", "8")] == [1.0, 0.0]
+    with pytest.raises(RewardFailed, match=rf"KeyError: .*some_rewards\.py:{RAISE_LINE}\)$"):
+        await tell(pool, "raise")
 
 
 @pooled()

@@ -50,6 +50,9 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
         ("pathlib:nothing", "module pathlib has no nothing; allowed: ours"),
         ("pathlib:", "module pathlib has no ; allowed: ours"),
         (":Path", "cannot import  "),
+        ("broken.py:x", "this is a file; write the module, broken:x"),
+        ("./parts/broken.py:x", "this is a file; write the module, parts.broken:x"),
+        ("../elsewhere/broken.py:x", "this is a file; write the module, broken:x"),
         ("broken:x", r"cannot import broken \(ZeroDivisionError: division by zero\)"),
     ],
 )
@@ -103,7 +106,7 @@ def test_options_become_what_the_constructor_names() -> None:
         ({"side": "up"}, "side = 'up': input should be 'left' or 'right'"),
         ({"share": 2.0}, "share is above 1"),
         ({"number": 13}, "LookupError: no such luck"),
-        ({"helper": "her"}, "multiple values"),
+        ({"helper": "her"}, "'helper' is no option"),
     ],
 )
 def test_an_option_that_cannot_be_is_named_with_its_value(options: dict[str, Any], reason: str) -> None:

@@ -71,6 +71,15 @@ def test_a_part_that_fails_or_leaves_the_range_is_an_error() -> None:
             score(f"{HERE}:three", outcome, turn_rewards=how)
 
 
+@pytest.mark.integration
+def test_a_part_without_a_number_is_left_out_of_the_sum() -> None:
+    both = {"length": 0.5, f"{HERE}:skips": 0.5}
+    assert score(both, Outcome("", tokens=5, limit=10)) == Score(0.25, {"length": 0.5}, 0.25)
+    assert score(both, Outcome("a", tokens=5, limit=10)).value == 0.75
+    with pytest.raises(RewardFailed, match="returned \\[None\\], and no other part gives a number"):
+        score(f"{HERE}:skips", Outcome(""))
+
+
 @pytest.mark.parametrize(
     ("how", "value", "turns"), [("sum", 0.75, 0.5), ("last", 0.375, 0.125), ("mean", 0.5, 0.25), ("ignore", 0.25, None)]
 )
@@ -129,7 +138,7 @@ BAD_OPTIONS = {
         ("levenshtein", {}, "'levenshtein' is unknown; allowed: exact, boxed, boxed_think, math, reasoning_gym, code"),
         ("no.such.module:f", {}, "cannot import no.such.module"),
         (f"{HERE}:missing", {}, "has no missing"),
-        (f"{HERE}:NOT_CALLABLE", {}, "neither a function of \\(text, answer, row\\) nor a class"),
+        (f"{HERE}:NOT_CALLABLE", {}, "neither a function of \\(text, answer, row\\), or .* nor a class"),
         (f"{HERE}:NoScore", {}, "no method score"),
         *((name, *case[:1], f"reward_options of .*{case[1]}") for name, cases in BAD_OPTIONS.items() for case in cases),
         ({}, None, "names no reward"),

@@ -1,0 +1,121 @@
+"""Calls a user's reward function by the names of its parameters, which are SPO's, verl's or TRL's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from inspect import BoundArguments, Parameter
+from typing import Any
+
+from common.errors import UserError
+from common.plugins import check_options
+from generator.rewards.outcome import Outcome
+
+OURS = ("text", "answer", "row")
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+TRL = ("prompts", "completions")
+# Fields of the outcome that a function may ask for too. They fill no parameter with a default: that one is an option
+# of the user's own, such as `limit`.
+MORE = tuple(field.name for field in fields(Outcome) if field.name not in OURS)
+SHOWN = (
+    f"({', '.join(OURS)}), or verl's ({', '.join(VERL)}), or TRL's ({', '.join(TRL)}, **columns): parameters are "
+    "filled by name, some may be left out, and others are options"
+)
+
+
+class Function:
+    """A user's function as a reward.
+
+    Args:
+        name: of the reward in the configuration.
+
+    Raises:
+        UserError: a parameter has a name that says nothing, or the options do not fit.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self.function = function
+        try:
+            self._signature = inspect.signature(function)
+        except (TypeError, ValueError):  # written in C
+            raise UserError(f"{_refused(name)}: its parameters have no names") from None
+        parameters = self._signature.parameters
+        self.is_batch = "completions" in parameters
+        self._rest = next((key for key, one in parameters.items() if one.kind is Parameter.VAR_KEYWORD), None)
+        # Each parameter that SPO fills, with what fills it; `_row` is a row that the function does not use.
+        self._filled = {
+            key: key.lstrip("_")
+            for key, one in parameters.items()
+            if one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) and self._fills(key, one, options)
+        }
+        unknown = [
+            key
+            for key, one in parameters.items()
+            if one.default is Parameter.empty and one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+            if key not in self._filled and key not in options
+        ]
+        if unknown or not self._filled:
+            what = f"nothing has the name {unknown[0]!r}" if unknown else "its parameters have none of these names"
+            raise UserError(f"{_refused(name)}: {what}")
+        self._forms = [form for form in (OURS, VERL) if not set(form).isdisjoint(self._filled.values())]
+        field = f"episode.reward_options of {name!r}"
+        places = [key for key, one in parameters.items() if one.kind is Parameter.POSITIONAL_ONLY]
+        fixed = {key: None for key in self._filled if key not in places}
+        self._options = check_options(function, options, field, places, fixed)
+
+    def score(self, outcome: Outcome) -> Any:
+        """What the function returns; with TRL's parameters it is called for a batch of one.
+
+        Raises:
+            ValueError: the row has no column that the function asks for.
+        """
+        values = _batch(outcome) if self.is_batch else _values(outcome)
+        parameters = self._signature.parameters
+        arguments: dict[str, Any] = {}
+        for key in parameters:
+            if key in self._options:
+                arguments[key] = self._options[key]
+            elif self._filled.get(key) in values:
+                arguments[key] = values[self._filled[key]]
+            elif key in self._filled and parameters[key].default is Parameter.empty:
+                raise ValueError(f"the data row has no column {key!r}, which the function asks for")
+        if self._rest is not None:
+            names = values if self.is_batch else [name for form in self._forms for name in form]
+            others = {name: values[name] for name in names if name not in self._filled.values()}
+            arguments[self._rest] = others | {key: self._options[key] for key in self._options.keys() - parameters}
+        bound = BoundArguments(self._signature, arguments)  # type: ignore[arg-type]
+        return self.function(*bound.args, **bound.kwargs)
+
+    def _fills(self, key: str, parameter: Parameter, options: Mapping[str, Any]) -> bool:
+        name, is_required = key.lstrip("_"), parameter.default is Parameter.empty
+        if self.is_batch:
+            # A column that a row lacks leaves a parameter's default. The episode's ids are not there to be given.
+            return name in TRL or (key not in options and name != "completion_ids")
+        return name in (*OURS, *VERL) or (name in MORE and is_required and key not in options)
+
+
+def _refused(name: str) -> str:
+    return f"episode.reward = {name!r} cannot be called with {SHOWN}"
+
+
+def _values(outcome: Outcome) -> dict[str, Any]:
+    """What a parameter of SPO's or verl's stands for, by its name."""
+    more = {name: getattr(outcome, name) for name in (*OURS, *MORE)}
+    return more | {
+        "data_source": outcome.row.get("data_source", ""),
+        # All that the model wrote, also where a limit cut it off: so verl has it.
+        "solution_str": outcome.response or outcome.text,
+        "ground_truth": outcome.answer,
+        "extra_info": outcome.row.get("extra_info", outcome.row),
+    }
+
+
+def _batch(outcome: Outcome) -> dict[str, list[Any]]:
+    """TRL's arguments for one episode: prompts, completions, and each column of the data."""
+    text: Any = outcome.response or outcome.text
+    if not isinstance(outcome.prompt, str):
+        text = [{"role": "assistant", "content": text}]
+    answers = {"answer": outcome.answer, outcome.answer_column: outcome.answer}
+    columns = answers | outcome.row | {"prompts": outcome.prompt, "completions": text}
+    return {name: [value] for name, value in columns.items()}
