@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from common.errors import UserError
 from common.gym_families import installed_families, score_answer
 from generator.rewards.outcome import Outcome
+from generator.rewards.quantities import plain
 from generator.rewards.registry import Builtin
 from generator.rewards.rules import compiled, last_boxed
 
@@ -51,9 +52,9 @@ def cpu_limit(seconds: float, work: Callable[[], T]) -> T | None:
 class Maths(Builtin):
     r"""1 if the last turn's answer equals the reference answer as mathematics (1/2, 0.5, \frac12); else 0.
 
-    The answer is the last \boxed{}, else the last formula or number that math-verify finds. One that takes longer
-    than `seconds` of processor time to compare (9^{9^{9^9}}) counts as wrong: what the model wrote must not look like a
-    failure of the infrastructure.
+    The answer is the last \boxed{}, else the last formula or number that math-verify finds. A unit that only one of the
+    two has is ignored; two different ones differ. An answer that takes longer than `seconds` of processor time to
+    compare (9^{9^{9^9}}) counts as wrong: what the model wrote must not look like a failure of the infrastructure.
 
     Args:
         seconds: processor time for one comparison; independent of how busy the machine is.
@@ -87,7 +88,7 @@ class Maths(Builtin):
 
     def _compare(self, outcome: Outcome) -> tuple[bool, str]:
         """Return whether the answer is right, and its text, which is empty if there is none."""
-        truth = outcome.answer_text.strip()
+        truth, unit = plain(outcome.answer_text)
         if not any(mark in truth for mark in DELIMITERS):
             truth = f"\\boxed{{{truth}}}"
         gold = cpu_limit(self._seconds, lambda: self._library.parse(truth, parsing_timeout=None))
@@ -96,10 +97,13 @@ class Maths(Builtin):
         text = outcome.text[-TAIL:]
         # The library makes a set of all boxes in a line, even if the last one corrects the others.
         box = last_boxed(text)
+        written, its_unit = ("", "") if box is None else plain(box)
+        if unit and its_unit and its_unit != unit:
+            return False, str(box)
         parsed: list[Any] = []
 
         def verify() -> Any:
-            parsed.extend(self._library.parse(text if box is None else f"\\boxed{{{box}}}", parsing_timeout=None))
+            parsed.extend(self._library.parse(text if box is None else f"\\boxed{{{written}}}", parsing_timeout=None))
             return self._library.verify(
                 gold, parsed, float_rounding=self._digits, strict=self._strict, timeout_seconds=None
             )

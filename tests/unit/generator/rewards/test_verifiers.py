@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.errors import UserError
 from generator.rewards import Outcome
@@ -32,6 +34,74 @@ EQUAL = [
     (r"\boxed{3} is not it, $4$ neither. So $$\boxed{\frac{1}{2}}$$", "1/2"),
     ("first $3$, but then $4$", "4"),
 ]
+# Reference answers as people write them, an answer that is right, and one that is wrong.
+WRITTEN = [
+    ("34.", "34", "3.4"),
+    ("34.", "34.", "35."),
+    ("0.5.", "1/2", "5"),
+    ("1e3", "1000", "13"),
+    ("2.5e-3", "0.0025", "2.5"),
+    ("1000", "1e3", "1e2"),
+    (r"\$18", "18", "81"),
+    (r"\$18.50", "18.5", "18"),
+    ("18", r"\$18", r"\$19"),
+    ("$1,250.50", "1250.5", "1250"),
+    ("€7", "7", "17"),
+    ("-$3", "-3", "3"),
+    ("2 1/3", r"\frac73", "2/3"),
+    ("2 1/3", r"2\frac{1}{3}", "21/3"),
+    ("-1 1/2", "-1.5", "-0.5"),
+    ("7/3", "2 1/3", "3 1/3"),
+    ("15 dollars", "15", "51"),
+    ("15 dollars", "15 dollars", "15 cents"),
+    ("15 dollars", r"15\text{ dollars}", r"15\text{ cents}"),
+    ("15", "15 dollars", "16 dollars"),
+    ("34 apples", "34", "34 pears"),
+    ("1 hour", "1 hour", "1 minute"),
+    ("40 miles per hour", "40", "14"),
+    ("12 units^2", "12", "144"),
+    ("12 square units", "12", "144"),
+    ("15 (fifteen)", "15", "50"),
+    ("１２", "12", "21"),
+    ("3:30", "3{:}30", "4:30"),
+    ("Answer: 15", "15", "1"),
+    ("The answer is 34", "34", "3"),
+    ("The answer is 34", "The answer is 34", "The answer is 43"),
+    ("The total is $12 + 3 = 15$.", "15", "12"),
+    ("There are 12 + 3 = 15.", "15", "3"),
+    (r"The value is \boxed{12}.", "12", "21"),
+    ("He has 3 left.\n#### 60", "60", "3"),
+    ("2x + 3y = 6", "3y + 2x = 6", "6"),
+    ("5 minutes and 30 seconds", "5 minutes and 30 seconds", "5"),
+    ("3 million", "3 million", "3"),
+    ("5 or 6", "5 or 6", "5"),
+    ("3,5", "5, 3", "3.5"),
+    ("1/2 or 0.5", "1/2", "1/4"),
+    ("no solution", r"\text{no solution}", "0"),
+    ("073", "73", "37"),
+    ("12_5", "12_{5}", "21"),
+]
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), WRITTEN)
+def test_references_are_read_as_people_write_them(answer: str, right: str, wrong: str) -> None:
+    assert [score(rf"\boxed{{{text}}}", answer) for text in (right, wrong)] == [1.0, 0.0]
+
+
+NUMBERS = st.integers(-999, 999).map(str) | st.decimals(-99, 99, places=2).map(str)
+UNITS = st.sampled_from(
+    ["{}", "{}.", r"\${}", "{} dollars", "{} units^2", "{} (about)", "The answer is {}.", "#### {}"]
+)
+
+
+@given(gold=NUMBERS, answer=NUMBERS, how=UNITS, its=UNITS)
+@settings(max_examples=60, deadline=None)
+def test_only_the_same_number_is_right_however_both_are_written(gold: str, answer: str, how: str, its: str) -> None:
+    text = rf"\boxed{{{its.format(answer)}}}"
+    same_unit = how == its or not (("dollar" in how and "units" in its) or ("units" in how and "dollar" in its))
+    assert score(text, how.format(gold)) == float(float(gold) == float(answer) and same_unit)
+
+
 OTHER = [("", "42"), ("I do not know", "42"), (r"\boxed{3} or \boxed{4}", "3"), (r"\boxed{(2, 1)}", "(1,2)"),
          (r"\boxed{42", "43"), (r"\boxed{}", "0"), ("\x00\x07\ufffd\u202e", "1")]  # fmt: skip
 

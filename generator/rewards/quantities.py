@@ -1,0 +1,79 @@
+r"""Numbers as people write them, made into what math-verify reads: `34.`, `\$18`, `1e3`, `2 1/3`, `15 dollars`."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+# Full-width forms of ASCII, as Chinese and Japanese texts have them.
+NARROW = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
+MAX_EXPONENT = 30  # of numbers that are written out
+DECIMAL = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
+NUMBER = re.compile(
+    rf"(?P<mixed>-?\d+)\s+(?P<over>\d+)/(?P<under>\d+)|(?P<power>-?\d+(?:\.\d+)?[eE][+-]?\d+)|{DECIMAL}/\d+|{DECIMAL}"
+)
+CURRENCY = re.compile(r"(-?)\s*(?:\\?\$|[€£¥])\s*(?=-?\d[^$]*$)")
+# A number, then words in brackets or \text{}, or a unit with its power.
+QUANTITY = re.compile(
+    rf"(?P<number>{NUMBER.pattern})\s*(?:\((?P<note>[A-Za-z][A-Za-z -]+)\)|"
+    r"(?:\\(?:text|mathrm|mbox)\s*\{\s*)?(?P<unit>[A-Za-z]{3,}\.?(?:(?:\s+|/|\s+/\s+)[A-Za-z]+)*)\s*\}?"
+    r"(?P<degree>\^\{?\d\}?)?)"
+)
+# Words after a number that make it another number, or no single one.
+_WORDS = (
+    "and or to by of dozen hundred thousand million billion trillion percent pi sqrt sin cos tan cot "
+    "sec csc log exp mod plus minus times choose over half halves third thirds quarter quarters"
+)
+NO_UNITS = frozenset(_WORDS.split())
+ALONE = re.compile(rf"{DECIMAL}(?:/\d+|\\frac\{{\d+\}}\{{\d+\}})?")
+SENTENCE = re.compile(
+    r"(?:[A-Za-z].*\b(?:is|are|equals)\b|(?:the |final |correct )*answer\b)\s*:?\s*(.+)", re.IGNORECASE | re.DOTALL
+)
+
+
+def plain(text: str) -> tuple[str, str]:
+    """An answer as mathematics, and the unit beside its number; anything else is as it was, without a unit.
+
+    A number at the end of a sentence (`The answer is 34.`), or of a computation there, stands for the whole.
+    """
+    if "####" in text:
+        text = text.rpartition("####")[2]
+    if sentence := SENTENCE.fullmatch(_tidy(text)):
+        written, unit = _quantity(_result(_tidy(sentence[1])))
+        if ALONE.fullmatch(written):
+            return written, unit
+    return _quantity(_tidy(text))
+
+
+def _quantity(text: str) -> tuple[str, str]:
+    if quantity := QUANTITY.fullmatch(text):
+        unit = (quantity["unit"] or "").replace(".", "").casefold()
+        words = f"{unit} {quantity['note'] or ''}".casefold()
+        if NO_UNITS.isdisjoint(re.split(r"[^a-z]+", words)):
+            return _number(quantity["number"]), "".join(unit.removesuffix("s").split()) + (quantity["degree"] or "")
+    return _number(text), ""
+
+
+def _result(text: str) -> str:
+    """What a computation without variables ends with; any other text is as it was."""
+    formula = re.fullmatch(r"\$([^$]+)\$", text)
+    computed, equals, result = (formula[1] if formula else text).rpartition("=")
+    return result.strip() if equals and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", computed)) else text
+
+
+def _tidy(text: str) -> str:
+    text = text.translate(NARROW).replace("{:}", ":").strip()
+    if text.endswith(".") and not text.endswith(".."):
+        text = text[:-1].rstrip()
+    return CURRENCY.sub(r"\1", text)
+
+
+def _number(text: str) -> str:
+    match = NUMBER.fullmatch(text)
+    if match is None:
+        return text
+    if match["mixed"]:
+        return rf"{match['mixed']}\frac{{{match['over']}}}{{{match['under']}}}"
+    if match["power"] and abs(Decimal(text).adjusted()) <= MAX_EXPONENT:
+        return format(Decimal(text), "f")
+    return text
