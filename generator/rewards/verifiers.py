@@ -88,7 +88,7 @@ class Maths(Builtin):
 
     def _compare(self, outcome: Outcome) -> tuple[bool, str]:
         """Return whether the answer is right, and its text, which is empty if there is none."""
-        truth, unit = plain(outcome.answer_text)
+        truth, unit = cpu_limit(self._seconds, lambda: plain(outcome.answer_text)) or ("", "")
         if not any(mark in truth for mark in DELIMITERS):
             truth = f"\\boxed{{{truth}}}"
         gold = cpu_limit(self._seconds, lambda: self._library.parse(truth, parsing_timeout=None))
@@ -97,13 +97,16 @@ class Maths(Builtin):
         text = outcome.text[-TAIL:]
         # The library makes a set of all boxes in a line, even if the last one corrects the others.
         box = last_boxed(text)
-        written, its_unit = ("", "") if box is None else plain(box)
-        if unit and its_unit and its_unit != unit:
-            return False, str(box)
         parsed: list[Any] = []
 
         def verify() -> Any:
-            parsed.extend(self._library.parse(text if box is None else f"\\boxed{{{written}}}", parsing_timeout=None))
+            written = text
+            if box is not None:
+                number, its_unit = plain(box)
+                if unit and its_unit and its_unit != unit:
+                    return False
+                written = f"\\boxed{{{number}}}"
+            parsed.extend(self._library.parse(written, parsing_timeout=None))
             return self._library.verify(
                 gold, parsed, float_rounding=self._digits, strict=self._strict, timeout_seconds=None
             )
