@@ -12,7 +12,7 @@ DECIMAL = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 NUMBER = re.compile(
     rf"(?P<mixed>-?\d+)\s+(?P<over>\d+)/(?P<under>\d+)|(?P<power>-?\d+(?:\.\d+)?[eE][+-]?\d+)|{DECIMAL}/\d+|{DECIMAL}"
 )
-CURRENCY = re.compile(r"(-?)\s*(?:\\?\$|[€£¥])\s*(?=-?\d[^$]*$)")
+CURRENCY = re.compile(r"(-?) ?(?:\\?\$|[€£¥])\s*(?=-?\d[^$]*$)")
 # A number, then words in brackets or \text{}, or a unit with its power.
 QUANTITY = re.compile(
     rf"(?P<number>{NUMBER.pattern})\s*(?:\((?P<note>[A-Za-z][A-Za-z -]+)\)|"
