@@ -130,6 +130,9 @@ class Examiner:
         self.peer.ask("load", [self.job["code"]])
         values = self.peer.ask("names", [tuple(names)])
         namespace.update({name: values[name] for name in names if name in values})
+        if self.job["entry_point"]:
+            # Without it a test would call Python's own.
+            namespace.setdefault(self.job["entry_point"], None)
 
     def report(self, line: str) -> None:
         os.write(self.out, f"\n{self.job['nonce']} {line}\n".encode("utf-8", "replace"))

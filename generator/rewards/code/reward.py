@@ -6,6 +6,7 @@ from typing import Any
 
 from common.errors import UserError
 from generator.concurrency import LONG_TEXT, offload
+from generator.rewards.code.plans import read_tests
 from generator.rewards.code.unit_tests import CodeLimits, extract_code, run_code_tests
 from generator.rewards.outcome import Outcome
 from generator.rewards.registry import Builtin
@@ -58,6 +59,7 @@ class Code(Builtin):
         tests: Any = outcome.answer if self._tests is None else outcome.row[self._tests]
         code = await offload(len(outcome.text) > LONG_TEXT, extract_code, outcome.text)
         if not code.strip():
+            read_tests(tests)  # a row without tests is an error, whatever the answer
             return 0.0
         verdict = await run_code_tests(
             self._sandbox,

@@ -6,17 +6,17 @@ Expected values never reach the program's process: outputs are compared here, as
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from generator.rewards.code.plans import Assertions, Streams
+from generator.rewards.code.plans import read_tests as _plan
 from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, Sandbox, SandboxUnavailable, Status
 
 _PARTS = {
@@ -37,8 +37,6 @@ START_SECONDS = 10.0  # for the harness to start and to write its verdict
 
 # A line of its own: an opening with its language, or a closing, where group 1 is empty.
 _FENCE = re.compile(r"^[ \t]{0,3}```(python3?|py|)[ \t\r]*$", re.IGNORECASE | re.MULTILINE)
-# Statements that prepare a test; passing them proves nothing.
-_PREPARATION = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign)
 
 
 @dataclass(frozen=True)
@@ -73,21 +71,6 @@ class CodeLimits:
     longest_run: float = 60.0
 
 
-@dataclass(frozen=True)
-class _Streams:
-    """stdin and expected stdout of each test."""
-
-    pairs: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class _Assertions:
-    """Python statements; those that do not count prepare the others."""
-
-    statements: list[tuple[str, bool]]
-    entry_point: str | None
-
-
 @dataclass
 class _Run:
     """One program, and how its tests are run."""
@@ -99,7 +82,7 @@ class _Run:
     stop_at_failure: bool
     limits: CodeLimits
 
-    async def streams(self, plan: _Streams) -> list[CaseResult]:
+    async def streams(self, plan: Streams) -> list[CaseResult]:
         slots = asyncio.Semaphore(self.limits.concurrency)
         failed = False
 
@@ -128,7 +111,7 @@ class _Run:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
 
-    async def assertions(self, plan: _Assertions) -> list[CaseResult]:
+    async def assertions(self, plan: Assertions) -> list[CaseResult]:
         nonce = secrets.token_hex(16)
         seconds = min(self.limits.longest_run, self.limits.timeout * (len(plan.statements) + 1) + START_SECONDS)
         job = {
@@ -177,10 +160,12 @@ async def run_code_tests(
     """Run a program's tests.
 
     Args:
-        tests: `{"inputs": [...], "outputs": [...]}`, one run each, stdout compared line by line without trailing
-            white space; or `{"assertions": [...], "entry_point": name}` or a plain list, Python statements run in
-            one sandbox after the code, of which imports, definitions and assignments do not count; or either as
-            JSON text. `entry_point` (optional) is a name that the program defines even if a builtin has it too.
+        tests: `{"inputs": [...], "outputs": [...]}`, or a list of `{"input": ..., "output": ...}`: one run each, stdout
+            compared line by line without trailing white space. With `fn_name`, or `testtype: functional`: calls of
+            this function or of the method of the class `Solution`. Or `{"assertions": [...], "entry_point": name}` or
+            a plain list: Python statements run in one sandbox after the code, of which imports, definitions and
+            assignments do not count, and test functions are called. Or any of these as text, in JSON or in Python.
+            `entry_point` (optional) is a name that the program defines even if a builtin has it too.
         tolerance: numbers in outputs may differ by this, relative or absolute; None: outputs are text.
         stop_at_failure: start no more runs once a test has failed.
 
@@ -188,11 +173,11 @@ async def run_code_tests(
         SandboxUnavailable: the sandbox failed, so there is no verdict.
         ValueError: the tests are in no known form.
     """
-    plan = _plan(tests)
+    plan = _plan(tests, tolerance)
     # Half of a surrogate pair cannot be sent; as source it is an error anyway.
     code = code.encode("utf-8", "replace").decode()
     run = _Run(sandbox, code, language, tolerance, stop_at_failure, limits or CodeLimits())
-    if isinstance(plan, _Streams):
+    if isinstance(plan, Streams):
         results = await run.streams(plan)
     elif language != "python":
         raise ValueError(f"tests = assertions need language = 'python' (got {language!r})")
@@ -214,50 +199,6 @@ def extract_code(text: str) -> str:
     end = text.rfind("</code>")
     start = text.rfind("<code>", 0, max(end, 0))
     return text[start + len("<code>") : end] if start >= 0 else text
-
-
-def _plan(tests: Any) -> _Streams | _Assertions:
-    shown = repr(tests)[:100]
-    if isinstance(tests, str):
-        try:
-            tests = json.loads(tests)
-        except ValueError:
-            raise ValueError(f"tests = {shown} are not JSON") from None
-    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        inputs, outputs = tests["inputs"], tests["outputs"]
-        if not (_is_list(inputs) and _is_list(outputs) and len(inputs) == len(outputs) > 0):
-            raise ValueError(f"tests = {shown}: inputs and outputs must be lists of one length above 0")
-        return _Streams([(_text(x), _text(y)) for x, y in zip(inputs, outputs, strict=True)])
-    entry_point = None
-    if isinstance(tests, Mapping):
-        tests, entry_point = tests.get("assertions"), tests.get("entry_point")
-    if not _is_list(tests) or not all(isinstance(test, str) for test in tests):
-        raise ValueError(
-            f'tests = {shown}; allowed: {{"inputs": [...], "outputs": [...]}}, {{"assertions": [...]}}, or a list of '
-            "Python statements"
-        )
-    statements = [(test.encode("utf-8", "replace").decode(), _counts(test)) for test in tests]
-    if not any(counts for _, counts in statements):
-        raise ValueError(f"tests = {shown}: no statement that could fail; definitions and assignments do not count")
-    return _Assertions(statements, entry_point)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _text(value: Any) -> str:
-    """An input or output: text, or a list of lines."""
-    text = "\n".join(map(str, value)) if _is_list(value) else str(value)
-    return text.encode("utf-8", "replace").decode()
-
-
-def _counts(statement: str) -> bool:
-    try:
-        body = ast.parse(statement).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"tests: {statement[:100]!r} is not Python ({type(error).__name__})") from None
-    return any(not isinstance(node, (*_PREPARATION, ast.AnnAssign, ast.Pass)) for node in body)
 
 
 def _checked(answer: RunCodeResponse) -> RunCodeResponse:

@@ -97,6 +97,7 @@ def test_a_name_of_python_is_the_programs_as_entry_point() -> None:
     code = "def pow(a, b): return 0"
     assert check(code, "assert pow(2, 3) == 8").passed == 1
     assert check(code, "assert pow(2, 3) == 8", entry_point="pow").passed == 0
+    assert check("x = 1", "assert pow(2, 3) == 8", entry_point="pow").passed == 0, "which defines none"
 
 
 def test_many_assertions_are_one_run_whose_code_holds_none() -> None:

@@ -180,7 +180,14 @@ def test_numbers_may_differ_by_the_tolerance(pair: tuple[str, str], same: bool) 
         ([], "no statement"),
         (["assert f()"], "language = 'python'"),
         ([1], "allowed: "),
-        ("not json", "not JSON"),
+        ("not json", "allowed: "),
+        ("assert f( == 1", "allowed: "),
+        ([{"input": "1"}], "allowed: "),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "do not name it"),
+        ({"fn_name": "f()", "inputs": [[1]], "outputs": [1]}, "not the name of a function"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "not a list of arguments"),
+        ({"fn_name": "f", "inputs": ["1, 2"], "outputs": ["1"]}, "are not JSON"),
+        ("def check(candidate):\n    assert candidate(1)", "no statement that could fail"),
         ({}, "allowed: "),
         ({"inputs": ["1"], "outputs": []}, "one length"),
         ({"inputs": "12", "outputs": "24"}, "one length"),
@@ -193,6 +200,68 @@ def test_tests_in_no_known_form_are_named(tests: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         check(DOUBLE, tests, language="cpp")
     assert len(str(caught.value)) < 400
+
+
+# Tests in the forms of public data sets, with a right program and a wrong one.
+ADD = "def add(a, b):\n    return a + b\n"
+SOLUTION = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+WRONG_ADD = "def add(a, b):\n    return a - b\n"
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
+PAIRS = "def pairs(n):\n    return [(i, {i: None}) for i in range(n)]\n"
+PAIRED = [[[0, {"0": None}], [1, {"1": None}]]]
+FORMS = {
+    "APPS, a function": (CALLS, ADD, WRONG_ADD),
+    "APPS, a method": (json.dumps(CALLS), SOLUTION, SOLUTION.replace("+", "-")),
+    "APPS, each output in a list": (CALLS | {"outputs": [[3], [7]]}, SOLUTION, WRONG_ADD),
+    "APPS, no program of that name": (CALLS, ADD, "def sub(a, b): return a + b"),
+    "a name of Python's": (
+        {"fn_name": "sum", "inputs": [[[1, 2]]], "outputs": [3]},
+        "def sum(x): return x[0] + x[1]",
+        "x = 1",
+    ),
+    "tuples and keys that are numbers": (
+        {"fn_name": "pairs", "inputs": [[2]], "outputs": PAIRED},
+        PAIRS,
+        PAIRS.replace("range(n)", "range(n - 1)"),
+    ),
+    "LiveCodeBench, arguments in lines": (
+        {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"']},
+        ADD,
+        WRONG_ADD,
+    ),
+    "LiveCodeBench, functional": (
+        [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}],
+        SOLUTION,
+        WRONG_ADD,
+    ),
+    "LiveCodeBench, stdin": (json.dumps([{"input": "1\n2\n", "output": "3\n", "testtype": "stdin"}]), SUM, DOUBLE),
+    "HumanEval, with its call": (
+        "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)",
+        ADD,
+        WRONG_ADD,
+    ),
+    "HumanEval, with the name": (
+        {"assertions": ["def check(f):\n    assert f(1, 2) == 3"], "entry_point": "add"},
+        ADD,
+        WRONG_ADD,
+    ),
+    "pytest": ("from solution import add\n\ndef test_a():\n    assert add(1, 2) == 3", ADD, WRONG_ADD),
+    "pytest, a list": (["def test_a(): assert add(1, 2) == 3", "def test_b(): assert add(4, 3) == 7"], ADD, WRONG_ADD),
+    "MBPP, a text": ("assert add(1, 2) == 3\nassert add(3, 4) == 7", ADD, WRONG_ADD),
+    "a list as Python writes it": ("['assert add(1, 2) == 3']", ADD, WRONG_ADD),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tests_are_read_as_public_data_sets_have_them(form: str) -> None:
+    tests, right, wrong = FORMS[form]
+    assert [check(code, tests).score() for code in (right, wrong)] == [1.0, 0.0]
+
+
+def test_results_of_calls_may_differ_by_the_tolerance() -> None:
+    tests = {"fn_name": "half", "inputs": [[1], [3]], "outputs": [0.5, 1.5]}
+    code = "def half(x): return x / 2 + 1e-7"
+    assert [check(code, tests, tolerance=tolerance).passed for tolerance in (None, 1e-6)] == [0, 2]
 
 
 FENCED = "```python\nfirst\n```\ntext\n```python\nlast\n  indented\n```\nafter\n```\nplain\n```"
@@ -254,5 +323,6 @@ def test_the_reward_is_the_share_of_tests_or_all(text: str, answer: Any, options
 
 @pytest.mark.parametrize(("options", "words"), [({"tests": "other"}, "no column 'other'"), ({}, "tests")])
 def test_what_cannot_be_tested_is_an_error_not_a_zero(options: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        score(DOUBLED, "4", options, ProcessSandbox())
+    for text in (DOUBLED, ""):
+        with pytest.raises(ValueError, match=words):
+            score(text, "4", options, ProcessSandbox())
