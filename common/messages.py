@@ -117,6 +117,7 @@ class SampleHeader(Message):
     tool_errors: Count = Field(0, description="Tool calls that were answered with an error text.")
     requests: Count = Field(0, description="An agent's requests that were taken, retries not counted; 0: our own loop.")
     retries: Count = Field(0, description="Requests that got the reply to an earlier one again.")
+    refused: Count = Field(0, description="Requests that the endpoint did not take, those beyond a limit not counted.")
     dropped: Count = Field(0, description="Requests without a reply, or whose reply nobody has read.")
     prompt_tokens: Count = Field(0, description="Of the other requests; each prompt is counted whole.")
     kept_tokens: Count = Field(0, description="Those of them that are the ids of earlier turns.")

@@ -154,6 +154,8 @@ class Episode:
         failure: what an agent failed with, where that counts as the model's doing.
         requests: what became of each request of an agent; see `Session.requests_made`.
         retries: an agent's requests that got the reply to an earlier one again.
+        refusals: an agent's requests that were refused; see `Session.refusals_made`.
+        refused: how many they were, without those beyond a limit.
         folder: an agent's files, until the episode is scored.
         step: the step under way, from the first turn to the last.
     """
@@ -171,6 +173,8 @@ class Episode:
     failure: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     retries: int = 0
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    refused: int = 0
     folder: Path | None = None
     step: EpisodeStep | None = None
 
@@ -245,6 +249,8 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
     }
     if episode.opened:
         record["opened"] = episode.opened
+    if episode.refusals:
+        record["refusals"] = episode.refusals
     if episode.requests:
         record["requests"] = episode.requests
         if finished:  # neither the messages nor the header say what an agent gave

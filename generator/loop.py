@@ -52,6 +52,7 @@ class Generator(Worker[LeasedTask]):
         self.engine, self.parts = services.engine, services.parts
         self.runner = TaskRunner(config, self.engine, self.parts, self.inbox.name, self.log, services.endpoint)
         self.weights = WeightUpdater(config, services)
+        self.endpoint = services.endpoint
         self.source = TaskSource(self.inbox, self.weights, services.broker.dead_after, self.log)
         self.rescores = config.sampler.drift.mode == "rescore"
         self.learner = LearnerWatch(services.broker, services.log)
@@ -153,7 +154,10 @@ class Generator(Worker[LeasedTask]):
             self.slots.look(self.slots_taken, self.metrics.episodes - ended)
             self.slot_freed.set()  # there may be more
             ended = self.metrics.episodes
-            self.presence.status(**self.metrics.status(self.slots_taken, self.slots.limit, self._waiting()))
+            status = self.metrics.status(self.slots_taken, self.slots.limit, self._waiting())
+            if self.endpoint is not None:
+                status["refused"] = status["metrics"]["generator/refused"] = self.endpoint.refused
+            self.presence.status(**status)
 
     async def close(self) -> None:
         """Close what episodes use."""

@@ -178,6 +178,7 @@ def _counts(episode: Episode) -> dict[str, Any]:
         "tool_errors": episode.tool_errors,
         "requests": len(episode.requests),
         "retries": episode.retries,
+        "refused": episode.refused,
         "dropped": len(episode.requests) - len(answered),
         "prompt_tokens": sum(request["prompt"] for request in answered),
         "kept_tokens": sum(request["kept"] for request in answered),

@@ -28,7 +28,7 @@ SAMPLERS = ("reward/mean",)  # metrics of the learner that the sampler measures 
 ENDINGS = ("stop", "user", "length", "max_assistant_turns", "max_user_turns", "max_seconds", "agent_failed")
 CUT_OFF = ("length", "max_seconds")
 OTHER = "other"
-OF_AGENTS = ("requests", "retries", "dropped", "prompt_tokens", "kept_tokens")  # counts of a sample's header
+OF_AGENTS = ("requests", "retries", "refused", "dropped", "prompt_tokens", "kept_tokens")  # counts of a sample's header
 
 
 class SamplerMetrics:
@@ -244,7 +244,7 @@ class EpisodeMetrics:
         if self._rows > n:
             values["num_rows/mean"] = self._rows / n
         if agents := self._agents["episodes"]:
-            values |= {f"agent/{name}": self._agents[name] / agents for name in ("requests", "retries", "dropped")}
+            values |= {f"agent/{name}": self._agents[name] / agents for name in OF_AGENTS[:4]}
             values["agent/kept_prompt_ids"] = self._agents["kept_tokens"] / max(1, self._agents["prompt_tokens"])
         if self._calls:
             values["tool_calls/error_ratio"] = self._errors / self._calls

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from common.config.section import Section
 from common.network import is_tcp
+
+# Fields of requests that ask for another distribution than the recorded one, and that an agent can do without.
+Ignorable = Literal[
+    "tool_choice", "response_format", "thinking", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "min_p", "min_tokens", "top_logprobs",
+]  # fmt: skip
+IGNORABLE: tuple[str, ...] = get_args(Ignorable)
 
 
 class AgentConfig(Section):
@@ -47,6 +54,12 @@ class AgentConfig(Section):
         "connected",
         description="Rows to train on: `connected` leaves out requests that share nothing with the task, for example "
         "for a title.",
+    )
+    ignore: list[Ignorable] = Field(
+        [],
+        description="Fields of the agent's requests that are taken out instead of refused: the model then samples as "
+        "without them, and may call no tool or write no JSON. `response_format` also means `text.format` and "
+        "`output_config.format` of the other dialects.",
     )
     failure: Literal["retry"] | float = Field(
         "retry",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 
+from common.config.agent import IGNORABLE
 from generator.agents.exchange import App, Receive, Send
 from generator.agents.session import AgentRequest, RequestRefused
 from generator.chat_template import Message
@@ -22,6 +23,7 @@ DECIDED = ("temperature", "top_p", "top_k", "seed")  # by the session, whatever 
 HARMLESS = {
     *DECIDED, "stop", "stop_token_ids", "max_tokens", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output", "output_kind", "stream_interval", "logprobs", "skip_clone", "extra_args",
+    "output_text_buffer_length",  # vLLM derives it from `stop`
 }  # fmt: skip
 # Fields that change the prompt, name other data than the request's, or are for vLLM's own processes; and the values
 # with which they do nothing.
@@ -46,7 +48,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None,),
     "media_io_kwargs": (None,),
 }
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 OPTIONAL_TOOLS = (None, "auto", "none")
+# Where clients send what `episode.agent.ignore` names, other than in a field of that name; and what vLLM makes of it.
+PLACES = {
+    "response_format": ("response_format", "text.format", "output_config.format"),
+    "structured_outputs": ("response_format", "text.format", "output_config.format", "structured_outputs"),
+    "thinking_token_budget": ("thinking", "thinking_token_budget"),
+}
+# Kinds of `tool_choice`, formats and thinking that ask for nothing.
+PLAIN_KINDS = ("auto", "none", "text", "adaptive", "disabled", 0)
 
 
 class Parsed(NamedTuple):
@@ -67,24 +78,29 @@ class Dialect:
     def __init__(self, app: Any) -> None:
         self._app, self._state = app, app.state
 
-    def read(self, body: dict[str, Any]) -> AgentRequest:
+    def read(self, body: dict[str, Any], ignore: Collection[str] = ()) -> AgentRequest:
         """The request in a body.
+
+        Args:
+            ignore: fields that are taken out of the body; see `AgentConfig`.
 
         Raises:
             RequestRefused: it asks for what the session decides, or for what vLLM does not take.
         """
+        body, ignored = _without(body, ignore)
         for name, harmless in REFUSED.items():
             if body.get(name) not in harmless:
                 raise RequestRefused(f"{name} is not supported here")
         try:
             asked = {name: body.get(name) for name in DECIDED}
             parsed = self._parse(body)
-            self._check_sampling(parsed.sampling)
+            self._check_sampling(parsed.sampling, body)
             return AgentRequest(
                 messages=self._conversation(parsed.messages),
                 variables=self._variables(parsed.sampling, parsed.tools),
                 streamed=bool(parsed.body.stream),
                 sampling=asked,
+                ignored=ignored,
                 body=parsed.body,
             )
         except RequestRefused:
@@ -99,6 +115,10 @@ class Dialect:
         """
         body, handle = request.body, inspect.unwrap(self._handler())  # without what ends it if its client leaves
         body.kv_transfer_params = {"prompt_token_ids": prompt_ids}
+        room = self._state.vllm_config.model_config.max_model_len - len(prompt_ids)
+        for name in LENGTHS:  # vLLM refuses more than the model takes, and agents ask for 32,000 of any model
+            if (asked := getattr(body, name, None)) is not None and asked > room:
+                setattr(body, name, room)
 
         async def answer(scope: Any, receive: Receive, send: Send) -> None:
             response = await handle(body, Request(scope, receive))
@@ -138,13 +158,20 @@ class Dialect:
             raise RequestRefused("only text is supported here")
         return [dict(message, content=message.get("content") or "") for message in conversation]
 
-    def _check_sampling(self, request: Any) -> None:
+    def _check_sampling(self, request: Any, body: dict[str, Any]) -> None:
         if request.tool_choice not in OPTIONAL_TOOLS:
-            raise RequestRefused("tool_choice must be auto or none here: a forced call is not what the model samples")
-        asked = request.to_sampling_params(1, {})
+            asked = json.dumps(body.get("tool_choice"))[:100]
+            raise RequestRefused(
+                f"tool_choice = {asked} is not supported here: a forced call is not what the model samples"
+                + _way_out("tool_choice")
+            )
+        sampled = request.to_sampling_params(1, {})
         for name, plain in _plain_sampling().items():
-            if getattr(asked, name) != plain:
-                raise RequestRefused(f"{name} is not supported here: what is sampled would not be what is recorded")
+            if getattr(sampled, name) != plain:
+                field = next((place for place in PLACES.get(name, ()) if _at(body, place) is not None), name)
+                raise RequestRefused(
+                    f"{field} is not supported here: what is sampled would not be what is recorded" + _way_out(field)
+                )
 
     def _variables(self, request: Any, tools: list[Any] | None) -> dict[str, Any]:
         from vllm.renderers.hf import resolve_chat_template, resolve_chat_template_kwargs
@@ -270,6 +297,33 @@ def _plain_sampling() -> dict[str, Any]:
     names = [name for name in SamplingParams.__struct_fields__ if name not in HARMLESS and not name.startswith("_")]
     plain = SamplingParams()
     return {name: getattr(plain, name) for name in names}
+
+
+def _at(body: Any, place: str) -> Any:
+    """What stands in a body at a place such as `text.format`; None if nothing does."""
+    for name in place.split("."):
+        body = body.get(name) if isinstance(body, dict) else None
+    return body
+
+
+def _without(body: dict[str, Any], ignore: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A body without the fields to ignore, as far as they ask for anything; and the names of those."""
+    ignored = []
+    for place in (place for name in ignore for place in PLACES.get(name, (name,))):
+        asked = _at(body, place)
+        if asked is None or (asked.get("type") if isinstance(asked, dict) else asked) in PLAIN_KINDS:
+            continue
+        ignored.append(place)
+        first, _, rest = place.partition(".")
+        within = {name: value for name, value in body[first].items() if name != rest} if rest else None
+        body = {name: value for name, value in body.items() if name != first} | ({first: within} if within else {})
+    return body, tuple(ignored)
+
+
+def _way_out(field: str) -> str:
+    """How a refused field can pass, if it can."""
+    name = next((name for name in IGNORABLE if field in PLACES.get(name, (name,))), None)
+    return "" if name is None else f"; episode.agent.ignore: [{name}] lets it pass unheeded"
 
 
 def _tools(request: Any) -> list[Any] | None:

@@ -73,6 +73,16 @@ class Endpoint:
         await endpoint._serve()
         return endpoint
 
+    @property
+    def strangers(self) -> int:
+        """Requests so far with a key of no session."""
+        return self._layer.strangers
+
+    @property
+    def refused(self) -> int:
+        """Requests so far that were refused, those beyond a limit of their session not counted."""
+        return self._layer.refused
+
     def open(self, limits: SessionLimits) -> Session:
         """A session of its own for one attempt at a task; its keys are over once it is closed."""
         session = Session(limits, self._template, self._max_model_len, self.url, self._log, on_close=self._layer.remove)

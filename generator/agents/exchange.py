@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
@@ -24,6 +25,7 @@ class Exchange:
         seen: a reader was sent enough of the reply to act on.
         heard: a reader was sent all of it.
         failure: what the app raised.
+        seconds: how long the app has taken, until now or until it ended.
     """
 
     def __init__(self, fingerprint: bytes, streamed: bool, node: Any = None) -> None:
@@ -33,12 +35,17 @@ class Exchange:
         self.seen = self.heard = False
         self.failure: Exception | None = None
         self.task: asyncio.Task[None] | None = None
+        self._began, self._seconds = time.monotonic(), cast(float | None, None)
         self._sent: list[AsgiMessage] | None = []
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def ended(self) -> bool:
         return self.task is not None and self.task.done()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began if self._seconds is None else self._seconds
 
     @property
     def can_be_heard(self) -> bool:
@@ -119,6 +126,7 @@ class Exchange:
         except Exception as error:
             self.failure = error
         finally:
+            self._seconds = self.seconds
             if not sent or not _is_last(sent[-1]):
                 on_end()
 

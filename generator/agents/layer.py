@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from generator.agents.client import CURRENT
@@ -18,6 +18,7 @@ from generator.agents.exchange import App, AsgiMessage, Exchange, Receive, Send
 from generator.agents.session import (
     AgentRequest,
     ContextTooLong,
+    Refused,
     RequestRefused,
     RewardRefused,
     Session,
@@ -29,6 +30,7 @@ from generator.concurrency import LONG_TEXT, offload
 BODY_SECONDS = 30.0  # until a body must be complete
 MAX_IN_FLIGHT = 128  # requests of one session, those whose bodies are still being read included
 CLOSED_KEYS = 1 << 16  # sessions that are over and still known as such
+DIFFERENT = 100  # lines of a kind that are logged
 REWARD = "/v1/reward"
 # Beside the dialects: reading, which samples nothing.
 PLAIN = {("GET", "/v1/models"), ("POST", "/v1/messages/count_tokens")}
@@ -41,7 +43,7 @@ class Dialect(Protocol):
 
     errors: str
 
-    def read(self, body: dict[str, Any]) -> AgentRequest: ...
+    def read(self, body: dict[str, Any], ignore: Collection[str] = ()) -> AgentRequest: ...
 
     def app(self, request: AgentRequest, prompt_ids: list[int]) -> App: ...
 
@@ -49,11 +51,11 @@ class Dialect(Protocol):
 
 
 class Refusal(Exception):
-    """An answer that is an error."""
+    """An answer that is an error; `is_limit`: see `Refused`."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, is_limit: bool = False) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.is_limit = status, code, is_limit
 
 
 class SessionLayer:
@@ -62,6 +64,10 @@ class SessionLayer:
     Args:
         model: the only name that requests may ask for.
         max_body: bytes.
+
+    Attributes:
+        strangers: requests with a key of no session.
+        refused: requests that were refused, theirs included; those beyond a limit are not.
     """
 
     def __init__(self, app: App, dialects: Mapping[str, Dialect], model: str, max_body: int, log: Any) -> None:
@@ -69,6 +75,8 @@ class SessionLayer:
         self._sessions: dict[str, Session] = {}
         self._rewards: dict[str, Session] = {}
         self._closed: dict[str, None] = {}  # keys of sessions that are gone, oldest first
+        self._said: set[str] = set()
+        self.strangers = self.refused = 0
 
     def add(self, session: Session) -> None:
         self._sessions[session.key] = session
@@ -94,12 +102,14 @@ class SessionLayer:
         style = getattr(
             self._dialects.get(path), "errors", "anthropic" if path.startswith("/v1/messages") else "openai"
         )
+        session: Session | None = None
         try:
             headers = _headers(scope)
             session = self._session((match[1] if match else None) or _key(headers), path)
             scope.get("state", {}).get("admit", lambda: None)()
             await self._answer(session, scope["method"], path, headers, receive, send)
         except Refusal as refusal:
+            self._note(session, Refused(refusal.status, scope["path"], str(refusal), refusal.is_limit))
             await _send_error(send, style, refusal)
 
     def _session(self, key: str, path: str) -> Session:
@@ -151,12 +161,15 @@ class SessionLayer:
                 404, f"the model `{shown}` does not exist; this endpoint has `{self._model}`", "model_not_found"
             )
         try:
-            request = await offload(len(body) > LONG_TEXT, dialect.read, parsed)
+            request = await offload(len(body) > LONG_TEXT, dialect.read, parsed, session.limits.ignore)
+            self._say_once(
+                "fields of agents' requests are ignored (episode.agent.ignore)", path=path, fields=request.ignored
+            )
             node = await session.begin(request)
         except (RequestRefused, TemplateFailed) as error:
             raise Refusal(400, str(error)) from None
         except SessionOver as error:
-            raise Refusal(409, str(error)) from None
+            raise Refusal(409, str(error), is_limit=True) from None
         except ContextTooLong as error:
             raise _too_long(error, dialect.errors) from None
         exchange = Exchange(fingerprint, request.streamed, node)
@@ -168,6 +181,8 @@ class SessionLayer:
                 session.answer(node, dialect.reply(reply, request.streamed))
             else:
                 session.drop(node)
+                if status >= 400 and not session.over.is_set():
+                    self._note(session, Refused(status, path, _error_in(reply)))
 
         self._start(exchange, session, app, "POST", path, b"", on_end)
         return exchange
@@ -206,12 +221,32 @@ class SessionLayer:
         if exchange.node is not None:
             session.keep(exchange)
 
+    def _note(self, session: Session | None, refused: Refused) -> None:
+        """Note a refusal with its session; one of no session is counted alone, and of one that is over not at all."""
+        if session is None and refused.status != 401:
+            return
+        self.refused += not refused.is_limit
+        if session is None:
+            self.strangers += 1
+            return
+        refused = refused._replace(path=(_PATH.fullmatch(refused.path) or [None, None, refused.path])[2][:100])
+        session.refused(refused)
+        if not refused.is_limit:
+            self._say_once("the endpoint refused an agent's request", answered=str(refused))
+
+    def _say_once(self, event: str, **details: Any) -> None:
+        """Log what would otherwise be logged with each of a thousand sessions; empty details are nothing to say."""
+        known = repr((event, details))
+        if all(details.values()) and known not in self._said and len(self._said) < DIFFERENT:
+            self._said.add(known)
+            self._log.warning(event, **details)
+
     async def _follow(self, exchange: Exchange, session: Session, receive: Receive, send: Send) -> None:
         if await exchange.follow(receive, send):
             return
         # The app ended without a word.
         if session.over.is_set() and session.failure is None:
-            raise Refusal(409, f"this session is over: {session.reason}")
+            raise Refusal(409, f"this session is over: {session.reason}", is_limit=True)
         self._log.warning("the endpoint's app failed", error=repr(exchange.failure))
         raise Refusal(500, "the engine failed")
 
@@ -259,11 +294,20 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return value
 
 
+def _error_in(body: bytes) -> str:
+    """The message of an error of vLLM's server, in one line."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = body[:500].decode(errors="replace")
+    return " ".join(str(message).split())[:500]
+
+
 def _too_long(error: ContextTooLong, style: str) -> Refusal:
     """The error by which clients of each dialect know that they must shorten the conversation."""
     if style == "anthropic":
-        return Refusal(400, f"prompt is too long: {error.tokens} tokens > {error.limit} maximum")
-    return Refusal(400, str(error), "context_length_exceeded")
+        return Refusal(400, f"prompt is too long: {error.tokens} tokens > {error.limit} maximum", is_limit=True)
+    return Refusal(400, str(error), "context_length_exceeded", is_limit=True)
 
 
 RETRIED = {408, 429}

@@ -31,7 +31,7 @@ from generator.agents.endpoint import Endpoint
 from generator.agents.environment import EnvironmentServer
 from generator.agents.programs import AgentFailed, AgentTask, Program, make_program
 from generator.agents.sandboxed import URL, SandboxedCommand
-from generator.agents.session import Session, SessionLimits
+from generator.agents.session import EndpointFailed, Session, SessionLimits
 from generator.concurrency import LONG_TOKENS, offload, with_timeout
 from generator.engine.engine import Engine
 from generator.episode import Episode, EpisodeStep
@@ -86,7 +86,7 @@ class AgentRunner:
         seconds = self.config.max_seconds
         episode.step = EpisodeStep("agent", math.inf if seconds is None else time.monotonic() + seconds)
         episode.folder = Path(await in_thread(tempfile.mkdtemp, prefix="agent-", dir=own_folder()))
-        session = self._endpoint.open(self._limits(**sampling))
+        session, strangers = self._endpoint.open(self._limits(**sampling)), self._endpoint.strangers
         try:
             program = await self._play(self._task(task, session, episode.folder), session)
         finally:
@@ -94,8 +94,15 @@ class AgentRunner:
             episode.transcript.entries = session.transcript()
             episode.tool_calls = session.tool_calls()
             episode.requests, episode.retries = session.requests_made(), session.retries
+            episode.refusals, episode.refused = session.refusals_made(), session.refusals_counted
         if session.failure is not None:
             raise session.failure
+        if not episode.turns and not session.requests and (unknown := self._endpoint.strangers - strangers):
+            raise AgentFailed(
+                f"the agent never called the model; meanwhile {unknown} requests came with a key of no task"
+            )
+        if fault := session.fault(seconds if session.reason == "max_seconds" else None):
+            raise EndpointFailed(fault)
         self._conclude(episode, session, program)
         read = partial(self._response, episode)
         episode.response = await offload(episode.length > LONG_TOKENS, read)
@@ -136,15 +143,13 @@ class AgentRunner:
         except AgentFailed as error:
             # What was too long for the model ends an episode like any other limit.
             if session.reason != "length":
+                if session.refusals_counted:
+                    raise AgentFailed(f"{error}; the endpoint refused {session.shown_refusals()}") from None
                 if self.agent.failure == "retry" or not episode.turns:
                     raise
                 episode.reason, episode.reward, episode.failure = "agent_failed", self.agent.failure, str(error)
         if not episode.turns:
-            raise AgentFailed(
-                f"none of the agent's {session.requests} requests got a token"
-                if session.requests
-                else "the agent never called the model"
-            )
+            raise AgentFailed(_never_called(session))
         own = self._gives_reward and isinstance(returned, int | float)
         episode.answer = session.answer_text() if returned is None or own else _text(returned)
         if self._gives_reward and episode.reason != "agent_failed":
@@ -168,6 +173,7 @@ class AgentRunner:
             seed=seed,
             history=self.agent.history,
             train=self.agent.train,
+            ignore=tuple(self.agent.ignore),
             reward_range=self._reward_range if self._gives_reward else None,
             markup=self._data.prompt_markup,
         )
@@ -194,6 +200,18 @@ class AgentRunner:
 
     def _response(self, episode: Episode) -> str:
         return "\n".join(self.template.text(row.response_ids(), plain=True) for row in episode.rows)
+
+
+def _never_called(session: Session) -> str:
+    """Why there is nothing to train on."""
+    refused = sum(session.refusals.values())
+    if session.requests:
+        said = f"none of the agent's {session.requests} requests got a token"
+    elif refused:
+        said = f"the agent never called the model: {refused} requests were refused"
+    else:
+        return "the agent never called the model"
+    return f"{said}: {session.shown_refusals()}" if refused else said
 
 
 def _text(returned: object) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from generator.engine.engine import Completion
 from generator.episode import Row, TranscriptEntry
 
 REMEMBERED = 16  # replies that a session keeps for retries; an SDK retries within seconds
+DIFFERENT_REFUSALS = 50  # that a session counts
+STALLED = 0.5  # share of an attempt's time from which on a request that waits for its first token has stalled it
 CLOSE_SECONDS = 5.0  # until requests that do not end once they are cut are given up, with their tokens
 
 
@@ -33,6 +36,7 @@ class SessionLimits:
         temperature, top_p, top_k: see `Engine.generate`.
         seed: of the first request; each later one has the next.
         history, train: see `Tree`.
+        ignore: fields of requests that are taken out instead of refused.
         reward_range: which rewards the agent may send; None: none.
         markup: whether special tokens in what the agent sends count as such.
     """
@@ -45,6 +49,7 @@ class SessionLimits:
     seed: int | None = None
     history: History = "as_sampled"
     train: Train = "connected"
+    ignore: tuple[str, ...] = ()
     reward_range: tuple[float, float] | None = None
     markup: bool = False
 
@@ -58,6 +63,7 @@ class AgentRequest:
         variables: of the chat template, `tools` among them; plain data.
         streamed: whether the reply is to come piece by piece.
         sampling: what the agent asks for that the session decides, by vLLM's names.
+        ignored: fields that were taken out of the body.
         body: the checked body, as its dialect has it.
     """
 
@@ -65,7 +71,33 @@ class AgentRequest:
     variables: dict[str, Any]
     streamed: bool = False
     sampling: dict[str, Any] | None = None
+    ignored: tuple[str, ...] = ()
     body: Any = None
+
+
+class Refused(NamedTuple):
+    """What the endpoint answered a request that it did not take.
+
+    Attributes:
+        is_limit: the request is beyond a limit of the session or of the model, which is the model's doing.
+    """
+
+    status: int
+    path: str
+    message: str
+    is_limit: bool = False
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the same request may be taken a moment later."""
+        return not self.is_limit and (self.status in (408, 429) or self.status >= 500)
+
+    def __str__(self) -> str:
+        return f"{self.status} for {self.path}: {self.message}"
+
+
+class EndpointFailed(Exception):
+    """The endpoint refused a request, or let it wait, through no fault of the agent's or the model's."""
 
 
 class SessionOver(Exception):
@@ -99,6 +131,7 @@ class Session:
         reason: why that is: `length`, `max_assistant_turns`, or what `close` was told.
         failure: an error of the engine; the session then says nothing about the model.
         reward: what the agent sent as its reward.
+        refusals: how often the endpoint refused requests with which words; see `refused`.
         requests, retries: requests for tokens that were taken, and those answered by the reply to an earlier one.
         in_flight: requests of any kind whose clients wait.
     """
@@ -121,6 +154,8 @@ class Session:
         self.failure: Exception | None = None
         self.reward: float | None = None
         self.requests = self.retries = self.in_flight = 0
+        self.refusals: Counter[Refused] = Counter()
+        self._fault: tuple[Refused, int] | None = None  # the last one, and how many requests were taken before
         self.tree = Tree(limits.history)
         self.exchanges: list[Exchange] = []
         self._template, self._max_model_len, self._log = template, max_model_len, log
@@ -184,6 +219,8 @@ class Session:
         """Record how the agent was given what was sampled for a request, if it can be sent back."""
         if node.turn is not None and reply is not None:
             self.tree.answer(node, reply)
+        if self._fault is not None and node.number >= self._fault[1]:
+            self._fault = None
 
     def drop(self, node: Node) -> None:
         """Take back a request that was not answered, or whose reply nobody has read; what was sampled is forgotten."""
@@ -194,6 +231,37 @@ class Session:
         self._used -= len(node.tail) if node.parent else 0
         self._turns -= 1
         self.tree.drop(node)
+
+    def refused(self, refused: Refused) -> None:
+        """Record that a request was refused."""
+        if refused in self.refusals or len(self.refusals) < DIFFERENT_REFUSALS:
+            self.refusals[refused] += 1
+        if refused.is_fault:
+            self._fault = (refused, len(self.tree.nodes))
+
+    @property
+    def refusals_counted(self) -> int:
+        """Refused requests, without those beyond a limit."""
+        return sum(times for refused, times in self.refusals.items() if not refused.is_limit)
+
+    def shown_refusals(self) -> str:
+        """What refused requests were answered, the most frequent first, in one line."""
+        most = self.refusals.most_common(3)
+        shown = "; ".join(f"{times} × {refused}" for refused, times in most)
+        return shown + (f"; and {len(self.refusals) - 3} others" if len(self.refusals) > 3 else "")
+
+    def fault(self, seconds: float | None = None) -> str:
+        """What the endpoint did that ended this attempt, once the session is closed; empty if nothing.
+
+        Args:
+            seconds: how long the attempt was, if a limit of time has ended it.
+        """
+        if self._fault is not None:
+            return f"the endpoint refused a request of the agent's, and took none after it: {self._fault[0]}"
+        waited = max((one.seconds for one in self.exchanges if one.node and one.node.turn is None), default=0.0)
+        if seconds is not None and waited > STALLED * seconds:
+            return f"the endpoint stalled: a request waited {waited:.1f} s of the attempt's {seconds:g} s for a token"
+        return ""
 
     def retried(self, fingerprint: bytes, says_so: bool) -> Exchange | None:
         """The earlier request with this body, if this one is sent again because nobody heard the reply to that one.
@@ -311,6 +379,13 @@ class Session:
             made.append(one)
         return made
 
+    def refusals_made(self) -> list[dict[str, Any]]:
+        """The requests that were refused, as plain data for the record of the episode."""
+        return [
+            {"times": times, "status": refused.status, "path": refused.path, "message": refused.message}
+            for refused, times in self.refusals.items()
+        ]
+
     def transcript(self) -> list[TranscriptEntry]:
         """What was said, by requests; each entry has the number of its request and of the one that this continues."""
         entries = []
@@ -320,11 +395,15 @@ class Session:
             details: dict[str, Any] = {"request": node.number}
             if node.parent is not None:
                 details["continues"] = node.parent.number
-            for message in node.messages:
-                entries.append(TranscriptEntry(message["role"], str(message.get("content") or ""), dict(details)))
-            reply = node.reply or {}
-            said = {key: reply[key] for key in ("reasoning", "tool_calls") if reply.get(key)}
-            entries.append(TranscriptEntry("assistant", str(reply.get("content") or ""), details | said))
+            said = [*node.messages, {**(node.reply or {}), "role": "assistant"}]
+            entries += [
+                TranscriptEntry(
+                    message["role"],
+                    str(message.get("content") or ""),
+                    details | {key: message[key] for key in ("reasoning", "tool_calls") if message.get(key)},
+                )
+                for message in said
+            ]
         return entries
 
     async def _tail(self, request: AgentRequest, parent: Node | None, known: int) -> np.ndarray:

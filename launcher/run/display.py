@@ -206,6 +206,8 @@ def figures(progress: Progress) -> Table:
     table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
     counted, dispatched = progress.counters.get("counted", 0), progress.counters.get("dispatched", 0)
     table.add_row("samples counted", f"{counted:,}", f"of {dispatched:,} dispatched")
+    if refused := sum(int(process.get("refused") or 0) for process in progress.processes.values()):
+        table.add_row("refused requests", f"{refused:,}", "of agents, by the endpoint; the generators' logs say which")
     if progress.scoring is not None:
         table.add_row("waiting for scores", f"{progress.scoring:,}", "samples, by teachers")
     if progress.gpus:

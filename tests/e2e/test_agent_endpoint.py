@@ -95,11 +95,11 @@ def anthropic_client(session: Session) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=session.base_url.removesuffix("/v1"), api_key="none")
 
 
-async def chat(served: Served, session: Session) -> str:
+async def chat(served: Served, session: Session, **asked: Any) -> str:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     async with openai_client(served, session) as client:
         while True:
-            reply = await client.chat.completions.create(messages=messages, tools=CHAT_TOOLS, **COMMON)
+            reply = await client.chat.completions.create(messages=messages, tools=CHAT_TOOLS, **COMMON, **asked)
             message = reply.choices[0].message
             messages.append(message)
             if not message.tool_calls:
@@ -109,11 +109,11 @@ async def chat(served: Served, session: Session) -> str:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "4"})
 
 
-async def streamed_chat(served: Served, session: Session) -> str:
+async def streamed_chat(served: Served, session: Session, **asked: Any) -> str:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     async with openai_client(served, session) as client:
         while True:
-            async with client.chat.completions.stream(messages=messages, tools=CHAT_TOOLS, **COMMON) as stream:
+            async with client.chat.completions.stream(messages=messages, tools=CHAT_TOOLS, **COMMON, **asked) as stream:
                 message = (await stream.get_final_completion()).choices[0].message
             calls = [call.model_dump() for call in message.tool_calls or ()]
             for call in calls:
@@ -146,12 +146,12 @@ async def streamed_responses(served: Served, session: Session) -> str:
     return await responses(served, session, streamed=True)
 
 
-async def messages(served: Served, session: Session, streamed: bool = False) -> str:
+async def messages(served: Served, session: Session, streamed: bool = False, **more: Any) -> str:
     history: list[Any] = [{"role": "user", "content": QUESTION}]
     # This SDK has no argument for the temperature any more.
     asked: Any = {
         "model": "policy", "max_tokens": 100, "tools": ANTHROPIC_TOOLS, "extra_body": {"temperature": 0.3}
-    }  # fmt: skip
+    } | more  # fmt: skip
     async with anthropic_client(session) as client:
         while True:
             if streamed:
@@ -167,8 +167,8 @@ async def messages(served: Served, session: Session, streamed: bool = False) -> 
             history.append({"role": "user", "content": results})
 
 
-async def streamed_messages(served: Served, session: Session) -> str:
-    return await messages(served, session, streamed=True)
+async def streamed_messages(served: Served, session: Session, **asked: Any) -> str:
+    return await messages(served, session, streamed=True, **asked)
 
 
 AGENTS = [chat, streamed_chat, responses, streamed_responses, messages, streamed_messages]
@@ -266,6 +266,94 @@ def test_what_changes_the_distribution_is_refused(served: Served) -> None:
     served(ask())
     served(session.close())
     assert session.rows() == []
+
+
+FORCED: Any = {"type": "function", "function": {"name": "calculator"}}
+JSON_SCHEMA: Any = {"name": "answer", "schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+# By the client's own field: what is refused unless it is ignored, with the fields beside it.
+WANTED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "a call": ("chat", "tool_choice", {"tool_choice": "required", "tools": CHAT_TOOLS}),
+    "this call": ("chat", "tool_choice", {"tool_choice": FORCED, "tools": CHAT_TOOLS}),
+    "JSON": ("chat", "response_format", {"response_format": {"type": "json_object"}}),
+    "a schema": ("chat", "response_format", {"response_format": {"type": "json_schema", "json_schema": JSON_SCHEMA}}),
+    "a call in Responses": ("responses", "tool_choice", {"tool_choice": "required", "tools": RESPONSE_TOOLS}),
+    "JSON in Responses": (
+        "responses", "text.format", {"text": {"format": {"type": "json_object"}, "verbosity": "low"}},
+    ),
+    "a schema in Responses": ("responses", "text.format", {"text": {"format": {"type": "json_schema", **JSON_SCHEMA}}}),
+    "any call of Anthropic's": ("messages", "tool_choice", {"tool_choice": {"type": "any"}, "tools": ANTHROPIC_TOOLS}),
+    "this call of Anthropic's": (
+        "messages", "tool_choice", {"tool_choice": {"type": "tool", "name": "calculator"}, "tools": ANTHROPIC_TOOLS},
+    ),
+    "a schema of Anthropic's": (
+        "messages", "output_config.format",
+        {"output_config": {"format": {"type": "json_schema", "schema": JSON_SCHEMA["schema"]}}},
+    ),
+    "a budget of thinking": (
+        "messages", "thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_a_field_that_is_ignored_changes_nothing(served: Served, wanted: str) -> None:
+    dialect, field, asked = WANTED[wanted]
+    name = "response_format" if field.endswith("format") else field
+    refusing, ignoring = served.session(), served.session(ignore=(name,), seed=1)
+
+    async def ask(session: Session) -> Any:
+        said = {"model": "policy", "extra_body": asked}
+        if dialect == "messages":
+            async with anthropic_client(session) as client:
+                history: Any = [{"role": "user", "content": QUESTION}]
+                return await client.messages.create(**({"max_tokens": 100, "messages": history} | said))
+        async with openai_client(served, session) as other:
+            if dialect == "responses":
+                return await other.responses.create(input=QUESTION, **said)  # type: ignore[call-overload]
+            return await other.chat.completions.create(messages=[{"role": "user", "content": QUESTION}], **said)
+
+    with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match=rf"{field}\b.*ignore: \[{name}\]"):
+        served(ask(refusing))
+    served(ask(ignoring))
+    served(ignoring.close())
+    (row,) = ignoring.rows()
+    said = served.engine.tokenizer.encode(CALL, add_special_tokens=False)
+    assert [row.tokens()[start:end].tolist() for start, end in row.spans] == [said]
+    assert error(served, row) < TOLERANCE
+
+
+def test_more_tokens_than_the_model_takes_are_no_error(served: Served) -> None:
+    session = served.session(seed=1)
+
+    async def ask() -> list[str]:
+        history: Any = [{"role": "user", "content": QUESTION}]
+        async with openai_client(served, session) as client, anthropic_client(session) as other:
+            chat = await client.chat.completions.create(model="policy", messages=history, max_tokens=32_000)
+            response = await client.responses.create(model="policy", input=QUESTION, max_output_tokens=32_000)
+            message = await other.messages.create(model="policy", messages=history, max_tokens=8_000)
+        return [str(chat.choices[0].finish_reason), str(response.status), str(message.stop_reason)]
+
+    assert served(ask()) == ["stop", "completed", "end_turn"]
+    served(session.close())
+
+
+# A stop, what the client sees of ANSWER, and what is sampled: the token that completes the stop is the last.
+STOPS = {"is 4": ("It ", "It is 4"), "t i": ("I", "It i"), "no such text": ("It is 4", ANSWER)}
+
+
+@pytest.mark.parametrize("agent", [chat, streamed_chat, messages, streamed_messages], ids=lambda agent: agent.__name__)
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stop_of_several_characters_ends_the_turn(
+    served: Served, agent: Callable[..., Coroutine[Any, Any, str]], stop: str
+) -> None:
+    session, stops = served.session(seed=1), [stop, "not this either"]
+    asked = {"stop_sequences": stops} if agent in (messages, streamed_messages) else {"stop": stops}
+    heard = served(agent(served, session, **asked))
+    served(session.close())
+    (row,) = session.rows()
+    sampled = [served.engine.tokenizer.decode(row.tokens()[start:end]) for start, end in row.spans]
+    assert (heard, sampled) == (STOPS[stop][0], [CALL, STOPS[stop][1]])
+    assert error(served, row) < TOLERANCE
 
 
 def test_what_only_reads_is_served(served: Served) -> None:

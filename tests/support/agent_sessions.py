@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +37,12 @@ class PlainChat:
 
         return answer
 
-    def read(self, body: dict[str, Any]) -> AgentRequest:
+    def read(self, body: dict[str, Any], ignore: Collection[str] = ()) -> AgentRequest:
         if not isinstance(body.get("messages"), list):
             raise RequestRefused("messages: Field required")
         sampling = {"temperature": body.get("temperature")}
-        return AgentRequest(body["messages"], {}, bool(body.get("stream")), sampling, body)
+        ignored = tuple(name for name in ignore if name in body)
+        return AgentRequest(body["messages"], {}, bool(body.get("stream")), sampling, ignored, body)
 
     def reply(self, body: bytes, streamed: bool) -> dict[str, Any] | None:
         text = body.decode() if streamed else json.loads(body)["content"]

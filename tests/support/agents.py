@@ -13,9 +13,10 @@ import structlog
 
 from common.config import AgentConfig, Config
 from common.messages import Task
+from generator.agents.exchange import Exchange
 from generator.agents.programs import AgentTask, Program, make_program
 from generator.agents.runner import AgentRunner
-from generator.agents.session import AgentRequest, Session, SessionLimits
+from generator.agents.session import AgentRequest, Refused, Session, SessionLimits
 from generator.episode import Episode
 from generator.parts import EpisodeParts, RunParts
 from generator.task_runner import TaskRunner
@@ -50,7 +51,7 @@ SESSIONS: dict[str, Session] = {}  # by key, of all pretended endpoints
 class PretendEndpoint:
     """Opens sessions that agents of this process ask without HTTP; the model says what they have it say."""
 
-    url, model = "http://127.0.0.1:1", "policy"
+    url, model, strangers = "http://127.0.0.1:1", "policy", 0
 
     def __init__(self) -> None:
         self.sessions: list[Session] = []
@@ -66,6 +67,8 @@ async def scripted(task: AgentTask) -> object:
     """Do what the task's row says: what is said to each request, and then how this ends."""
     row, session = task.row, SESSIONS[task.api_key]
     messages: list[dict[str, Any]] = [{"role": "user", "content": str(task.prompt)}]
+    for refused in row.get("refused", ()):
+        session.refused(Refused(*refused))
     for says in row.get("asks", ()):
         node = await session.begin(AgentRequest(list(messages), {}))
         session.sampled(node, completion(TOKENIZER.encode(says + END, add_special_tokens=False)))
@@ -73,7 +76,10 @@ async def scripted(task: AgentTask) -> object:
         session.answer(node, reply)
         messages += [reply, {"role": "user", "content": "go on"}]
     if row.get("begins"):
-        await session.begin(AgentRequest(messages, {}))
+        node = await session.begin(AgentRequest(messages, {}))
+        session.keep(Exchange(b"", streamed=False, node=node))
+    for refused in row.get("refused_at_last", ()):
+        session.refused(Refused(*refused))
     if "sends" in row:
         session.send_reward(row["sends"])
     if "files" in row:

@@ -90,7 +90,10 @@ def lengths_panel(metrics: Metrics) -> dict[str, Any]:
         return steps(metrics, {label.replace("_", " "): name for label, name in labels.items()}, "sampler")
 
     lengths = of(mean="response_length/mean", longest="response_length/max", mean_with_prompt="tokens/mean")
-    calls = of(turns="num_turns/mean", tool_calls="tool_calls/mean", rows="num_rows/mean", requests="agent/requests")
+    calls = of(
+        turns="num_turns/mean", tool_calls="tool_calls/mean", rows="num_rows/mean",
+        requests="agent/requests", refused_requests="agent/refused",
+    )  # fmt: skip
     charts = [
         lines("lengths", "Response length", lengths, "tokens"),
         lines("cut-off", "Cut off by a limit", of(of_episodes="response_length/clip_ratio"), "share"),

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import structlog
 
 from generator.agents import layer
 from tests.support.agent_sessions import CHAT, MAX_BODY, MODEL, Client, Rig
@@ -97,6 +98,40 @@ async def test_a_bad_body_is_refused_in_one_line(body: Any, status: int, words: 
     assert (code, words in answer["error"]["message"]) == (status, True)
     assert "\n" not in answer["error"]["message"]
     assert (one.requests, one.in_flight, rig.app.scopes) == (0, 0, [])
+
+
+@in_event_loop
+async def test_refusals_are_counted_and_each_kind_is_said_once() -> None:
+    rig = Rig()
+    one, other, full = rig.session(), rig.session(), rig.session(max_model_len=40)
+    with structlog.testing.capture_logs() as logs:
+        for session in (one, one, other):
+            await Client(rig.layer, f"/s/{session.key}/v1/completions", None, {}).reply()
+        await rig.ask(one, "a", body={"model": "gpt-4o"}).reply()
+        await Client(rig.layer, CHAT, "no key", {}).reply()
+        await rig.ask(full, "x" * 100).reply()
+        rig.app.status = 400  # what vLLM's server itself refuses
+        await rig.ask(other, "a").reply()
+    nowhere = (404, "/v1/completions", "there is no such path here")
+    model = (404, CHAT, f"the model `gpt-4o` does not exist; this endpoint has `{MODEL}`")
+    assert one.refusals == {(*nowhere, False): 2, (*model, False): 1}
+    assert [refused.status for refused in other.refusals] == [404, 400]
+    assert [refused.is_limit for refused in full.refusals] == [True]
+    assert (one.refusals_counted, full.refusals_counted, rig.layer.refused, rig.layer.strangers) == (3, 0, 6, 1)
+    said = [line["answered"].partition(" for")[0] for line in logs if line["log_level"] == "warning"]
+    assert said == ["404", "404", "400"]
+    assert one.refusals_made()[0] == dict(zip(("status", "path", "message"), nowhere, strict=True), times=2)
+
+
+@in_event_loop
+async def test_ignored_fields_are_said_once() -> None:
+    rig = Rig()
+    sessions = [rig.session(ignore=("tool_choice",)) for _ in range(3)]
+    with structlog.testing.capture_logs() as logs:
+        for session in sessions:
+            await rig.ask(session, "a", body={"tool_choice": "required"}).reply()
+            await rig.ask(session, "b").reply()
+    assert [line["fields"] for line in logs if "ignored" in line["event"]] == [("tool_choice",)]
 
 
 @in_event_loop

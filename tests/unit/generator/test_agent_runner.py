@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import structlog
 from common.messages import MAX_TURNS, Task
 from generator.agents.programs import AgentFailed
 from generator.agents.runner import AgentRunner
+from generator.agents.session import EndpointFailed
 from generator.parts import EpisodeParts, RunParts
 from generator.task_runner import TaskRunner
-from tests.support.agents import PretendEndpoint, agent_config, play_agent, remove_folder
+from tests.support.agents import PretendEndpoint, agent_config, play_agent, remove_folder, run_agent
 from tests.support.episode import ScriptedEngine
 from tests.support.event_loop import in_event_loop
 from tests.support.waiting import until
@@ -80,6 +82,72 @@ def test_a_failure_may_count_as_the_models() -> None:
 def test_a_failed_agent_says_nothing_about_the_model(episode: dict[str, Any], row: dict[str, Any], error: str) -> None:
     with pytest.raises(AgentFailed, match=error):
         play_agent(agent_config(**episode), **row)
+
+
+NO_PATH = (404, "/v1/completions", "there is no such path here")
+TOO_LONG = (400, "/v1/messages", "prompt is too long", True)  # beyond a limit
+CROWDED, BROKEN = (429, "/v1/responses", "128 requests are in flight"), (500, "/v1/responses", "the engine failed")
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"refused": [NO_PATH] * 3},
+         "the agent never called the model: 3 requests were refused: 3 × 404 for /v1/completions: there is no such"),
+        ({"refused": [TOO_LONG]}, "1 requests were refused: 1 × 400 for /v1/messages: prompt is too long"),
+        ({"begins": True, "refused": [NO_PATH]}, "agent's 1 requests got a token: 1 × 404 for /v1/completions"),
+    ],
+)  # fmt: skip
+def test_an_agent_without_a_token_is_told_what_its_requests_were_answered(row: dict[str, Any], error: str) -> None:
+    with pytest.raises(AgentFailed, match=re.escape(error)):
+        play_agent(agent_config(), **row)
+
+
+@in_event_loop
+async def test_requests_with_a_key_of_no_task_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([2, 5])
+    monkeypatch.setattr(PretendEndpoint, "strangers", property(lambda _: next(counts)))
+    with pytest.raises(AgentFailed, match="never called the model; meanwhile 3 requests came with a key of no task"):
+        await run_agent(agent_config())
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        # What the agent makes of a refusal is not the model's doing.
+        (FAILS | {"refused": [NO_PATH]}, r"out of ideas .*; the endpoint refused 1 × 404 for /v1/completions"),
+        (FAILS | {"refused_at_last": [CROWDED]}, r"refused a request of the agent's, and took none after it: 429 for"),
+        (ONCE | {"refused_at_last": [CROWDED]}, r"refused a request of the agent's, and took none after it: 429 for"),
+        (
+            ONCE | {"refused_at_last": [BROKEN], "returns": "0"},
+            r"took none after it: 500 for /v1/responses: the engine",
+        ),
+    ],
+)
+def test_what_the_endpoint_refused_is_tried_again(row: dict[str, Any], error: str) -> None:
+    with pytest.raises((AgentFailed, EndpointFailed), match=error):
+        play_agent(agent_config(**COUNTS), **row)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (FAILS | {"refused": [TOO_LONG]}, "agent_failed"),
+        (ONCE | {"refused": [CROWDED, NO_PATH, BROKEN]}, "stop"),  # a later request was taken
+        (ONCE | {"refused_at_last": [NO_PATH]}, "stop"),  # it does without
+    ],
+)
+def test_a_refusal_that_an_agent_gets_over_changes_nothing(row: dict[str, Any], reason: str) -> None:
+    played = play_agent(agent_config(**COUNTS), **row)
+    assert (played.reason, len(played.refusals)) == (reason, len(row.get("refused", row.get("refused_at_last", ()))))
+
+
+def test_an_attempt_that_the_endpoint_has_stalled_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generator.agents.session.STALLED", 0.0)
+    config, waits = agent_config(max_seconds=0.01), {**ONCE, "waits": True}
+    with pytest.raises(EndpointFailed, match="the endpoint stalled: a request waited 0.0 s of the attempt's 0.01 s"):
+        play_agent(config, **waits, begins=True)
+    assert play_agent(config, **waits).reason == "max_seconds"
 
 
 @in_event_loop

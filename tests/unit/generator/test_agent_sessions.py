@@ -366,3 +366,31 @@ async def test_a_transcript_says_what_continues_what() -> None:
         ("user", "c", {"request": 2}),
         ("assistant", "3", {"request": 2}),
     ]
+
+
+@in_event_loop
+async def test_calls_that_an_agent_sends_are_shown_as_calls() -> None:
+    rig = Rig()
+    one = rig.session()
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    sent = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "4", "tool_call_id": "a"}]  # fmt: skip
+    await Client(rig.layer, "/v1/chat/completions", one.key, {"messages": sent}).reply()
+    await one.close()
+    shown = [(entry.role, entry.text, entry.details.get("tool_calls")) for entry in one.transcript()]
+    assert shown == [("user", "2+2?", None), ("assistant", "", [call]), ("tool", "4", None), ("assistant", "yes", None)]
+
+
+@in_event_loop
+async def test_a_request_that_waits_without_a_token_has_stalled_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "CLOSE_SECONDS", 0.01)
+    rig = Rig()
+    rig.app.gate.clear()
+    rig.app.deaf = True
+    one = rig.session()
+    client = rig.ask(one, "a")
+    await rig.app.entered.wait()
+    await one.close("max_seconds")
+    await client.leave()
+    assert one.fault(1e-9).startswith("the endpoint stalled: a request waited")
+    assert (one.fault(1e9), one.fault(None)) == ("", "")
