@@ -50,10 +50,11 @@ class AgentConfig(Section):
         description="A reply that the agent sends back changed, for example without its thinking: `as_sampled` "
         "continues the tokens that the model sampled, `as_sent` begins another row with what was sent.",
     )
-    train: Literal["connected", "all"] = Field(
+    train: Literal["connected", "quoting", "all"] = Field(
         "connected",
-        description="Rows to train on: `connected` leaves out requests that share nothing with the task, for example "
-        "for a title.",
+        description="Conversations to train on: the longest, and those `connected` with it by what the model said, or "
+        "by a message under the same tools and system messages; with `quoting` also those that have any message of "
+        "it, such as a request for a title; or `all`.",
     )
     ignore: list[Ignorable] = Field(
         [],

@@ -6,14 +6,14 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from generator.agents.exchange import Exchange
-from generator.agents.tree import History, Node, Place, Train, Tree
+from generator.agents.tree import History, Node, Train, Tree
 from generator.chat_template import ChatTemplate, Message, TemplateFailed
 from generator.concurrency import LONG_TEXT, offload
 from generator.engine.engine import Completion
@@ -181,7 +181,7 @@ class Session:
         except TemplateFailed:  # it cannot show what follows that reply, but perhaps the whole
             if place.parent is None:
                 raise
-            place = Place(None, 0, place.digest)
+            place = replace(place, parent=None, known=0)
             tail = await self._tail(request, None, 0)
         if place.parent is not None and place.parent.dropped:  # meanwhile
             return await self.begin(request)
@@ -365,9 +365,10 @@ class Session:
 
         A request has the number of ids in its prompt, and how many of them were kept from the one that it `continues`.
         Unless it was dropped, it also has how many were `sampled`, how that `ended`, and its `row`, None if it is not
-        trained on.
+        trained on; the first of such a conversation says whether it `quotes` one that is trained on.
         """
         _, placed = self.tree.placed(self.limits.train)
+        quoting = set(self.tree.trained("quoting")) if self.limits.train == "connected" else set()
         made = []
         for node in self.tree.nodes:
             one: dict[str, Any] = {"request": node.number, "prompt": node.kept + len(node.tail), "kept": node.kept}
@@ -376,6 +377,8 @@ class Session:
             if node.turn is not None:
                 turn = node.turn
                 one |= {"sampled": len(turn.token_ids), "ended": turn.finish_reason, "row": placed.get(node)}
+                if node.parent is None and node not in placed:
+                    one["quotes"] = node in quoting
             made.append(one)
         return made
 

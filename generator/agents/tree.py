@@ -20,10 +20,11 @@ from generator.engine.engine import Completion
 from generator.episode import Row
 
 History = Literal["as_sampled", "as_sent"]
-Train = Literal["connected", "all"]
+Train = Literal["connected", "quoting", "all"]
 
 SHARED_TEXT = 20  # characters from which on a text within another is no coincidence
 END_OF_THINKING = "</think>"
+SYSTEM = ("system", "developer")
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +38,7 @@ class Node:
         kept: how many ids the parent's prompt and reply have.
         messages: what it adds to the parent's conversation.
         digest: of its whole conversation.
+        frame: of the tools and system messages that it is answered with.
         turn: what was sampled; None until it has ended, and once it was dropped.
         reply: what the agent was given, as a chat message.
         children: requests that continue it, in order.
@@ -49,6 +51,7 @@ class Node:
     kept: int
     messages: Sequence[Message]
     digest: Any
+    frame: bytes = b""
     turn: Completion | None = None
     reply: Message | None = None
     children: list[Node] = field(default_factory=list)
@@ -94,6 +97,10 @@ class Node:
             waiting += node.children
 
 
+# Of conversations: one of them, by its first request, or a text that one of this frame has sent.
+Link = Node | tuple[bytes, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a conversation belongs in the tree: it continues `parent`, whose reply is the last of `known` messages."""
@@ -101,6 +108,7 @@ class Place:
     parent: Node | None
     known: int
     digest: Any
+    frame: bytes
 
 
 class Tree:
@@ -124,13 +132,17 @@ class Tree:
         """
         parent, known = None, 0
         digest = hashlib.blake2b(_packed(setting), digest_size=16)
+        frame = digest.copy()
+        for message in messages:
+            if message["role"] in SYSTEM:
+                frame.update(self._canonical(message))
         for count, message in enumerate(messages, 1):
             digest.update(self._canonical(message))
             nodes = self._by_digest.get(digest.digest()) if message["role"] == "assistant" else None
             if nodes:
                 # Of equal replies, one that nothing continues yet: each went to another part of the agent.
                 parent, known = next((node for node in nodes if not node.children), nodes[0]), count
-        return Place(parent, known, digest)
+        return Place(parent, known, digest, frame.digest())
 
     def add(self, place: Place, messages: Sequence[Message], tail: np.ndarray) -> Node:
         """Add a request at its place.
@@ -141,7 +153,7 @@ class Tree:
         """
         parent = place.parent
         kept = 0 if parent is None else parent.length
-        node = Node(len(self.nodes), parent, tail, kept, messages[place.known :], place.digest)
+        node = Node(len(self.nodes), parent, tail, kept, messages[place.known :], place.digest, place.frame)
         self.nodes.append(node)
         if parent is not None:
             parent.children.append(node)
@@ -195,16 +207,19 @@ class Tree:
     def trained(self, train: Train) -> list[Node]:
         """The first requests of the conversations that are trained on.
 
-        With `connected` these are the conversation with the most requests, and those that share a message with it or
-        with another of them, or in which a reply of one of them was sent, or whose own replies were sent there.
+        With `connected` these are the main conversation, which has the most requests (of equal ones, the most tokens),
+        and those that are connected with it, directly or through others. Two conversations are connected if what the
+        model said in one was sent in the other, or if they have the same tools and system messages, and another
+        message in common. With `quoting` such a message is enough: what an agent asks beside the task, such as
+        for a title, often quotes the task.
         """
         conversations = {root: list(root.conversation()) for root in self.nodes if root.parent is None and root.turn}
         if train == "all" or len(conversations) < 2:
             return list(conversations)
-        links = _links({root: _Texts.of(nodes) for root, nodes in conversations.items()})
-        main = max(conversations, key=lambda root: len(conversations[root]))
-        connected: set[Node | str] = {main}
-        waiting: list[Node | str] = [main]
+        links = _links({root: _Texts.of(nodes) for root, nodes in conversations.items()}, train == "quoting")
+        main = max(conversations, key=lambda root: (len(conversations[root]), _tokens(conversations[root])))
+        connected: set[Link] = {main}
+        waiting: list[Link] = [main]
         while waiting:
             near = links[waiting.pop()] - connected
             connected |= near
@@ -230,46 +245,58 @@ class Tree:
 
 @dataclass(slots=True)
 class _Texts:
-    """What the agent sent in a conversation, and what the model said there."""
+    """What the agent sent in a conversation, as system messages and as others, and what the model said there."""
 
     sent: set[str] = field(default_factory=set)
+    system: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> _Texts:
         texts = cls()
         for node in nodes:
-            texts.sent.update(text for message in node.messages for text in _leaves(message.get("content")))
+            for message in node.messages:
+                sent = texts.system if message["role"] in SYSTEM else texts.sent
+                sent.update(_leaves(message.get("content")))
             reply = node.reply or {}
             calls = [call["function"]["arguments"] for call in reply.get("tool_calls") or ()]
             texts.said.update(_leaves([reply.get("content"), *calls]))
         return texts
 
 
-def _links(texts: Mapping[Node, _Texts]) -> Mapping[Node | str, set[Node | str]]:
+def _tokens(nodes: Iterable[Node]) -> int:
+    return max(node.length for node in nodes)
+
+
+def _links(texts: Mapping[Node, _Texts], quoting: bool) -> Mapping[Link, set[Link]]:
     """Link conversations with the texts that connect them, in time proportional to all texts.
 
-    A text that was sent is linked with those who sent it, and with those whose model said it or a long part of it.
+    A text that was sent is linked with those of the same frame that sent it (if `quoting`, of any), and with those
+    whose model said it or a long part of it. A system message alone has nobody in common.
     """
-    links: defaultdict[Node | str, set[Node | str]] = defaultdict(set)
+    links: defaultdict[Link, set[Link]] = defaultdict(set)
     said: defaultdict[str, set[Node]] = defaultdict(set)
+    sent: defaultdict[str, set[bytes]] = defaultdict(set)
     for root, own in texts.items():
-        for text in own.sent:
-            links[text].add(root)
+        frame, alone = b"" if quoting else root.frame, b"%d" % root.number
+        for text, of in [(text, frame) for text in own.sent] + [(text, alone) for text in own.system]:
+            links[of, text].add(root)
+            sent[text].add(of)
         for text in own.said:
             said[text].add(root)
     by_start: defaultdict[str, list[str]] = defaultdict(list)
     for text in said:
         if len(text) >= SHARED_TEXT:
             by_start[text[:SHARED_TEXT]].append(text)
-    for text in [link for link in links if isinstance(link, str)]:
+    for text, of_frames in sent.items():
         parts = {text} & said.keys()
         for at in range(len(text) - SHARED_TEXT + 1):
             parts.update(part for part in by_start.get(text[at : at + SHARED_TEXT], ()) if text.startswith(part, at))
-        for part in parts:
-            links[text] |= said[part]
-        for one in links[text]:
-            links[one].add(text)
+        sayers = {root for part in parts for root in said[part]}
+        for frame in of_frames:
+            links[frame, text] |= sayers
+            for one in links[frame, text]:
+                links[one].add((frame, text))
     return links
 
 

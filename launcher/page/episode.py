@@ -174,7 +174,9 @@ def _request_line(request: dict[str, Any]) -> str:
     if "sampled" not in request:
         return f"{prompt}; dropped"
     row = request.get("row")
-    became = "not trained on" if row is None else f"row {row + 1}" if isinstance(row, int) else "?"
+    because = {True: " (it quotes the task, under other instructions)", False: " (it shares nothing)"}
+    apart = because.get(request.get("quotes"), "")  # type: ignore[arg-type]
+    became = f"not trained on{apart}" if row is None else f"row {row + 1}" if isinstance(row, int) else "?"
     return f"{prompt}; {request['sampled']} sampled ({request.get('ended')}), {became}"
 
 

@@ -197,6 +197,67 @@ def test_what_shares_nothing_with_the_task_is_left_out(messages: Any, reply: str
     assert len(agent.tree.rows("all")) == 2
 
 
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+AIDE, TITLER = system("You solve tasks with tools"), system("You write titles")
+TASK = "Find out how many files there are"
+# What an agent asks beside [AIDE, TASK] and its calls, what the model says, and which settings train on it.
+BESIDE: dict[str, tuple[list[dict[str, Any]], str, Any, set[str]]] = {
+    "a title that quotes the task": ([TITLER, user("Write a title:"), user(TASK)], "Files", None, {"quoting", "all"}),
+    "a title by the same instructions": ([AIDE, user("Write a title")], "Files", TOOLS, {"all"}),
+    "the task without tools": ([AIDE, user(TASK)], "Files", None, {"quoting", "all"}),
+    "a topic that shares nothing": ([TITLER, user("Is this new?")], "no", None, {"all"}),
+    "another try": ([AIDE, user(TASK)], "About seven", TOOLS, {"connected", "quoting", "all"}),
+    "a sub-agent that was asked by a call": (
+        [system("You search"), user("search the whole disk for files")], "Seven", None, {"connected", "quoting", "all"},
+    ),
+    "a sub-agent whose answer is sent back": (
+        [system("You search"), user("go")], "There are seven files", None, {"connected", "quoting", "all"},
+    ),
+    "a summary of what was said": (
+        [system("You sum up"), user("So far: I count them one by one, which takes long")], "x", None,
+        {"connected", "quoting", "all"},
+    ),
+    "a memory in the system message": (
+        [system("Remember: I count them one by one, which takes long"), user("go on")], "x", TOOLS,
+        {"connected", "quoting", "all"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("train", ["connected", "quoting", "all"])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_an_agent_asks_beside_its_task_is_trained_on_by_a_rule(beside: str, train: Any, first: bool) -> None:
+    messages, reply, setting, trained = BESIDE[beside]
+    agent = Agent()
+
+    def ask_beside() -> Node:
+        return agent.turn(messages, reply, setting)
+
+    side = ask_beside() if first else None
+    call = called("a", query="search the whole disk for files")
+    agent.turn([AIDE, user(TASK)], call, TOOLS)
+    result = {"role": "tool", "content": "There are seven files"}
+    thinks = said("I count them one by one, which takes long")
+    agent.turn([AIDE, user(TASK), call, result], thinks, TOOLS)
+    main = agent.turn([AIDE, user(TASK), call, result, thinks, user("well?")], "Seven", TOOLS)
+    side = side or ask_beside()
+    roots = agent.tree.trained(train)
+    assert (side in roots) == (train in trained)
+    assert agent.tree.nodes[agent.tree.nodes.index(main)].parent is not None
+
+
+def test_of_conversations_of_one_request_each_the_task_is_the_one_with_the_most_tokens() -> None:
+    agent = Agent()  # it rewrites what it sends back, so that nothing is continued
+    agent.turn([TITLER, user("Write a title:"), user(TASK)], "Files")
+    first = agent.answer(agent.ask([AIDE, user(TASK)], TOOLS, tail=9), said("I look"))
+    second = agent.answer(agent.ask([AIDE, user(TASK), said("I looked")], TOOLS, tail=12), said("Seven"))
+    assert agent.tree.trained("connected") == [first, second]
+
+
 def test_conversations_are_connected_through_others() -> None:
     agent = Agent()
     for messages in ([user("a"), user("b")], [user("b"), user("c")], [user("c"), user("d")], [user("z")]):

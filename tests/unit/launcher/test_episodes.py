@@ -303,7 +303,7 @@ REQUESTS = [
     {"request": 1, "prompt": 15, "kept": 13, "continues": 0, "sampled": 2, "ended": "stop", "row": 0},
     {"request": 2, "prompt": 16, "kept": 13, "continues": 0, "sampled": 3, "ended": "length", "row": 1},
     {"request": 3, "prompt": 20, "kept": 19, "continues": 2, "sampled": 1, "ended": "stop", "row": 1},
-    {"request": 4, "prompt": 5, "kept": 0, "sampled": 2, "ended": "stop", "row": None},
+    {"request": 4, "prompt": 5, "kept": 0, "sampled": 2, "ended": "stop", "row": None, "quotes": True},
     {"request": 5, "prompt": 18, "kept": 17, "continues": 1},
 ]
 TREE = """\
@@ -312,13 +312,15 @@ TREE = """\
    3: 20 tokens, 19 of them kept from 2; 1 sampled (stop), row 2
 1: 15 tokens, 13 of them kept from 0; 2 sampled (stop), row 1
 5: 18 tokens, 17 of them kept from 1; dropped
-4: 5 tokens; 2 sampled (stop), not trained on"""
+4: 5 tokens; 2 sampled (stop), not trained on (it quotes the task, under other instructions)
+refused: 2 × 404 for /v1/completions: there is no such path here"""
+REFUSALS = [{"times": 2, "status": 404, "path": "/v1/completions", "message": "there is no such path here"}]
 
 
 def test_requests_of_an_agent_are_a_tree(run: Path) -> None:
     asked = {"role": "user", "content": "1+1?", "request": 0}
     called = {"role": "assistant", "content": "", "request": 0, "tool_calls": [{"function": {"name": "add"}}]}
-    keep(run, 40, "t40", {"messages": [asked, called], "requests": REQUESTS})
+    keep(run, 40, "t40", {"messages": [asked, called], "requests": REQUESTS, "refusals": REFUSALS})
     shown = output_of(run, "--show", "t40")
     assert TREE in shown
     assert 'assistant  request 0\n{"function": {"name": "add"}}' in shown
