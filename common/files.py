@@ -88,7 +88,7 @@ def short_temporary() -> str:
         if len(os.fsencode(folder)) + SOCKET_ROOM <= SOCKET_PATH and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise UserError(
-        f"no folder for sockets: TMPDIR = {tempfile.gettempdir()} is longer than {SOCKET_PATH - SOCKET_ROOM} bytes, and "
+        f"no folder for sockets: TMPDIR = {tempfile.gettempdir()} has more than {SOCKET_PATH - SOCKET_ROOM} bytes, and "
         f"{' and '.join(SHORT_FOLDERS)} cannot be written; set TMPDIR to a shorter path"
     )
 

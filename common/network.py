@@ -11,10 +11,11 @@ import random
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from common.errors import UserError, one_line
 
@@ -27,11 +28,35 @@ REMEDIES = {
     errno.EACCES: "; ports below 1024 belong to the administrator: choose another --port",
 }
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NO_PROXY = ("no_proxy", "NO_PROXY")  # clients read one of them, most prefer the first
+
+
+def without_proxy_on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which clients reach this machine's own servers directly, and others as the user has set.
+
+    Where only one of the variables is set, the other gets its entries too: it would hide them otherwise.
+    """
+    variables = {}
+    for name, other in (NO_PROXY, NO_PROXY[::-1]):
+        own = [entry.strip() for entry in (environ.get(name) or environ.get(other, "")).split(",") if entry.strip()]
+        # `*` stands for all hosts, for some clients only where it stands alone.
+        variables[name] = "*" if "*" in own else ",".join([*own, *(host for host in LOOPBACK if host not in own)])
+    return variables
+
 
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach a host name or address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def is_loopback_url(url: str) -> bool:
+    """True if only this machine can reach the host of an address."""
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
     except ValueError:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -13,6 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from common.errors import UserError, fail, reports_user_errors
+from common.network import without_proxy_on_loopback
 
 OURS = ("common", "generator", "launcher", "learner", "relay", "sampler", "sandbox_client")
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -42,9 +44,10 @@ ResumeOption = Annotated[
 
 
 def entry_point(app: typer.Typer) -> Callable[[], None]:
-    """Wrap an app so that invalid options and arguments are reported like any other `UserError`."""
+    """Wrap an app as a process's start: its errors in options and arguments are reported like any other `UserError`."""
 
     def main() -> None:
+        os.environ.update(without_proxy_on_loopback(os.environ))  # for this process and all that it starts
         try:
             code = app(standalone_mode=False)
         except typer.Abort:

@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 import httpx
 
 from common.errors import UserError
-from common.network import Retries, RetriesExhausted, RetryableError, excerpt, read_at_most, retry_after
+from common.network import (
+    Retries,
+    RetriesExhausted,
+    RetryableError,
+    excerpt,
+    is_loopback_url,
+    read_at_most,
+    retry_after,
+)
 
 T = TypeVar("T")
 
@@ -75,6 +83,8 @@ class ModelApi:
             # A short compressed answer could expand to a very long one.
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             verify=_certificates(),
+            # A server on this machine is reached directly, also by other addresses than the ones in `no_proxy`.
+            trust_env=not is_loopback_url(base_url),
             timeout=timeout,
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
         )

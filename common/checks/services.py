@@ -18,7 +18,7 @@ from common.checks.machine import format_bytes
 from common.config import Config
 from common.errors import UserError
 from common.files import read_secret
-from common.network import without_password
+from common.network import is_loopback_url, without_password
 from common.streams.agreement import compare
 from common.streams.broker import Broker, connect
 from common.streams.connection import risks
@@ -145,11 +145,11 @@ def sandbox(context: Context) -> Finding | None:
     shown = without_password(base)
     token = _token(config, context)
     try:
-        status, body = _get(f"{base}/health", None)
+        status, body = _get(f"{base}/health", None, direct=True)
         if status != 200:
             return finding(f"{shown} answers /health with {status}; it is stopping, or is no spo-sandbox")
         isolated = json.loads(body).get("isolated")
-        status, _ = _get(f"{base}/metrics", token)
+        status, _ = _get(f"{base}/metrics", token, direct=True)
     except (OSError, ValueError, AttributeError) as error:
         reason = getattr(error, "reason", None) or error
         return finding(f"{shown} does not answer ({reason}); start it (spo-sandbox), or set sandbox.url")
@@ -177,7 +177,7 @@ def teacher_server(context: Context) -> Finding | None:
             return problem(f"teacher.api_key_env names {teacher.api_key_env}, and there is no such variable here")
     shown = without_password(url)
     try:
-        status, body = _get(f"{url}/models", key)
+        status, body = _get(f"{url}/models", key, direct=is_loopback_url(url))
         if status in (401, 403):
             return problem(
                 f"{shown} refuses {'the key' if key else 'to answer without a key'}: see teacher.api_key_env"
@@ -207,11 +207,12 @@ def _token(config: Config, context: Context) -> str | None:
     return config.sandbox.token or context.machine.environ.get("SPO_SANDBOX_TOKEN")
 
 
-def _get(url: str, token: str | None) -> tuple[int, bytes]:
-    """Status and body; raises `OSError` where there is no answer."""
+def _get(url: str, token: str | None, *, direct: bool) -> tuple[int, bytes]:
+    """Status and body, from the server itself or by the environment's proxy; raises `OSError` if there is no answer."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if direct else None))
+        with opener.open(request, timeout=TIMEOUT) as answer:
             return answer.status, answer.read(1 << 16)
     except urllib.error.HTTPError as error:
         with error:

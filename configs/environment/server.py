@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def rows(options: argparse.Namespace) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
+    for name in ("no_proxy", "NO_PROXY"):  # the model is on this machine
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
     config = vf.resolve_env_config(json.loads(options.config.read_text()))
     serve_env(
         config_data=env_config_data(config),

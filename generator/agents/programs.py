@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import common
 from common.config import AgentConfig
 from common.errors import UserError
+from common.network import without_proxy_on_loopback
 from common.plugins import FOLDERS, load_object
 from generator.tools.toolbox import in_short
 
@@ -218,8 +219,7 @@ def named_file(word: str) -> str | None:
 def _environment(task: AgentTask) -> dict[str, str]:
     """The generator's environment without what is meant for SPO, secrets among it, and with what is for the agent."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPO_")}
-    for name in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine
-        environment[name] = ",".join(filter(None, (environment.get(name), "127.0.0.1")))
+    environment |= without_proxy_on_loopback(environment)  # where the endpoint is
     return environment | {"PATH": _search_path()} | variables(task, str(task.folder))
 
 

@@ -140,7 +140,8 @@ def looked_at(url: str, **section: object) -> tuple[str, str]:
 
 
 @pytest.mark.usefixtures("bubblewrap")
-def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path) -> None:
+def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # as the sandbox's client, the check goes past it
     server, careless = SandboxServer("workers=1", token="right"), SandboxServer("workers=1", "isolated=false")
     try:
         answers = [
@@ -180,8 +181,10 @@ SERVES = json.dumps({"data": [{"id": "large"}, {"id": "small"}]})
     ],
 )
 def test_the_server_of_a_teacher_is_asked_for_its_models(
-    status: int, body: str, section: dict[str, str], level: str, words: str
+    status: int, body: str, section: dict[str, str], level: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for proxy in ("http_proxy", "HTTP_PROXY"):  # as the teacher's own client, the check goes past it
+        monkeypatch.setenv(proxy, "http://127.0.0.1:1")
     with serve(fails(status, body)) as double:
         taught = {"url": f"{double.url}/v1", **section}
         finding = finding_of("teacher server", Role.TEACHER, read_machine(), teacher=taught)

@@ -45,6 +45,15 @@ def python(code: str) -> Program:
     return make_program(AgentConfig(command=[sys.executable, "-c", textwrap.dedent(code)]))
 
 
+async def on_the_openai_package(task: AgentTask) -> str:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as model:
+        messages: Any = [{"role": "user", "content": task.prompt}]
+        reply = await model.chat.completions.create(model=task.model, messages=messages)
+    return reply.choices[0].message.content or ""
+
+
 SESSIONS: dict[str, Session] = {}  # by key, of all pretended endpoints
 
 

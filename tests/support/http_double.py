@@ -30,7 +30,7 @@ class Double:
 
 
 @contextmanager
-def serve(*answers: Callable[[Handler, Any], None]) -> Iterator[Double]:
+def serve(*answers: Callable[[Handler, Any], None], host: str = "127.0.0.1") -> Iterator[Double]:
     """Serve until the block ends."""
     double = Double(list(answers))
 
@@ -61,10 +61,10 @@ def serve(*answers: Callable[[Handler, Any], None]) -> Iterator[Double]:
 
         def log_message(self, *_: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    server = ThreadingHTTPServer((host, 0), Answering)
     server.daemon_threads = True
     server.over = double.over  # type: ignore[attr-defined]
-    double.url = f"http://127.0.0.1:{server.server_port}"
+    double.url = f"http://{host}:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -9,14 +9,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import typer
 
 from common.config import AgentConfig
+from common.scripts import entry_point
 from generator.agents import programs
 from generator.agents.programs import AgentFailed, make_program
 from tests.support.agents import agent_task, python
 from tests.support.event_loop import in_event_loop
+from tests.support.http_double import says, serve
 from tests.support.processes import children, ended
 from tests.support.waiting import eventually, until
 
@@ -53,7 +57,7 @@ async def test_a_program_gets_the_task_and_answers(tmp_path: Path, monkeypatch: 
     assert environment["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/key/v1"
     assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/s/key"
     assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] == "key"
-    assert environment["NO_PROXY"] == "elsewhere,127.0.0.1"
+    assert environment["NO_PROXY"] == environment["no_proxy"] == "elsewhere,127.0.0.1,localhost,::1"
     assert environment["SPO_MODEL"] == "policy"
     assert "secret" not in environment.values()
 
@@ -199,3 +203,44 @@ def test_no_descriptor_is_left(tmp_path: Path) -> None:
         assert set(os.listdir("/proc/self/fd")) == before
 
     asyncio.run(scene())
+
+
+NOWHERE = "http://127.0.0.1:1"
+# The answer of the model, by a client of the standard library.
+ASKS = """
+    import json, os, urllib.request
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    reply = json.load(urllib.request.urlopen(urllib.request.Request(url, b"{}")))
+    open(os.environ["SPO_ANSWER_FILE"], "w").write(reply["choices"][0]["message"]["content"])
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize(
+    "proxies",
+    [
+        {"http_proxy": NOWHERE, "https_proxy": NOWHERE},
+        {"HTTP_PROXY": NOWHERE, "no_proxy": "elsewhere"},
+        {"all_proxy": NOWHERE},
+        {"ALL_PROXY": NOWHERE, "NO_PROXY": "*"},
+    ],
+)
+def test_no_agent_reaches_the_endpoint_by_a_proxy(tmp_path: Path, proxies: dict[str, str], host: str) -> None:
+    function, program = make_program(AgentConfig(function="tests.support.agents:on_the_openai_package")), python(ASKS)
+    app = typer.Typer()
+    answers = []
+
+    @app.command()
+    def generate() -> None:
+        for agent in (function, program):
+            answers.append(asyncio.run(agent.run(agent_task(tmp_path, base_url=f"{double.url}/v1"))))
+
+    none = dict.fromkeys(("no_proxy", "NO_PROXY"), "")
+    with (
+        serve(says("42"), host=host) as double,
+        mock.patch.dict(os.environ, none | proxies),
+        mock.patch.object(sys, "argv", [""]),
+        pytest.raises(SystemExit, match="0"),
+    ):
+        entry_point(app)()
+    assert answers == ["42", "42"]

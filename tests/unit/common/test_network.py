@@ -22,6 +22,7 @@ from common.network import (
     is_this_machine,
     read_at_most,
     retry_after,
+    without_proxy_on_loopback,
 )
 from tests.support.sandbox_double import Time
 
@@ -35,6 +36,22 @@ def test_addresses_of_this_machine_alone() -> None:
         assert not is_this_machine(host)
     for host in ("0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "*"):
         assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("environ", "variables"),
+    [
+        ({}, ["127.0.0.1,localhost,::1"] * 2),
+        ({"NO_PROXY": "a, .b ,"}, ["a,.b,127.0.0.1,localhost,::1"] * 2),
+        ({"no_proxy": "localhost,a"}, ["localhost,a,127.0.0.1,::1"] * 2),
+        ({"no_proxy": "a", "NO_PROXY": "b"}, ["a,127.0.0.1,localhost,::1", "b,127.0.0.1,localhost,::1"]),
+        ({"NO_PROXY": "*"}, ["*", "*"]),
+        ({"no_proxy": "127.0.0.1,localhost,::1", "NO_PROXY": ""}, ["127.0.0.1,localhost,::1"] * 2),
+    ],
+)
+def test_loopback_is_added_to_what_goes_through_no_proxy(environ: dict[str, str], variables: list[str]) -> None:
+    assert without_proxy_on_loopback(environ) == dict(zip(("no_proxy", "NO_PROXY"), variables, strict=True))
+    assert without_proxy_on_loopback(environ | without_proxy_on_loopback(environ)) == without_proxy_on_loopback(environ)
 
 
 def test_an_address_open_to_the_network_needs_keys() -> None:

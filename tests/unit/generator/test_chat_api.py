@@ -64,6 +64,18 @@ def test_it_sends_what_openai_compatible_servers_read() -> None:
     assert double.headers[0]["Authorization"] == f"Bearer {KEY}"
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
+@pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])
+def test_a_server_on_this_machine_is_asked_past_every_proxy(
+    host: str, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(proxy, "socks5://127.0.0.1:1" if proxy.isupper() else "http://127.0.0.1:1")
+    with serve(says("4"), host=host) as double:
+        assert ask(double, attempts=1) == ["4"]
+
+
 TROUBLES = {
     "too many": fails(429),
     "server error": fails(500),
