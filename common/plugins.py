@@ -25,8 +25,11 @@ def use_modules(folder: Path) -> None:
     """Look for modules in a folder too, after all that is installed."""
     if folder not in FOLDERS:
         FOLDERS.append(folder)
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    # The finder of an editable installation looks after all of `sys.path`: in a process that begins with this path, a
+    # folder's own `common.py` would be found before our package.
+    for place in (str(Path(__file__).parents[1]), str(folder)):
+        if place not in sys.path:
+            sys.path.append(place)
 
 
 def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | None = None) -> Any:

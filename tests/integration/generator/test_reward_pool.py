@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import json
 import os
 import re
 import signal
@@ -280,6 +281,58 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+BESIDE = """
+import asyncio, json, multiprocessing, sys
+from common.config import load_config
+from generator.rewards import Outcome
+from generator.rewards.pool import Pool
+
+async def main():
+    pool = Pool({"my_reward:score": {}}, 1, 1000.0)
+    try:
+        return await pool.score("my_reward:score", Outcome(""))
+    finally:
+        await pool.close()
+
+if __name__ == "__main__":
+    config = load_config("run.yaml")
+    from my_reward import origin
+    names = ["common", "generator", "learner", "json", "torch", "my_reward"]
+    with multiprocessing.get_context("spawn").Pool(1) as spawned:
+        print(json.dumps([asyncio.run(main()), *spawned.map(origin, names)]))
+"""
+REWARD = """
+from importlib.util import find_spec
+
+def score(text, answer, row):
+    return 0.5
+
+def origin(name):
+    return find_spec(name).origin
+"""
+
+
+def test_a_folder_with_modules_named_like_installed_ones_hides_none_of_them(tmp_path: Path) -> None:
+    for name in ("common", "learner", "json", "torch", "launcher"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the user')")
+    for name in ("generator", "sandbox_client"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('of the user')")
+    (tmp_path / "run.yaml").write_text("model: {path: m}\ndata: {train: t}\n")
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "program.py").write_text(BESIDE)
+    done = subprocess.run(
+        [sys.executable, "-P", tmp_path / "scripts" / "program.py"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE, check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    reward, *origins, own = json.loads(done.stdout)
+    assert (reward, own) == (0.5, str(tmp_path / "my_reward.py"))
+    assert not [origin for origin in origins if origin.startswith(str(tmp_path))]
 
 
 def test_nothing_outlives_a_generator_that_is_killed(tmp_path: Path) -> None:
