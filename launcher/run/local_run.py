@@ -22,7 +22,7 @@ from common.streams.broker import Broker
 from launcher.layout.gpus import Gpu, watching
 from launcher.layout.layout import NOTHING_ASKED, Choice, Layout, lay_out
 from launcher.run.display import View
-from launcher.run.folder_lock import locked
+from launcher.run.folder_lock import FolderGone, locked
 from launcher.run.processes import (
     EMBEDDED,
     INTERRUPTED,
@@ -129,6 +129,8 @@ def _run(
                     _watch(config, supervisor, progress, phases, opened, roles, gpus)
             finally:
                 phases.enter("shutdown")
+    except FolderGone:
+        raise  # there is no folder for a summary
     except (EndedEarly, UserError) as early:
         ended_early = early
     finally:

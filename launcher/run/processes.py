@@ -21,6 +21,7 @@ from common.streams.broker import Broker, connect
 from launcher.layout.layout import Layout
 from launcher.layout.teachers import teachers_elsewhere
 from launcher.run.embedded_redis import EmbeddedRedis
+from launcher.run.folder_lock import FolderGone
 from launcher.run.supervisor import RunFailed, Supervisor
 
 EMBEDDED = "embedded"
@@ -44,6 +45,7 @@ def stopping(supervisor: Supervisor) -> Iterator[None]:
 
     Raises:
         EndedEarly: the block was interrupted, or a process failed too often.
+        FolderGone: the run folder is no longer where it was.
     """
     ignored = False
 
@@ -60,6 +62,10 @@ def stopping(supervisor: Supervisor) -> Iterator[None]:
         raise EndedEarly("stopped", INTERRUPTED) from None
     except RunFailed as error:
         raise EndedEarly(str(error), 1) from None
+    except FolderGone:
+        ignored = True
+        supervisor.stop(last="redis", grace=0.0)  # what they would write at their end would make the folder anew
+        raise
     finally:
         ignored = True
         supervisor.stop(last="redis")

@@ -21,6 +21,7 @@ from typing import IO, Any, Literal
 from common.errors import UserError, one_line
 from common.log import MAX_BYTES, Timeline
 from common.process import ending
+from launcher.run.folder_lock import check_folder
 from launcher.run.notices import Notices
 
 State = Literal["running", "restarting", "left", "failed"]
@@ -109,8 +110,11 @@ class Supervisor:
 
         Raises:
             UserError: a process refused its configuration.
+            FolderGone: the run folder is no longer where it was.
             RunFailed: a process failed too often.
         """
+        if self.lock is not None:
+            check_folder(self.logs.parent, self.lock)
         for child in self.children.values():
             self.notices.read(child.name, child.log)
             _bound(child.log)
@@ -132,7 +136,10 @@ class Supervisor:
         ]
 
     def stop(self, last: str | None = None, grace: float = 7.0) -> None:
-        """Stop all processes, `last` after the others: SIGTERM, and after `grace` seconds SIGKILL to the group."""
+        """Stop all processes, `last` after the others: SIGTERM, and after `grace` seconds SIGKILL to the group.
+
+        Without `grace` they are killed at once, and no line says so.
+        """
         others = [child for child in self.children.values() if child.name != last]
         self._stop(others, grace)
         if last in self.children:
@@ -146,12 +153,12 @@ class Supervisor:
         running = [child for child in children if child.state == "running"]
         for child in running:
             with contextlib.suppress(ProcessLookupError):
-                child.process.send_signal(signal.SIGTERM)
+                child.process.send_signal(signal.SIGTERM if grace else signal.SIGKILL)
         deadline = time.monotonic() + grace
         while time.monotonic() < deadline and not all(_ended(child.process) for child in running):
             time.sleep(0.02)
         for child in running:
-            if not _ended(child.process):
+            if grace and not _ended(child.process):
                 self.log.warning("killed, as it did not stop in time", process=child.name)
             self._reap(child)
         for child in children:

@@ -153,6 +153,32 @@ def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.Monke
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
+def test_a_run_whose_folder_is_taken_away_ends(config: Config, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    folder, elsewhere = config.run.folder, config.run.folder.with_name("elsewhere")
+    ready = bell(folder.with_name("ready"))
+    # A process that ended in peace would write into a new folder.
+    at_the_end = f"import pathlib, signal; write = lambda *_: pathlib.Path({str(folder)!r}).mkdir()\n"
+    at_the_end += "signal.signal(signal.SIGTERM, write)\n"
+    play(monkeypatch, at_the_end + f"open({str(ready)!r}, 'w')\n" + FOREVER, FOREVER)
+
+    def take_away() -> None:
+        ready.read_text()
+        folder.rename(elsewhere)
+        if how == "deleted":
+            shutil.rmtree(elsewhere)
+        elif how == "replaced":
+            shutil.copytree(elsewhere, folder, ignore=shutil.ignore_patterns("*.sock"))
+
+    in_background(take_away)
+    with pytest.raises(
+        UserError, match=f"^run folder {folder} was moved away or deleted during the run, .*same command$"
+    ):
+        start(config)
+    assert folder.exists() == (how == "replaced")
+    assert not (folder / "summary.json").exists()
+
+
 def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     pid_file, ready = config.run.folder / "pid", bell(config.run.folder / "ready")
     sampler = (
