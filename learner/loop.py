@@ -14,6 +14,7 @@ from common.config import Config
 from common.errors import UserError
 from common.files import tracker_is_whole, tracker_path
 from common.log import Timeline
+from common.masking import METRIC, RECENT, advice, recent_warning
 from common.messages import Batch, Step
 from common.streams.batches import BatchInbox, latest
 from common.streams.broker import Broker
@@ -89,6 +90,8 @@ class Learner:
         self.checkpoints = Checkpoints(config, self.trainer, self.timeline, inbox.check)
         world.raise_on_all_ranks(lambda: self._check_known(resume))
         self.version = self.saved = self.checkpoints.load(self._usable())
+        self.masked: list[float] = []  # shares of the newest steps' tokens
+        self.masked_advice = advice(config)
         self.freed = 0  # batches before this version were released because memory was short
         # This process's last steps, oldest first: a Redis that goes back in time may lose them.
         self.announced: deque[Step] = deque(maxlen=ANNOUNCEMENTS_KEPT)
@@ -249,6 +252,7 @@ class Learner:
         if metrics["batch/left_out"]:
             why = {"reason": rollouts.reason} if rollouts.reason else {}
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]), **why)
+        self._watch_masking(metrics)
         with phases("publish"):
             self.publisher.wait()
             copy = self._copy_weights(self.version + 1)
@@ -263,6 +267,14 @@ class Learner:
             with phases("checkpoint"):
                 self._begin_checkpoint()
         return phases
+
+    def _watch_masking(self, metrics: dict[str, float]) -> None:
+        """Warn when the correction begins to mask too much of the newest steps' tokens."""
+        is_known = recent_warning(self.masked, self.masked_advice) is not None
+        self.masked = [*self.masked, metrics.get(METRIC, 0.0)][-RECENT:]
+        warning = recent_warning(self.masked, self.masked_advice)
+        if warning is not None and not is_known:
+            self.log.warning(warning)
 
     def _copy_weights(self, version: int) -> WeightCopy:
         """The weights as they are now, or this rank's share of them.

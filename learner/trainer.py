@@ -12,6 +12,7 @@ import torch
 
 from common.config import AGE_BUCKETS, Config
 from common.log import get_logger
+from common.masking import what_masks
 from learner.batch import MicroBatch, RolloutBatch
 from learner.checkpoint_files import CRITIC_TAG, TAG
 from learner.correction import BATCH_NORM_FACTOR, weight_divisor
@@ -213,7 +214,7 @@ class Trainer:
                     loss = loss * math.nan  # so that no gradient is finite, and the step is skipped on all ranks
                 elif left["learned_tokens"] == 0:
                     stats.update(step_stats)
-                    self._warn_skipped("all tokens rejected", position)
+                    self._warn_skipped(f"all tokens masked by {what_masks(config.correction)}", position)
                     return before, None
             self.engine.set_gradient_accumulation_boundary(is_last)
             # DeepSpeed averages over ranks; the denominators are global already. Ranks with slices of the same

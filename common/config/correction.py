@@ -68,6 +68,16 @@ class SkyRLCorrection(Section):
                 raise ValueError(f"{name}_low = {low} is above {name}_high = {high}; swap the two")
         return self
 
+    def bounds(self) -> dict[str, float | None]:
+        """The bounds of the stages that mask, by field."""
+        names = ["outlier_token_is_threshold_low", "outlier_token_is_threshold_high"]
+        if self.token_mask_is_threshold_low is not None and self.token_mask_is_threshold_high is not None:
+            names += ["token_mask_is_threshold_low", "token_mask_is_threshold_high"]
+        if self.sequence_mask_metric is not None:
+            prefix = {"geometric": "geo_mask", "product": "product_mask"}[self.sequence_mask_metric]
+            names += [f"{prefix}_low", f"{prefix}_high"]
+        return {name: getattr(self, name) for name in names}
+
     def stages(self) -> list[Stage]:
         """Outlier rows, single tokens, weights, whole rows; each sees what the ones before it have left."""
         stages: list[Stage] = []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common import masking
 from launcher.folder.metrics import Metrics, Series
 
 RECENT, SHORTEST = 20, 60.0  # newest steps and seconds, at least, from which the bottleneck is determined
@@ -125,7 +126,7 @@ def bottleneck(metrics: Metrics) -> Bottleneck | None:
         side, words = "neither", f"Neither side waits for long: {facts}."
     elif min(wait, idle) >= WAITS:
         side = "both"
-        words = f"They wait for each other: {facts}. A larger sampler.max_staleness lets them work at the same time."
+        words = f"They wait for each other: {facts}. {_about_staleness(metrics)}"
     elif wait > idle:
         side = "generators"
         words = f"The generators are the bottleneck: {facts}. More generators, or more episodes at a time, would help."
@@ -203,6 +204,14 @@ def _scoring(metrics: Metrics, begin: float, end: float) -> float:
         within = lengths[(times > begin) & (times <= end)]
         means.append(float(within.mean()) if len(within) else 0.0)
     return means[0] / means[1] if means[1] else 0.0
+
+
+def _about_staleness(metrics: Metrics) -> str:
+    """What more staleness would do: it helps unless the correction masks much of the samples already."""
+    shares = metrics.series(masking.METRIC, "learner").values.tolist()
+    if masking.recent_warning(shares, "masked"):
+        return "Older samples would not help: the correction masks too many of their tokens already."
+    return "A larger sampler.max_staleness lets them work at the same time."
 
 
 def _newest_start(metrics: Metrics) -> float:

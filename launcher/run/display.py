@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import one_line, visible
+from common.masking import METRIC
 from launcher.layout.gpus import Gpu
 from launcher.run.notices import Notice
 from launcher.run.progress import PhaseTimer, Progress, duration
@@ -115,6 +116,7 @@ class PlainView:
             "heldout_accuracy": newest["accuracy"] if newest else None,
             "left": None if progress.seconds_left is None else duration(progress.seconds_left),
             "staleness": progress.metric("staleness/mean"),
+            "masked": progress.metric(METRIC),
             "tokens_per_second": progress.tokens_per_second() or None,
             "gpus": gpu_figures(progress.gpus)[0] if progress.gpus else None,
             "processes": len(supervisor.alive()),
@@ -198,6 +200,10 @@ def figures(progress: Progress) -> Table:
     table.add_row("reward", shown(rewards[-1] if rewards else None), _curve(rewards[-CURVE:], ends, shown, "steps"))
     stale, oldest = progress.metric("staleness/mean"), progress.metric("staleness/max")
     table.add_row("staleness", f"{number(stale, 2)} versions", f"at most {number(oldest, 0)}")
+    if progress.masked:
+        last, style = progress.masked[max(progress.masked)], "yellow" if progress.masked_warning else ""
+        whole = f"by the correction; {percent(progress.masked_share)} over all steps"
+        table.add_row("tokens masked", Text(percent(last), style), whole)
     table.add_row("baseline", saving(progress.variance_ratio), "")
     if slow := progress.bottleneck:
         waits = f"learner waits {slow.wait:.0%}, generators {slow.idle:.0%} of the last {slow.steps} steps"

@@ -13,6 +13,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from common.config import Config
+from common.masking import METRIC, MOST, advice, recent_warning
 from common.messages import Step
 from common.streams import scoring
 from common.streams.batches import StepReader
@@ -43,6 +44,8 @@ class Progress:
         streams: names of those in which samples wait for teachers.
         scoring: number of these samples; None where there are no teachers.
         evaluates_first: whether the version that training starts from is evaluated.
+        masked_advice: what masks tokens, and what to try against it.
+        masked: share of the tokens that were masked, by version.
     """
 
     broker: Broker
@@ -51,10 +54,12 @@ class Progress:
     folder: Path | None = None
     streams: Sequence[str] = ()
     evaluates_first: bool = True
+    masked_advice: str = ""
     pace: Pace = field(default_factory=Pace)
     reader: StepReader = field(init=False)
     step: Step | None = None
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    masked: dict[int, float] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     unreadable_evaluations: int = 0
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -72,7 +77,7 @@ class Progress:
         """That of the run which the configuration names."""
         evaluates_first = config.data.heldout is not None and config.eval.before_training
         ends, streams = config.sampler.tracker.reward_range, scoring.streams(config)
-        return cls(broker, config.run.steps, ends, config.run.folder, streams, evaluates_first)
+        return cls(broker, config.run.steps, ends, config.run.folder, streams, evaluates_first, advice(config))
 
     def __post_init__(self) -> None:
         self.reader = StepReader(self.broker)
@@ -91,6 +96,8 @@ class Progress:
                     self.pace.see(step.version)
                 if "reward/mean" in step.metrics:
                     self.rewards.append(step.metrics["reward/mean"])
+                if METRIC in step.metrics:
+                    self.masked[step.version] = step.metrics[METRIC]
             self.evaluations, self.unreadable_evaluations = self.broker.all_evaluations()
             self.processes = self.broker.processes()
             for sampler in self.of_role("sampler"):
@@ -123,6 +130,19 @@ class Progress:
     def bottleneck(self) -> Bottleneck | None:
         """Which side the newest steps waited for; None if that is not known."""
         return None if self.metrics is None else bottleneck(self.metrics)
+
+    @property
+    def masked_warning(self) -> str | None:
+        """A sentence if too many tokens are masked, over all steps or over the newest; else None."""
+        share = self.masked_share
+        if share is not None and share > MOST:
+            return f"{share:.0%} of the tokens of all steps are {self.masked_advice}"
+        return recent_warning([*self.masked.values()], self.masked_advice)
+
+    @property
+    def masked_share(self) -> float | None:
+        """Mean share of the tokens that were masked, over all steps; None before the first."""
+        return sum(self.masked.values()) / len(self.masked) if self.masked else None
 
     def metric(self, name: str) -> float | None:
         return self.step.metrics.get(name) if self.step else None

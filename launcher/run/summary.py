@@ -33,6 +33,8 @@ class Summary:
     folder: str
     variance_ratio: float | None = None
     heldout_figures: dict[str, float] = field(default_factory=dict)
+    masked: float | None = None
+    masked_warning: str | None = None
     error: str | None = None
 
     def write(self, path: Path) -> None:
@@ -54,6 +56,8 @@ def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, fo
         folder=str(folder),
         variance_ratio=progress.variance_ratio,
         heldout_figures=after.get("figures", {}) if after else {},
+        masked=progress.masked_share,
+        masked_warning=progress.masked_warning,
     )
 
 
@@ -80,6 +84,8 @@ def table(summary: Summary) -> RenderableType:
     made.add_row("steps", f"{summary.steps}")
     if summary.variance_ratio is not None:
         made.add_row("baseline", saving(summary.variance_ratio))
+    if summary.masked is not None:
+        made.add_row("tokens masked", f"{percent(summary.masked)}   (by the off-policy correction)")
     counters = summary.counters
     dispatched, counted = counters.get("dispatched", 0), counters.get("counted", 0)
     verdict = "each counted once" if dispatched == counted else "some are still on their way"
@@ -95,7 +101,12 @@ def table(summary: Summary) -> RenderableType:
     restarts = ", ".join(f"{name} ×{count}" for name, count in summary.restarts.items())
     made.add_row("restarts", restarts or "none")
     made.add_row("run folder", summary.folder)
-    return Group(made, "", evaluation_table(summary.heldout_figures)) if summary.heldout_figures else made
+    parts: list[RenderableType] = [made]
+    if summary.masked_warning:
+        parts.append(Text(f"warning: {summary.masked_warning}", "yellow"))
+    if summary.heldout_figures:
+        parts += ["", evaluation_table(summary.heldout_figures)]
+    return Group(*parts)
 
 
 def evaluation_table(figures: Mapping[str, float], title: str = "held-out figures") -> Table:

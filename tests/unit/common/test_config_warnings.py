@@ -14,6 +14,7 @@ from common.config.losses import ALIASES as OTHER_NAMES
 from common.config.losses import SPECS
 from common.config.presets import ALIASES, PRESETS
 from common.config.warnings import KNOBS, TURN_OPTIONS, episode_warnings, warnings
+from common.masking import advice
 from generator.users.load import BUILTIN
 from learner.losses import policy_loss
 
@@ -214,3 +215,38 @@ def value_of(algorithm: AlgorithmConfig) -> float:
     old, mask = torch.zeros_like(logprobs), torch.ones_like(logprobs)
     loss, _ = policy_loss(algorithm.loss, logprobs, old, advantages, mask, algorithm)
     return float(loss)
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "tries"),
+    [
+        (
+            "{learner: {lr: 3.0e-4, mini_batches: 2}, model: {path: m, dtype: bfloat16}}",
+            "preset decoupled_k3_rs_seq_tis (rollout_rs=seq_mean_k3, rollout_rs_threshold=0.01)",
+            "fewer learner.mini_batches (now 2), a smaller learner.lr (now 0.0003), another preset (spo correction "
+            "list) or model.dtype=float32 for the generators (now bfloat16)",
+        ),
+        (
+            "{model: {path: m, dtype: float32}, algorithm: {correction: {rollout_token_veto_threshold: 1e-4, "
+            "m2_threshold: 0.04}}}",
+            "algorithm.correction (rollout_token_veto_threshold=0.0001, m2_threshold=0.04)",
+            "a smaller learner.lr (now 1e-06) or another preset (spo correction list)",
+        ),
+        (
+            "{model: {path: m, dtype: float32}, algorithm: {correction: {skyrl: {sequence_mask_metric: geometric, "
+            "outlier_token_is_threshold_low: 1e-4}}}}",
+            "algorithm.correction (skyrl.outlier_token_is_threshold_low=0.0001, skyrl.geo_mask_low=0.99, "
+            "skyrl.geo_mask_high=1.01)",
+            "a smaller learner.lr (now 1e-06) or another preset (spo correction list)",
+        ),
+        (
+            "{model: {path: m, dtype: float32}, algorithm: {correction: {preset: disabled}}}",
+            "preset disabled (no rule: only tokens without a finite log-prob)",
+            "a smaller learner.lr (now 1e-06) or another preset (spo correction list)",
+        ),
+    ],
+)
+def test_masked_tokens_are_traced_to_their_rule_and_never_to_too_little_staleness(
+    text: str, named: str, tries: str
+) -> None:
+    assert advice(config(text)) == f"masked by {named}; try {tries}"

@@ -38,8 +38,8 @@ def text(shown: RenderableType, width: int = 120) -> str:
     return console.export_text()
 
 
-def announce(broker: Broker, version: int, reward: float = 0.5) -> None:
-    metrics = {"reward/mean": reward, "staleness/mean": 1.5}
+def announce(broker: Broker, version: int, reward: float = 0.5, **more: float) -> None:
+    metrics = {"reward/mean": reward, "staleness/mean": 1.5, **more}
     BatchInbox(broker).acquire(0).announce(Step(version=version, metrics=metrics))
 
 
@@ -210,6 +210,27 @@ def test_the_closing_table_and_its_file_tell_the_same(
     lines = next_steps(summary).splitlines()
     ends = ("checkpoints/step_10/hf", f"spo report {tmp_path}", f"spo dashboard {tmp_path}", "run.steps=20")
     assert all(line.endswith(end) for line, end in zip(lines, ends, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("shares", "is_much"), [([0.0] + [0.5] * 3, True), ([0.1] * 9, False), ([0.0] * 40 + [0.4] * 5, True)]
+)
+def test_the_masked_share_is_shown_and_warned_of_above_a_quarter(
+    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path, shares: list[float], is_much: bool
+) -> None:
+    for version, share in enumerate(shares, 1):
+        announce(fake_broker, version, **{"rollout_corr/masked_fraction": share})
+    progress = read(fake_broker, masked_advice="masked by preset icepop; try a smaller learner.lr")
+    whole = f"{sum(shares) / len(shares):.1%}"
+    frame = text(render("runs/x", progress, supervisor, PhaseTimer()))
+    assert re.search(rf"tokens masked +{shares[-1]:.1%} +by the correction; {whole} over all steps", frame)
+    summary = summarize(progress, PhaseTimer(), supervisor, tmp_path)
+    shown = text(table(summary))
+    assert re.search(rf"tokens masked +│ {whole}", shown)
+    assert ("steps are masked by preset icepop; try a smaller learner.lr" in shown) == is_much
+    summary.write(tmp_path / "summary.json")
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert (written["masked"], bool(written["masked_warning"])) == (pytest.approx(sum(shares) / len(shares)), is_much)
 
 
 FIGURES = {

@@ -115,6 +115,18 @@ def test_the_bottleneck_is_what_the_others_waited_for_lately(
     assert (slow.wait, slow.idle) == (pytest.approx(wait / 10), pytest.approx(idle, abs=0.02))
 
 
+@pytest.mark.parametrize(("share", "is_advised"), [(0.0, True), (0.2, True), (0.6, False)])
+def test_more_staleness_is_not_advised_where_samples_are_masked(tmp_path: Path, share: float, is_advised: bool) -> None:
+    write_learner(tmp_path, [(4.0, 6.0)] * 20)
+    write_generator(tmp_path, each(10, 0.4, 0, 200), (0, 200))
+    for version in range(1, 21):
+        write_metrics(tmp_path, version, {"rollout_corr/masked_fraction": share}, "learner", version * 10.0)
+    slow = bottleneck(read_metrics(tmp_path))
+    assert slow is not None
+    assert slow.side == "both"
+    assert ("A larger sampler.max_staleness" in slow.words) == is_advised
+
+
 @pytest.mark.parametrize(("wait", "scoring", "side"), [(4.0, 30, "teachers"), (4.0, 10, "both"), (0.1, 30, "learner")])
 def test_teachers_are_named_where_the_samples_wait_for_them(
     tmp_path: Path, wait: float, scoring: int, side: str

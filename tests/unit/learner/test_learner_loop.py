@@ -96,6 +96,7 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     made.publisher, made.announcing, made.announced = Publisher(), threading.RLock(), deque()
     made.version, made.sent, made.log, made.stop = 0, SentStats(), structlog.get_logger(), threading.Event()
     made.timeline, made.heap = Timeline(None, "learner"), Heap()
+    made.masked, made.masked_advice = [], "masked by preset icepop"
     run = SimpleNamespace(steps=100, folder=None)
     ours = SimpleNamespace(checkpoint_every=100, lr=1e6)
     made.config = SimpleNamespace(learner=ours, run=run, algorithm=SimpleNamespace(together=1))
@@ -186,6 +187,25 @@ def test_a_model_that_is_not_finite_is_refused_at_the_start(learner: Learner) ->
     learner.config.model = SimpleNamespace(path="broken/model")
     with pytest.raises(UserError, match="broken/model cannot be trained: weights up to nan"):
         learner._copy_weights(0)
+
+
+@pytest.mark.parametrize(
+    ("shares", "warned"),
+    [
+        ([0.0, 0.9, 0.9, 0.9], []),
+        ([0.25] * 9, []),
+        ([0.0, 0.9, 0.7, 0.6, 0.5, 0.8], ["54%"]),
+        ([0.3] * 5 + [0.0, 0.0] + [0.5] * 3, ["30%", "26%"]),  # it has been better in between
+    ],
+)
+def test_steps_whose_tokens_are_mostly_masked_are_warned_of_once(
+    learner: Learner, shares: list[float], warned: list[str]
+) -> None:
+    with structlog.testing.capture_logs() as lines:
+        for share in shares:
+            learner._watch_masking({"rollout_corr/masked_fraction": share})
+    words = "of the tokens of the last 5 steps are masked by preset icepop"
+    assert [line["event"] for line in lines] == [f"{share} {words}" for share in warned]
 
 
 def test_two_gradients_in_a_row_may_be_not_finite(learner: Learner) -> None:
