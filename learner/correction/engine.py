@@ -6,6 +6,7 @@ are the estimators of Schulman, "Approximating KL divergence".
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,14 +67,16 @@ def correct_tokens(
     given = old, rollout
     old, rollout = old.double(), rollout.double()
     finite = old.isfinite() & rollout.isfinite()
+    ratio_logs = log_ratios(old, rollout, finite)
     old, rollout = torch.where(finite, old, 0.0), torch.where(finite, rollout, 0.0)
     x = old - rollout
     everything = torch.ones_like(finite)
-    weights, truncated, keep = None, torch.zeros_like(finite), finite
+    # Rules see a token of probability 0, which no loss can learn from, so that it drops its row.
+    weights, truncated, keep = None, torch.zeros_like(finite), finite | ratio_logs.isinf()
 
     divergences = token_divergences(x)
     divergence_statistics(stats, old, rollout, finite, divergences, layout, config)
-    dialect = (SkyRLStatistics if config.skyrl else VerlStatistics)(stats, x, layout, config)
+    dialect = (SkyRLStatistics if config.skyrl else VerlStatistics)(stats, ratio_logs, layout, config)
     for stage in dict.fromkeys(config.stages()):  # what stands there twice is done, and reported, once
         if isinstance(stage, SecondMoment):
             if m2_keep is None:
@@ -85,7 +88,7 @@ def correct_tokens(
         seen = keep if stage.sees == "left" else everything
         lower, upper = bounds(stage, ages, layout, config)
         if isinstance(stage, Weight):
-            ratio = importance_ratio(x, stage, layout, seen)
+            ratio = importance_ratio(ratio_logs, stage, layout, seen)
             truncated, weights = ratio > upper, ratio.clamp(max=upper)
             if stage.zero_outside:
                 truncated = truncated | (ratio < lower)
@@ -94,7 +97,7 @@ def correct_tokens(
             if stage.of_rows:
                 weights, truncated = layout.expand(weights), layout.expand(truncated)
         else:
-            values = mask_statistic(x, stage, layout, seen)
+            values = mask_statistic(ratio_logs, stage, layout, seen)
             inside = (values >= lower) & (values <= upper)
             if stage.level == "any":
                 inside = ~layout.segment_any(~inside & seen)
@@ -103,16 +106,25 @@ def correct_tokens(
             dialect.mask(stage, values, lower, upper, inside, seen)
             keep = keep & inside
     dialect.finish()
+    keep = keep & finite
     kept_statistics(stats, weights, keep, layout)
     if ages is not None:
         age_statistics(stats, x, divergences, age_buckets(ages), truncated, weights, keep)
     return TokenCorrection(weights, keep)
 
 
+def log_ratios(old: torch.Tensor, rollout: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+    """x = log pi_old - log pi_rollout of each token [N]; infinite where one policy gives probability 0, 0 for NaN."""
+    x = torch.where(finite, old - rollout, 0.0)
+    x = torch.where(rollout.isneginf() & ~old.isnan(), math.inf, x)
+    return torch.where(old.isneginf() & ~rollout.isnan(), -math.inf, x)
+
+
 def importance_ratio(x: torch.Tensor, stage: Weight, layout: Layout, seen: torch.Tensor) -> torch.Tensor:
     """exp(clip(x, +-20)) of each token [N], or exp(clip(sum of x, +-20)) over the seen tokens of each row [B]."""
     if stage.of_rows:
-        x = layout.segment_sum(torch.where(seen, x, 0.0))
+        # A row with tokens that only one, and others that only the other policy can sample, has no product.
+        x = layout.segment_sum(torch.where(seen, x, 0.0)).nan_to_num(nan=-LOG_RATIO_BOUND)
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 

@@ -152,7 +152,7 @@ class SkyRLStatistics:
 
     def __init__(self, stats: Stats, x: torch.Tensor, layout: Layout, config: CorrectionConfig) -> None:
         self._stats, self._layout, self._rows = stats, layout, rows_in_means(config)
-        ratio = x.exp().clamp(max=1e30)
+        ratio = _clipped(x).exp() if config.compatible_metrics else x.exp().clamp(max=1e30)
         # SkyRL's masked matrix holds zeros in places without a token.
         cells = layout.cells if config.compatible_metrics else len(ratio)
         stats.total("cells", ratio.new_tensor(float(cells)))

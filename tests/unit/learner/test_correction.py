@@ -297,3 +297,66 @@ def test_without_a_level_the_gap_is_still_reported():
 def test_shapes_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"\[B, T\]; given .*rollout_logprobs \[2, 2\]"):
         correct(torch.zeros(2, 3), torch.zeros(2, 2), torch.zeros(2, 3), CorrectionConfig())
+
+
+ROW_RULES = {
+    "mean": {"rollout_is": None, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
+    "geometric mean": {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
+    "product": {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+    "max": {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 2.0},
+    "skyrl geometric": {"skyrl": {"sequence_mask_metric": "geometric"}},
+    "skyrl product": {"skyrl": {"sequence_mask_metric": "product", "tis_ratio_type": "sequence"}},
+    "skyrl outlier": {"skyrl": {"outlier_token_is_threshold_low": 1e-4, "outlier_token_is_threshold_high": 100.0}},
+}
+COUNTED = {"skyrl geometric": "geo_sequence_mask_masked_ratio", "skyrl product": "product_sequence_mask_masked_ratio",
+           "skyrl outlier": "outlier_seq_masked_ratio"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "impossible"),
+    [
+        *((rule, impossible) for rule in ROW_RULES for impossible in ("old", "rollout", "both")),
+        # k1 of verl's rules, held within 20 on either side, cancels in such a row, as in verl.
+        *((rule, "one each") for rule in ROW_RULES if rule not in ("geometric mean", "product")),
+    ],
+)
+def test_a_token_of_probability_zero_drops_its_row(rule, impossible):
+    old, rollout = torch.full((2, 2, 4), -1.0, dtype=torch.float64)
+    if impossible != "rollout":
+        old[0, 1] = -math.inf
+    if impossible != "old":
+        rollout[0, 2 if impossible == "one each" else 1] = -math.inf
+    result = correct(old, rollout, torch.ones(2, 4), CorrectionConfig(**ROW_RULES[rule]))
+    assert result.mask.any(1).tolist() == [False, True]
+    assert_metrics(result, {"seq_masked_fraction": 0.5, COUNTED.get(rule, "rollout_rs_seq_masked_fraction"): 0.5})
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    if result.weights is not None:
+        assert bool(result.weights.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"rollout_token_veto_threshold": 1e-4}, {"skyrl": {"outlier_token_is_threshold_low": 1e-4}}]
+)
+def test_the_lower_bound_of_a_token_drops_the_row_that_the_proximal_policy_cannot_sample(fields):
+    old = rows([[-1.0, -math.inf, -1.0], [-1.0, -1.0, -1.0]])
+    result = correct(old, torch.full_like(old, -1.0), torch.ones(2, 3), CorrectionConfig(rollout_is=None, **fields))
+    assert result.mask.any(1).tolist() == [False, True]
+    name = "outlier_seq_under_low_ratio" if "skyrl" in fields else "rollout_is_veto_fraction"
+    assert_metrics(result, {name: 0.5, "nonfinite_fraction": 1 / 6})
+
+
+@pytest.mark.parametrize("fields", [{"rollout_is": "token"}, {"skyrl": {"tis_ratio_type": "token"}}])
+def test_without_a_rule_for_rows_a_token_of_probability_zero_is_left_out_alone(fields):
+    old = rows([[-1.0, -math.inf, -1.0]])
+    result = correct(old, torch.full_like(old, -1.0), torch.ones(1, 3), CorrectionConfig(**fields))
+    assert result.mask.tolist() == [[True, False, True]]
+    assert_weights(result, [[1.0, math.exp(-20.0), 1.0]])
+
+
+def test_skyrls_ratios_are_bounded_in_its_own_figures():
+    x = rows([[30.0, -30.0, 0.0]])
+    skyrl = {"skyrl": {"tis_ratio_type": "token"}}
+    high, low = math.exp(20.0), math.exp(-20.0)
+    expected = {"is_ratio_max": high, "is_ratio_min": low, "is_ratio_mean": (high + low + 1) / 3}
+    assert_metrics(of_log_ratio(x, compatible_metrics=True, **skyrl), expected)
+    assert_metrics(of_log_ratio(x, **skyrl), {"is_ratio_max": math.exp(30.0)})
