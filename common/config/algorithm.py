@@ -127,12 +127,15 @@ class AlgorithmConfig(Section):
             return data
         if data.get("loss") in ALIASES:
             data = {**data, "loss": ALIASES[data["loss"]]}
+        data = _today(data)
         correction = data.get("correction")
         if isinstance(correction, CorrectionConfig):
             own = {"preset": correction.preset_name, "rollout_is": correction.rollout_is}
             correction = correction.model_dump(exclude_unset=True) | own
-        if correction is None:
+        if "correction" not in data:
             correction = {}
+        elif correction is None:  # as in verl: the gap between the policies is not corrected
+            correction = {"preset": "disabled"}
         if not isinstance(correction, Mapping):
             return data
         # SkyRL's former names are given beside its block, not in it.
@@ -196,6 +199,15 @@ class AlgorithmConfig(Section):
     def weighs_loss(self) -> bool:
         """True if importance weights multiply the loss, and are not only measured."""
         return weighs(self.loss, self.proximal)
+
+
+def _today(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section with verl's `rollout_correction` under today's name."""
+    if "rollout_correction" not in data:
+        return data
+    if "correction" in data:
+        raise ValueError("rollout_correction is verl's name for correction; give one of the two")
+    return {"correction" if name == "rollout_correction" else name: value for name, value in data.items()}
 
 
 def weighs(loss: str, proximal: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from common.config.former_names import translate
-from common.config.presets import PRESETS, find_preset
+from common.config.presets import PRESETS, find_preset, read_arguments
 from common.config.section import Section
 from common.config.stages import Mask, SecondMoment, Stage, Weight, ratio_band
 
@@ -173,10 +173,13 @@ class CorrectionConfig(Section):
     def preset(cls, name: str, **overrides: Any) -> CorrectionConfig:
         """The correction of this name, with single fields replaced.
 
+        Args:
+            overrides: fields, or arguments of verl's function of this name: `threshold`, `rs_threshold` and others.
+
         Raises:
             ValueError: no such preset, or a wrong field.
         """
-        return cls(**{"preset": name, **overrides})
+        return cls(**{"preset": name, **read_arguments(find_preset(name), overrides)})
 
     @classmethod
     def presets(cls) -> dict[str, CorrectionConfig]:

@@ -40,9 +40,9 @@ ELSEWHERE = {
     "kl_loss_type": "kl_estimator",
     "loss_agg_mode": "aggregation",
     "loss_mode": "loss",
+    "max_turns": "max_assistant_turns",
     "loss_reduction": "aggregation",
     "policy_loss_type": "loss",
-    "rollout_correction": "correction",
     "off_policy_correction": "correction.skyrl",
 }
 # SkyRL's names from before its block, fields of `trainer.algorithm` themselves.
@@ -59,7 +59,7 @@ def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         ValueError: a former name is given beside today's, or has a value that means nothing today.
     """
     fields, notes = dict(data), list[str]()
-    for read in (_mode, _level, _band, _veto, _pure, _gradient, _bypass, _tis):
+    for read in (_off, _mode, _level, _band, _veto, _pure, _gradient, _bypass, _tis):
         before = dict(fields)
         today = read(fields)
         former = " and ".join(f"{name} = {value!r}" for name, value in before.items() if name not in fields)
@@ -73,6 +73,16 @@ def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
 
 
 # Each of these takes former names out of the fields, and returns the fields that replace them.
+
+
+def _off(fields: Fields) -> Fields:
+    """`rollout_is_threshold: null`, with which verl computed no weights, whatever `rollout_is` said."""
+    if "rollout_is_threshold" not in fields or fields["rollout_is_threshold"] is not None:
+        return {}
+    for name in ("rollout_is", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower"):
+        fields.pop(name, None)
+    del fields["rollout_is_threshold"]
+    return {"rollout_is": None}
 
 
 def _level(fields: Fields) -> Fields:

@@ -23,7 +23,10 @@ class EpisodeConfig(SourceSection):
 
     agent: AgentConfig | None = Field(None, description="A program of your own that plays the episodes; null: none.")
     max_assistant_turns: int | None = Field(
-        None, ge=1, description="Assistant turns until the episode ends; null: 1, and with `agent` no limit."
+        None,
+        ge=1,
+        description="Assistant turns until the episode ends; null: no limit where tools, a user or an agent answer "
+        "them, as in verl; without these an episode is one turn.",
     )
     max_user_turns: int | None = Field(
         None, ge=0, description="Turns of tools and of the simulated user until the episode ends; null: no limit."
@@ -106,7 +109,8 @@ class EpisodeConfig(SourceSection):
     @property
     def assistant_turns(self) -> int | None:
         """Assistant turns until the episode ends; None: no limit."""
-        return 1 if self.max_assistant_turns is None and self.agent is None else self.max_assistant_turns
+        is_answered = bool(self.tools) or self.user is not None or self.agent is not None
+        return self.max_assistant_turns if self.max_assistant_turns is not None or is_answered else 1
 
     @property
     def reward_weights(self) -> dict[str, float]:

@@ -225,6 +225,35 @@ ALL = (
     ),
 )
 PRESETS = {preset.name: preset for preset in ALL}
+# Arguments of verl's functions `RolloutCorrectionConfig.NAME(...)`: the field of each, and the field it needs.
+ARGUMENTS = {
+    "threshold": ("rollout_is_threshold", "rollout_is"),
+    "is_threshold": ("rollout_is_threshold", "rollout_is"),
+    "rs_threshold": ("rollout_rs_threshold", "rollout_rs"),
+    "rs_threshold_lower": ("rollout_rs_threshold_lower", "rollout_rs"),
+    "veto_threshold": ("rollout_token_veto_threshold", ""),
+}
+
+
+def read_arguments(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the correction for a preset's arguments, which are fields or arguments of verl's function.
+
+    Raises:
+        ValueError: the preset has nothing that the argument could bound.
+    """
+    fields: dict[str, Any] = {}
+    low, is_band, high = str(preset.fields.get("rollout_is_threshold", "")).partition("_")
+    if is_band and given.keys() & {"threshold", "threshold_lower"}:
+        fields["rollout_is_threshold"] = f"{given.get('threshold_lower', low)}_{given.get('threshold', high)}"
+        given = {name: value for name, value in given.items() if name not in ("threshold", "threshold_lower")}
+    for name, value in given.items():
+        field, needs = ARGUMENTS.get(name, (name, ""))
+        if needs and preset.fields.get(needs) is None:
+            raise ValueError(f"{name} = {value!r} bounds nothing in preset {preset.name!r}; leave it out")
+        if field in fields or (field != name and field in given):
+            raise ValueError(f"{name} = {value!r} and {field} are one setting; give one of the two")
+        fields[field] = value
+    return fields
 
 
 def find_preset(name: str) -> Preset:

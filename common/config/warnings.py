@@ -192,9 +192,9 @@ def _turns(episode: EpisodeConfig, key: str) -> Iterator[str]:
     turns = episode.user_options.get(option, default)
     if not option or not isinstance(turns, int):
         return
-    allowed = episode.assistant_turns or 1  # a limit, since there is no agent beside a user
-    possible, causes = allowed - 1, []
-    if possible < turns:
+    possible, causes, allowed = turns, [], episode.assistant_turns
+    if allowed is not None and allowed <= turns:
+        possible = allowed - 1
         causes.append(f"{key}.max_assistant_turns = {allowed} (set it to {turns + 1} or more)")
     if episode.max_user_turns is not None and episode.max_user_turns < turns:
         possible = min(possible, episode.max_user_turns)

@@ -106,11 +106,19 @@ SECTIONS = [
     ("algorithm: {loss_reduction: token_mean}", "did you mean algorithm.aggregation?"),
     ("algorithm: {loss_agg_mode: token-mean}", "did you mean algorithm.aggregation?"),
     ("algorithm: {clip_ratio_c: 3}", "did you mean algorithm.clip_dual?"),
-    ("algorithm: {rollout_correction: {}}", "did you mean algorithm.correction?"),
+    ("algorithm: {rollout_correction: {rollout_is: tokens}}", "key algorithm.correction.rollout_is = 'tokens'"),
+    ("algorithm: {rollout_correction: null, correction: {}}", "verl's name for correction; give one of the two"),
+    (
+        "episode: {max_turns: 3}",
+        "unknown configuration key episode.max_turns; did you mean episode.max_assistant_turns?",
+    ),
     # Episodes.
-    ("episode: {tools: [calculator]}", "episode.tools are never answered with episode.max_assistant_turns = 1"),
+    (
+        "episode: {tools: [calculator], max_assistant_turns: 1}",
+        "episode.tools are never answered with episode.max_assistant_turns = 1",
+    ),
     ("episode: {tools: [calculator], max_assistant_turns: 2, max_user_turns: 0}", "never heard | max_user_turns = 0"),
-    ("episode: {user: corrector}", "episode.user = 'corrector' is never answered"),
+    ("episode: {user: corrector, max_assistant_turns: 1}", "episode.user = 'corrector' is never answered"),
     ("episode: {user: corrector, max_assistant_turns: 2, max_user_turns: 0}", "set episode.user=null"),
     ("episode: {call_format: code}", "episode.tools=[code_interpreter]"),
     ("episode: {call_format: code, tools: [calculator], max_assistant_turns: 2}", "episode.call_format=hermes"),
@@ -194,7 +202,10 @@ SECTIONS = [
     ("data: {train: [{path: b.jsonl, format: none}]}", "known are dapo-math-17k, | gsm8k"),
     ("data: {train: [{path: b, episode: {rewrd: math}}]}", "[b].episode.rewrd; did you mean data.train[b].episode.rew"),
     ("data: {train: [{path: b, episode: {max_assistant_turns: 0}}]}", "data.train[b].episode.max_assistant_turns = 0"),
-    ("data: {train: [{path: b, episode: {tools: [calculator]}}]}", "data.train[b]: episode.tools are never"),
+    (
+        "data: {train: [{path: b, episode: {tools: [calculator], max_assistant_turns: 1}}]}",
+        "data.train[b]: episode.tools are never",
+    ),
     ("data: {train: [{path: b, episode: {rollouts_every: 1}}]}", "data.train[b].episode.rollouts_every cannot"),
     # Deterministic runs.
     ("{run: {deterministic: true}, sampler: {max_staleness: 2}}", "sampler.max_staleness = 2 contradicts run.determ"),

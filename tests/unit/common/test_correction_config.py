@@ -78,6 +78,17 @@ FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"use_tis": True, "tis_imp_ratio_cap": 3.0}, CAPPED),
     ({"use_tis": True, "tis_imp_ratio_cap": -1}, {"skyrl": {"tis_ratio_type": "token"}}),
     ({"use_tis": False}, {"skyrl": {}}),
+    ({"rollout_is_threshold": None}, {"rollout_is": None}),
+    ({"rollout_is": "token", "rollout_is_threshold": None}, {"rollout_is": None}),
+    ({"rollout_is": True, "rollout_is_level": "token", "rollout_is_threshold": None}, {"rollout_is": None}),
+    (
+        {"rollout_is_threshold": None, "rollout_rs": "token_k2", "rollout_rs_threshold": 1},
+        {"rollout_is": None, "rollout_rs": "token_k2", "rollout_rs_threshold": 1},
+    ),
+    (
+        {"preset": "decoupled_k3_rs_seq_tis", "rollout_is_threshold": None},
+        {"preset": "decoupled_k3_rs_seq_tis", "rollout_is": None},
+    ),
 ]
 
 
@@ -113,6 +124,60 @@ def test_former_names_are_read_with_a_warning(former: dict[str, Any], today: dic
     assert len(lines) == len(config.algorithm.correction.notes) > 0
     assert all("; say " in line for line in lines)
     assert not expected.correction.notes
+
+
+@pytest.mark.parametrize("text", ["correction: null", "rollout_correction: null"])
+def test_no_correction_means_none_and_not_the_default(text: str) -> None:
+    chosen = parse_config(BASE | {"algorithm": yaml.safe_load(text)}).algorithm
+    assert chosen == algorithm({"preset": "disabled"})
+    assert (chosen.correction.weight, chosen.correction.masks, chosen.proximal) == (None, [], "recompute")
+
+
+def test_verls_name_of_the_section_is_read() -> None:
+    fields = {"rollout_is": "token", "bypass_mode": True, "loss_type": "reinforce"}
+    assert algorithm(rollout_correction=fields) == algorithm(fields)
+
+
+# Calls of verl's functions, and the fields that these give (verl/trainer/config/algorithm.py).
+CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("decoupled_token_is", {"threshold": 3.0}, {"rollout_is": "token", "rollout_is_threshold": 3.0}),
+    ("bypass_pg_is", {"threshold": 4.0}, {"rollout_is": "sequence", "rollout_is_threshold": 4.0, "bypass_mode": True}),
+    ("decoupled_token_icepop", {"threshold": 3.0}, {"rollout_is_threshold": "0.5_3.0"}),
+    ("bypass_pg_token_icepop", {"threshold_lower": 0.25}, {"rollout_is_threshold": "0.25_5.0"}),
+    (
+        "decoupled_seq_is_rs",
+        {"is_threshold": 3.0, "rs_threshold": "0.4_2.5"},
+        {"rollout_is_threshold": 3.0, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.4_2.5"},
+    ),
+    ("decoupled_k3_rs_seq_tis", {"rs_threshold": 0.1}, {"rollout_is": "sequence", "rollout_rs_threshold": 0.1}),
+    (
+        "geo_rs",
+        {"rs_threshold": 1.01, "rs_threshold_lower": 0.98, "veto_threshold": 1e-4},
+        {"rollout_rs_threshold": "0.98_1.01", "rollout_token_veto_threshold": 1e-4},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "fields"), CALLS)
+def test_presets_take_the_arguments_of_verls_functions(
+    name: str, arguments: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    made = CorrectionConfig.preset(name, **arguments)
+    assert {field: getattr(made, field) for field in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("decoupled_geo_rs", {"threshold": 2.0}, "threshold = 2.0 bounds nothing in preset 'decoupled_geo_rs'"),
+        ("decoupled_token_is", {"rs_threshold": 2.0}, "rs_threshold = 2.0 bounds nothing"),
+        ("decoupled_token_is", {"threshold_lower": 0.5}, "threshold_lower"),
+        ("decoupled_token_is", {"threshold": 2.0, "rollout_is_threshold": 3.0}, "give one of the two"),
+    ],
+)
+def test_arguments_that_a_preset_cannot_use_are_refused(name: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CorrectionConfig.preset(name, **arguments)
 
 
 def test_skyrls_former_names_stand_beside_its_block() -> None:

@@ -132,8 +132,9 @@ SIZE = len(TOKENIZER.encode(CALL))
         ([CALL], {"max_response_tokens": SIZE + 3}, ("length", "", 1, 1)),  # its result does not fit
         (["1" * 100], {"max_response_tokens": 10_000, "max_model_len": 80}, ("length", "", 1, 0)),
         ([CALL], {"tools": []}, ("stop", CALL.removesuffix(END), 1, 0)),
+        ([CALL, CALL, ANSWER], {"max_assistant_turns": None}, ("stop", "89", 3, 2)),
     ],
-    ids=["last turn", "cut answer", "cut call", "result too long", "model length", "no tools"],
+    ids=["last turn", "cut answer", "cut call", "result too long", "model length", "no tools", "no limit of turns"],
 )
 def test_limits_end_an_episode(turns: list[str], changes: dict[str, Any], expected: tuple[Any, ...]) -> None:
     episode = play(ScriptedEngine(*turns), **changes)
