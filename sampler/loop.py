@@ -21,7 +21,7 @@ from sampler.answer_file import Request
 from sampler.answers import Answers
 from sampler.episode_files import Rollouts
 from sampler.evaluation import Evaluations
-from sampler.metrics import SamplerMetrics
+from sampler.metrics import SamplerMetrics, Visit
 from sampler.mixture import Mixture
 from sampler.process_metrics import SamplerTimeline
 from sampler.prompt_traits import prompt_traits
@@ -260,11 +260,14 @@ class Sampler:
     def learn(self, i: int, task: DispatchedTask, header: SampleHeader) -> None:
         """Update the value of the prompt at index i with a reward, and let the sample wait for a batch."""
         state, tracker = self.state, self.state.tracker
+        alpha, beta = tracker.counts(task.prompt_id)
+        is_first = not tracker.visits[i]
         value, drift, rho = state.update_value(i, header)
         self.equal_rewards.add(header)
-        self.metrics.add(
-            header, value, drift, rho, n_eff=sum(tracker.counts(task.prompt_id)), source=self.prompts.source(i)
-        )
+        is_clipped = state.drift.rho is None and tracker.is_clipped(drift)
+        n_eff = sum(tracker.counts(task.prompt_id))
+        visit = Visit(drift, rho, n_eff, alpha, beta, value, float(is_clipped), float(is_first))
+        self.metrics.add(header, visit, self.prompts.source(i))
         if self.config.algorithm.method != "spo":
             baseline = 0.0
         else:

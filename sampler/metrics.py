@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,27 @@ OTHER = "other"
 OF_AGENTS = ("requests", "retries", "refused", "dropped", "prompt_tokens", "kept_tokens")  # counts of a sample's header
 
 
+class Visit(NamedTuple):
+    """What the tracker did with one reward; the metrics are means of these over a batch's time.
+
+    Attributes:
+        drift_mean, rho_mean: D and the forgetting factor.
+        n_eff_mean: alpha + beta after the reward was counted.
+        alpha_mean, beta_mean, value_mean: the prompt's counts and value before it was.
+        rho_clip_ratio: 1 if the factor was raised to `rho_min` or lowered to `rho_max`.
+        first_sampled_ratio: 1 if it is the prompt's first response.
+    """
+
+    drift_mean: float
+    rho_mean: float
+    n_eff_mean: float
+    alpha_mean: float
+    beta_mean: float
+    value_mean: float
+    rho_clip_ratio: float
+    first_sampled_ratio: float
+
+
 class SamplerMetrics:
     """Collects metrics between two batches and writes them with the second, beside those of other processes."""
 
@@ -49,7 +70,7 @@ class SamplerMetrics:
         # Rewards since the last batch; empty if there is only one source.
         self._by_source: dict[str, list[float]] = {name: [] for name in names} if len(names) > 1 else {}
         self._audit = ValueAudit(state.tracker)
-        self._drift: list[tuple[float, float, float]] = []  # (D, rho, N_eff) of each sample since the last batch
+        self._visits: list[Visit] = []  # of each sample since the last batch
         self._staleness: float | None = None  # mean of the last batch
         self._totals_before: Counter[str] = Counter()  # counters of the run, at the last batch
         self._started = time.monotonic()
@@ -83,15 +104,15 @@ class SamplerMetrics:
         for feed in self._feeds:
             feed.join()
 
-    def add(self, header: SampleHeader, value: float, drift: float, rho: float, n_eff: float, source: str = "") -> None:
-        """Add a training sample that the tracker has counted; `value` is its prompt's value before that."""
-        self._audit.add(value, self._state.tracker.rescale(header.reward))
+    def add(self, header: SampleHeader, visit: Visit, source: str = "") -> None:
+        """Add a training sample that the tracker has counted."""
+        self._audit.add(visit.value_mean, self._state.tracker.rescale(header.reward))
         self._rewards.append(header.reward)
         if self._by_source:
             self._by_source[source].append(header.reward)
         for name, value in header.reward_parts.items():
             self._reward_parts[name].append(value)
-        self._drift.append((drift, rho, n_eff))
+        self._visits.append(visit)
         self._episodes.add(header)
         self._samples += 1
 
@@ -166,10 +187,11 @@ class SamplerMetrics:
             "staleness/in_flight_mean": float(ages["in_flight"].mean()),
             "staleness/in_queue_mean": float(ages["in_queue"].mean()),
         }
-        if self._drift:
-            drift, rho, n_eff = np.mean(self._drift, axis=0).tolist()
-            values |= {"tracker/drift_mean": drift, "tracker/rho_mean": rho, "tracker/n_eff_mean": n_eff}
-            self._drift.clear()
+        values |= {f"advantage/p{q}": float(np.percentile(advantages, q)) for q in (10, 30, 50, 70, 90)}
+        if self._visits:
+            means = np.mean(self._visits, axis=0).tolist()
+            values |= {f"tracker/{name}": mean for name, mean in zip(Visit._fields, means, strict=True)}
+            self._visits.clear()
         values |= self._audit.of_batch() | self._episodes.values()
         self._episodes = EpisodeMetrics()
         new = self._state.totals - self._totals_before

@@ -90,8 +90,14 @@ class ValueTracker:
 
     def rho(self, kl: float) -> float:
         """Forgetting factor for a policy that moved by D = `kl`: 2^(-D / half_life), clipped."""
-        raw = 2.0 ** (-kl / self.config.half_life)
-        return min(max(raw, self.config.rho_min), self.config.rho_max)
+        return min(max(self._raw_rho(kl), self.config.rho_min), self.config.rho_max)
+
+    def is_clipped(self, kl: float) -> bool:
+        """Whether the forgetting factor for D = `kl` is one of its bounds instead of 2^(-D / half_life)."""
+        return self._raw_rho(kl) != self.rho(kl)
+
+    def _raw_rho(self, kl: float) -> float:
+        return float(2.0 ** (-kl / self.config.half_life))
 
     def rescale(self, reward: float) -> float:
         """Map a reward from the declared range to [0, 1]; raises ValueError outside the range."""

@@ -56,15 +56,18 @@ def split(
     parts: Annotated[int, typer.Option(min=1, help="Number of subsets.")],
     output: Annotated[Path, typer.Option(help="Folder for subset_0.parquet and so on.")],
     split: Annotated[str | None, typer.Option(help="Split of a Hugging Face dataset; by default `train`.")] = None,
+    subset: Annotated[
+        str | None, typer.Option(help="Configuration of a Hugging Face dataset, such as `en`; by default its own.")
+    ] = None,
 ) -> None:
     """Divide a data set into Parquet files of equal size, with all its columns.
 
     - `spo values split train.jsonl --parts 4 --output values`
-    - `spo values split dapo-math-17k --parts 16 --output values`
+    - `spo values split dapo-math-17k-processed --subset en --parts 16 --output values`
     """
     from launcher.values.split import describe, split_data  # imports pyarrow, which not every role has
 
-    paths, problems = split_data(data, split, parts, output)
+    paths, problems = split_data(data, split, parts, output, subset)
     for line in describe(paths):
         sys.stdout.write(f"{line}\n")
     _name(problems)

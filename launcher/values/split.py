@@ -19,11 +19,14 @@ from sampler.rows import ArrowRows, BadRow, Rows, open_rows
 ARROW_ERRORS = (pa.ArrowException, OverflowError)
 
 
-def split_data(data: str, split: str | None, parts: int, folder: Path) -> tuple[list[Path], list[str]]:
+def split_data(
+    data: str, split: str | None, parts: int, folder: Path, subset: str | None = None
+) -> tuple[list[Path], list[str]]:
     """Write `subset_0.parquet` and so on, in the order of the rows; their sizes differ by at most one row.
 
     Args:
         data: a file, a Hugging Face dataset, or the name of a known set; `split` of it is read.
+        subset: the dataset's configuration, such as `en`; None: the known set's, or the dataset's default.
 
     Returns:
         The files, and a line about each row that cannot be read.
@@ -32,7 +35,7 @@ def split_data(data: str, split: str | None, parts: int, folder: Path) -> tuple[
         UserError: the data cannot be read, has mixed types in a column, or has fewer rows than there are parts; the
             folder cannot be written, or holds other subsets.
     """
-    (source,) = DataConfig(train=[DataSource(path=data, split=split)]).sources("train")
+    (source,) = DataConfig(train=[DataSource(path=data, split=split, config=subset)]).sources("train")
     table, problems = _table(open_rows(source.path, source.split, source.options, source.config), data)
     rows = table.num_rows
     if rows < parts:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -163,6 +164,17 @@ def test_every_row_is_in_one_subset_with_all_its_columns(spo: Spo, tmp_path: Pat
         split_data(data, "train", 2, tmp_path / "values")
     ran = spo("values", "split", "train.jsonl", "--parts", "2", "--output", "new")
     assert (ran.returncode, ran.stdout) == (0, "new/subset_0.parquet: 2 rows\nnew/subset_1.parquet: 3 rows\n")
+
+
+def test_a_subset_is_a_configuration_of_the_dataset(spo: Spo, tmp_path: Path) -> None:
+    for name in ("all", "en"):
+        rows = datasets.Dataset.from_list([{"prompt": f"{name} {i}"} for i in range(4)])
+        datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "maths" / name)
+    ran = spo("values", "split", str(tmp_path / "maths"), "--subset", "en", "--parts", "2", "--output", "new")
+    assert ran.returncode == 0
+    assert [row["prompt"] for row in read(sorted((tmp_path / "new").glob("*.parquet")))] == [
+        f"en {i}" for i in range(4)
+    ]
 
 
 def test_parquet_keeps_its_types_and_has_one_for_a_column(tmp_path: Path) -> None:

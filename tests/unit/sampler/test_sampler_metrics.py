@@ -25,7 +25,7 @@ from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from launcher.folder.metrics import Metrics, read_metrics
 from sampler.batches import ClosedBatch, OpenBatch
-from sampler.metrics import EpisodeMetrics, SamplerMetrics, staleness
+from sampler.metrics import EpisodeMetrics, SamplerMetrics, Visit, staleness
 from sampler.metrics_file import Entry, Histogram, MetricsFile
 from sampler.process_metrics import MAX_VALUES, ProcessMetrics
 from sampler.records import OpenSample
@@ -133,13 +133,32 @@ def closed(batch_id: int) -> ClosedBatch:
 def test_figures_of_a_batch_are_of_what_came_since_the_last_one(metrics: SamplerMetrics) -> None:
     for reward, parts in ((0.5, {"exact": 1.0, "mean": 100.0}), (0.0, {"exact": 0.0, "turns": 0.25})):
         header = SampleHeader(task_id="t", prompt_id="p", reward=reward, reward_parts=parts)
-        metrics.add(header, 0.5, 0.0, 0.9, 8.0)
+        metrics.add(header, Visit(0.0, 0.9, 8.0, 0.5, 1.5, 0.25, rho_clip_ratio=reward, first_sampled_ratio=2 * reward))
     metrics.waited["learner"] += 2.0
     values, after = metrics.of_batch(closed(0)), metrics.of_batch(closed(1))
     assert (values["reward/exact"], values["reward/turns"]) == (0.5, 0.25)
     assert values["reward/mean"] == 0.5, "a part does not hide the mean"
     assert (values["waiting/learner_seconds"], after["waiting/learner_seconds"]) == (2.0, 0.0)
     assert "reward/exact" not in after
+    recipes = {name: values[f"tracker/{name}"] for name in ("alpha_mean", "beta_mean", "value_mean")}
+    assert recipes == {"alpha_mean": 0.5, "beta_mean": 1.5, "value_mean": 0.25}
+    assert (values["tracker/rho_clip_ratio"], values["tracker/first_sampled_ratio"]) == (0.25, 0.5)
+    assert not any(name.startswith("tracker/alpha") for name in after)
+
+
+def test_percentiles_of_advantages_are_the_recipes(metrics: SamplerMetrics) -> None:
+    """Linear between neighbours, as `torch.quantile`."""
+    turns = closed(0)
+    manifest = turns.manifest.model_copy(update={"turn_advantages": [[float(i) for i in range(11)]]})
+    values = metrics.of_batch(dataclasses.replace(turns, manifest=manifest))
+    assert [values[f"advantage/p{q}"] for q in (10, 30, 50, 70, 90)] == pytest.approx([1, 3, 5, 7, 9])
+
+
+@pytest.mark.parametrize(("drift", "clipped"), [(0.0, True), (0.005, False), (0.01, False), (1.0, True)])
+def test_a_forgetting_factor_beyond_its_bounds_is_clipped(drift: float, clipped: bool) -> None:
+    tracker = ValueTracker(["p"], TrackerConfig(half_life=0.06, rho_min=0.875, rho_max=0.96))
+    assert tracker.is_clipped(drift) == clipped
+    assert (tracker.rho(drift) in (0.875, 0.96)) == clipped
 
 
 def test_extremes_of_advantages_are_the_learners(metrics: SamplerMetrics) -> None:
