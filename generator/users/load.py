@@ -41,7 +41,8 @@ def load_user(config: Config, make_scorer: Callable[[Config], Scorer]) -> UserSi
     fixed: dict[str, Any] = {}
     if "checker" in inspect.signature(kind).parameters:
         checker, checker_options = options.pop("checker", None), options.pop("checker_options", {})
-        fixed["checker"] = _checker(make_scorer(_checking(config, checker, checker_options)))
+        checking = _checking(config, checker, checker_options)
+        fixed["checker"] = _checker(make_scorer(checking), checking.data.answer_column)
     also = ("checker", "checker_options") if fixed else ()
     user: UserSimulator = make_object(kind, options, f"episode.user_options of {name!r}", fixed, also)
     return user
@@ -70,9 +71,10 @@ def _checking(config: Config, name: Any, options: Any) -> Config:
     return config.model_copy(update={"episode": episode, "sampler": sampler})
 
 
-def _checker(scorer: Scorer) -> Checker:
+def _checker(scorer: Scorer, answer_column: str) -> Checker:
     async def check(text: str, answer: Any, row: dict[str, Any]) -> Verdict:
-        score = (await scorer.score(Outcome(text=text, response=text, answer=answer, row=row))).value
+        outcome = Outcome(text=text, response=text, answer=answer, row=row, answer_column=answer_column)
+        score = (await scorer.score(outcome)).value
         return Verdict(score, _finding(text, score))
 
     return check

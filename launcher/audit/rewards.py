@@ -110,6 +110,7 @@ def outcomes(line: Mapping[str, Any], prompt: Any, config: Config, special: re.P
             row=prompt.row,
             prompt=prompt.prompt,
             opened=str(line.get("opened", "")),
+            answer_column=config.data.answer_column,
             tokens=line["model_tokens"],
             limit=config.episode.max_response_tokens,
             reason=line["reason"],
