@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -25,7 +25,8 @@ VALUES = 20  # schema, five arrays, and the names and arrays of the optional par
 # A log-prob exceeds 0 only by rounding in low precision; no engine's logits differ by more than 1e5.
 MOST, LEAST = 0.01, -1e5
 MAX_LINE = MAX_RECORD - 4096  # bytes of a line, so that it fits compressed or not
-TOKENS = ("token_ids", "model_spans", "logprobs", "version_spans", "row_lengths")
+TOKENS = ("token_ids", "model_spans", "logprobs", "version_spans", "row_lengths", "experts")
+NO_EXPERTS = -1  # the sum of a token whose experts are not known
 _DEPTH = 20
 # Characters and numbers that one call encodes, while all other threads of the process wait.
 _CHARS = 1 << 16
@@ -76,6 +77,16 @@ class Payload:
         lengths = self.version_spans[:, 2] - self.version_spans[:, 1]
         return np.repeat(self.version_spans[:, 0], lengths)
 
+    def expert_sums(self) -> list[int]:
+        """`expert_sums` of each model token: of the experts of the state that predicts it."""
+        return [
+            number
+            for row in self.rows()
+            for number in expert_sums(
+                row.experts, np.arange(len(row.token_ids)) < len(row.experts), np.flatnonzero(row.mask()) - 1
+            )
+        ]
+
     def rows(self) -> list[Payload]:
         """Each row as a payload of its own."""
         if len(self.row_lengths) < 2:
@@ -99,6 +110,20 @@ class Payload:
             rows.append(row)
             start = end
         return rows
+
+
+def expert_sums(experts: np.ndarray, known: np.ndarray, places: Sequence[int]) -> list[int]:
+    """A checksum of the experts at each of some tokens, by which two records of them can be compared [N].
+
+    Args:
+        experts: ids of their experts [T, layers, k].
+        known: tokens whose experts are known, bool [T]; the others have `NO_EXPERTS`.
+        places: of the tokens, [N].
+    """
+    return [
+        zlib.crc32(np.ascontiguousarray(experts[place], EXPERT_IDS[1])) if known[place] else NO_EXPERTS
+        for place in places
+    ]
 
 
 def encode_payload(payload: Payload) -> bytes:

@@ -265,4 +265,6 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
         }
         if len(episode.rows) > 1:
             record["row_lengths"] = payload.row_lengths
+        if len(payload.experts):
+            record["experts"] = payload.expert_sums()
     return pack_record(record)

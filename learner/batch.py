@@ -40,6 +40,8 @@ class MicroBatch:
         teacher: a teacher's scores of the model tokens; None where no row has any.
         rewards: at each model token, float64 [N]: of a row, or of a turn, at its last; None without a critic.
         tracked: the tracker's value of each token's prompt, float64 [N]; None without a critic.
+        values: the critic's, of the state in which each token was sampled, float32 [N]; None before it has judged.
+        returns: what the critic learns at each token, float32 [N]; None before it has judged.
         names: sample id and number of each row, in order; empty if not needed.
     """
 
@@ -58,6 +60,8 @@ class MicroBatch:
     teacher: TeacherScores | None = None
     rewards: torch.Tensor | None = None
     tracked: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def model_tokens(self) -> int:

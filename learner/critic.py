@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -154,13 +154,6 @@ def _freeze_attention(model: PreTrainedModel, path: str, key: str) -> None:
         parameter.requires_grad_(False)
 
 
-class Judged(NamedTuple):
-    """A batch with the advantages to learn from, and for the critic the returns of each micro-batch, float32 [N]."""
-
-    batch: RolloutBatch
-    targets: list[torch.Tensor]
-
-
 class Critic:
     """Owns the value model and its optimizer; all ranks call the same methods at the same time."""
 
@@ -180,8 +173,8 @@ class Critic:
         self.engine = build_engine(model, self.learner, world)
 
     @torch.no_grad()
-    def judge(self, batch: RolloutBatch, stats: Stats) -> Judged:
-        """Advantages and returns of a batch's tokens, by the values of the critic as it is.
+    def judge(self, batch: RolloutBatch, stats: Stats) -> RolloutBatch:
+        """The batch with the critic's values, returns and advantages of its tokens, by the critic as it is.
 
         During the warm-up the advantages stay the tracker's.
 
@@ -193,19 +186,21 @@ class Critic:
         targets = [returns(*one, settings.gamma, settings.return_lambda).float() for one in given]
         for micro, (_, values, _), target in zip(micros, given, targets, strict=True):
             _report(micro, values, target, stats)
-        if batch.version < settings.warmup_steps:
-            return Judged(batch, targets)
-        estimates = [gae(*one, settings.gamma, settings.gae_lambda) for one in given]
-        advantages = iter(normalised(estimates, self.world, self.config.sampler.advantage.clip))
-        with_own = [[replace(micro, advantages=next(advantages)) for micro in micros] for micros in batch.mini_batches]
-        return Judged(replace(batch, mini_batches=with_own), targets)
+        advantages = [micro.advantages for micro in micros]
+        if batch.version >= settings.warmup_steps:
+            estimates = [gae(*one, settings.gamma, settings.gae_lambda) for one in given]
+            advantages = normalised(estimates, self.world, self.config.sampler.advantage.clip)
+        judged = (
+            replace(micro, values=values, returns=target, advantages=advantage)
+            for micro, (_, values, _), target, advantage in zip(micros, given, targets, advantages, strict=True)
+        )
+        return replace(batch, mini_batches=[[next(judged) for _ in micros] for micros in batch.mini_batches])
 
-    def learn(self, judged: Judged) -> dict[str, float]:
+    def learn(self, batch: RolloutBatch) -> dict[str, float]:
         """Take `critic.updates` optimizer steps on the batch's returns; returns metrics, equal on all ranks.
 
         The loss is (V - R)^2 / 2, averaged over the model tokens of all ranks, without a clip.
         """
-        batch, targets = judged
         micros = _micro_batches(batch)
         (tokens,) = self.world.sum_over_shares([float(sum(micro.model_tokens for micro in micros))])
         if not tokens:
@@ -214,8 +209,8 @@ class Critic:
         losses, norms = [], []
         for _ in range(self.settings.updates):
             total = 0.0
-            for number, (micro, target) in enumerate(zip(micros, targets, strict=True)):
-                loss = (self._values(micro) - target).square().sum() / (2 * tokens)
+            for number, micro in enumerate(micros):
+                loss = (self._values(micro) - micro.returns).square().sum() / (2 * tokens)
                 total += float(loss.detach())
                 self.engine.set_gradient_accumulation_boundary(number == len(micros) - 1)
                 # DeepSpeed averages over ranks; the denominator is global already.

@@ -1,16 +1,19 @@
-"""Records the log-probs and entropies of kept episodes in the step that trained on them, for inspection."""
+"""Records what the learner computed for the tokens of kept episodes, and from what, for inspection and audit."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from math import isnan, nan
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common.errors import UserError
 from common.files import Keep, remove_oldest, rewrite
 from common.messages import Batch
+from common.payload import expert_sums
 from learner.batch import MicroBatch
 from learner.step_loss import PolicyOutput
 
@@ -19,7 +22,7 @@ DIGITS = 5
 
 
 class TokenRecord:
-    """Log-probs and entropies of a batch's kept samples, collected while it is trained on and written afterwards.
+    """The tokens of a batch's kept samples, collected while it is trained on and written afterwards.
 
     Nothing here waits for the device before `write`.
     """
@@ -66,25 +69,37 @@ class TokenRecord:
             raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
     def _lines(self) -> Iterator[str]:
-        for mini_batch, micro, *values in self._passes:
+        for mini_batch, micro, logprobs, entropies in self._passes:
             lengths = micro.layout.lengths.tolist()
-            logprobs, entropies = (value.float().cpu().split(lengths) for value in values)
-            # With a critic each token has an advantage of its own; the sampler's is then the tracker's.
-            by_token = [None] * len(lengths) if micro.rewards is None else micro.advantages.cpu().split(lengths)
-            columns = (micro.names, logprobs, entropies, by_token)
-            for (sample, row), logprob, entropy, of_tokens in zip(*columns, strict=True):
+            columns = _columns(micro) | {"logprobs": logprobs, "entropies": entropies}
+            of_rows = {name: values.cpu().split(lengths) for name, values in columns.items()}
+            for number, (sample, row) in enumerate(micro.names):
                 if sample in self._advantages:
-                    line = {
-                        "task_id": sample,
-                        "row": row,
-                        "mini_batch": mini_batch,
-                        "advantages": _rounded(self._advantages[sample]),
-                        "logprobs": _rounded(logprob.tolist()),
-                        "entropies": _rounded(entropy.tolist()),
-                    }
-                    if of_tokens is not None:
-                        line["token_advantages"] = _rounded(of_tokens.tolist())
+                    line: dict[str, Any] = {"task_id": sample, "row": row, "mini_batch": mini_batch}
+                    line["advantages"] = _rounded(self._advantages[sample])
+                    line |= {name: _listed(values[number]) for name, values in of_rows.items()}
                     yield json.dumps(line)
+
+
+def _columns(micro: MicroBatch) -> dict[str, torch.Tensor]:
+    """What the learner was given for each model token of a micro-batch, and its critic's figures, [N] or [N, K]."""
+    tokens = slice(micro.model_tokens)
+    columns = {
+        "token_ids": micro.targets[tokens],
+        "token_versions": micro.versions,
+        "rollout_logprobs": micro.rollout_logprobs,
+    }
+    if micro.experts is not None and micro.known is not None:
+        # A token's experts are those of the state that predicts it.
+        places = micro.predict[tokens].cpu()
+        columns["experts"] = torch.tensor(expert_sums(micro.experts.cpu().numpy(), micro.known.cpu().numpy(), places))
+    if micro.teacher is not None:
+        is_scored, scores = micro.teacher.scored, micro.teacher.logprobs
+        columns["teacher_logprobs"] = torch.where(is_scored if scores.ndim == 1 else is_scored[:, None], scores, nan)
+    if micro.values is not None and micro.returns is not None:
+        # With a critic each token has an advantage of its own; the sampler's is then the tracker's.
+        columns |= {"values": micro.values, "returns": micro.returns, "token_advantages": micro.advantages}
+    return columns
 
 
 def discard(folder: Path, first: int) -> None:
@@ -102,5 +117,12 @@ def discard(folder: Path, first: int) -> None:
                 raise UserError(f"{path} of another run cannot be removed: {error.strerror}") from None
 
 
-def _rounded(values: list[float]) -> list[float]:
-    return [round(value, DIGITS) for value in values]
+def _listed(values: torch.Tensor) -> list[Any]:
+    """Integers as they are, and numbers rounded; null where there is none."""
+    if not values.dtype.is_floating_point:
+        return values.tolist()
+    return [_rounded(one) if isinstance(one, list) else _rounded([one])[0] for one in values.float().tolist()]
+
+
+def _rounded(values: list[float]) -> list[float | None]:
+    return [None if isnan(value) else round(value, DIGITS) for value in values]

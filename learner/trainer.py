@@ -121,11 +121,9 @@ class Trainer:
         """
         phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
         self._report_loss(stats, torch.zeros(4, dtype=torch.float64, device=self.world.device), steps=0)
-        judged = None
         if self.critic is not None:
             with phases("critic"):
-                judged = self.critic.judge(batch, stats)
-                batch = judged.batch
+                batch = self.critic.judge(batch, stats)
         with phases("old"):
             precomputed = self._precompute(batch)
         exact = self._exact(batch, phases) if self.config.learner.exact_every else {}
@@ -145,9 +143,9 @@ class Trainer:
                 self.past.keep()
         batch_statistics(batch, stats)
         metrics = stats.reduce(self.world) | exact
-        if self.critic is not None and judged is not None:
+        if self.critic is not None:
             with phases("critic"):
-                metrics = with_explained_variance(metrics | self.critic.learn(judged))
+                metrics = with_explained_variance(metrics | self.critic.learn(batch))
         metrics["actor/grad_norm"] = sum(grad_norms) / max(len(grad_norms), 1)
         metrics["actor/lr"] = self.engine.optimizer.param_groups[0]["lr"] if grad_norms else 0.0
         metrics["actor/skipped_steps"] = float(len(batch.mini_batches) - len(grad_norms))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ class MetricsFile:
         self._max_bytes = max_bytes
         self._log = log
         self._pending: list[bytes] = []
-        self._has_failed = False
+        self._not_written: set[int] = set()  # versions with entries that wait
         self._cut_last_line()
 
     def append(self, entries: Sequence[Entry]) -> bool:
@@ -115,17 +116,22 @@ class MetricsFile:
             if is_full:
                 os.replace(self.path, self.path.with_suffix(".old.jsonl"))
         except OSError as error:
-            if not self._has_failed:
-                self._log.warning(NOT_WRITTEN, file=str(self.path), error=str(error))
-            self._has_failed = True
+            self._warn({entry.version for entry in entries}, error)
             while len(data) > MAX_PENDING and len(self._pending) > 1:
                 data = data[len(self._pending.pop(0)) :]
             return False
-        if self._has_failed:
+        if self._not_written:
             self._log.info("metrics are written again", file=str(self.path))
-        self._has_failed = False
+        self._not_written.clear()
         self._pending.clear()
         return is_full
+
+    def _warn(self, versions: set[int], error: OSError) -> None:
+        """Name each version once: if this process is killed now, its metrics are lost, which the audit must know."""
+        if new := versions - self._not_written:
+            named = ",".join(map(str, sorted(new)))
+            self._log.warning(NOT_WRITTEN, versions=named, file=str(self.path), error=str(error))
+        self._not_written |= versions
 
     def discard(self, version: int) -> None:
         """Remove entries of later versions, which are made again; at version 0, where a run begins, remove all."""
@@ -162,3 +168,9 @@ class MetricsFile:
 def rounded(value: float) -> float | int:
     """Round to eight significant digits, more than any measurement has; whole numbers become int."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.8g}")
+
+
+def not_written(log: str) -> set[int]:
+    """Versions of which metrics may be lost, because the disk was full, by the sampler's log."""
+    named = (re.search(r"versions\W+([\d,]+)", line) for line in log.splitlines() if NOT_WRITTEN in line)
+    return {int(version) for match in named if match for version in match[1].split(",")}

@@ -27,7 +27,7 @@ def batch_metrics(run: Evidence) -> str:
     wrong = []
     for number in run.batches:
         mean, value = run.mean_reward(number), written.get(number + 1)
-        if value is None and (run.folder.has_lost_metrics or number + 1 < run.folder.since["metrics"]):
+        if value is None and (number + 1 in run.folder.not_written or number + 1 < run.folder.since["metrics"]):
             continue
         if value is None or not math.isclose(value, mean, rel_tol=ROUNDED, abs_tol=1e-12):
             wrong.append(f"version {number + 1} has {value}, its batch {mean:.8g}")
@@ -35,9 +35,7 @@ def batch_metrics(run: Evidence) -> str:
 
 
 def step_metrics(run: Evidence) -> str:
-    if run.folder.has_lost_metrics:
-        return ""
-    made = set(run.folder.metrics.series("batch/samples", "learner").versions.tolist())
+    made = {*run.folder.metrics.series("batch/samples", "learner").versions.tolist(), *run.folder.not_written}
     first = max(run.start.version + 1, run.folder.since["metrics"])
     return some(f"version {v}" for v in range(first, run.trained + 1) if v not in made)
 
@@ -45,7 +43,7 @@ def step_metrics(run: Evidence) -> str:
 def scores(run: Evidence) -> str:
     """Every token that the learner learned from had a teacher's score, where each source has a teacher."""
     sources = run.config.data.sources("train")
-    if run.folder.has_lost_metrics or not all(run.config.for_source(source).teacher.is_set for source in sources):
+    if not all(run.config.for_source(source).teacher.is_set for source in sources):
         return ""
     names = ("batch/samples", "teacher/tokens", "actor/skipped_steps")
     samples, share, skipped = (run.folder.metrics.series(name, "learner").at() for name in names)
@@ -99,7 +97,7 @@ def evaluation_figures(run: Evidence) -> str:
         wrong += [f"version {version}: {problem}" for problem in _differences(published, figures, 1e-12, "Redis")]
         series = {name: run.folder.metrics.series(f"validation/{name}", "sampler") for name in figures}
         written = {name: one.at().get(version) for name, one in series.items()}
-        may_lack = run.folder.has_lost_metrics or version < run.folder.since["metrics"]
+        may_lack = version in run.folder.not_written or version < run.folder.since["metrics"]
         if not may_lack or any(value is not None for value in written.values()):
             wrong += [f"version {version}: {line}" for line in _differences(written, figures, ROUNDED, "metrics.jsonl")]
     return some(wrong)
@@ -197,7 +195,7 @@ def training_data(run: Evidence) -> str:
     for number, batch in run.batches.items():
         if number < run.folder.since["training_data"]:
             continue
-        lines = [task_id for task_id, _ in run.folder.advantages.get(number, ())]
+        lines = [row.task_id for row in run.folder.trained.get(number, ())]
         recorded = Counter(name for name in lines if run.course.sent.get(name, 0) >= run.folder.since["rollouts"])
         kept = Counter({task_id: run.kept[task_id].rows for task_id in batch if task_id in run.kept})
         lost = list(kept - recorded)
@@ -215,7 +213,7 @@ def advantages(run: Evidence) -> str:
         return ""
     values = run.replay.arrived if config.sampler.advantage.baseline == "arrival" else run.replay.sent
     wrong = []
-    for number, lines in run.folder.advantages.items():
+    for number, lines in run.folder.trained.items():
         batch = [task_id for task_id in run.batches.get(number, ()) if task_id in values]
         if len(batch) != len(run.batches.get(number, ())):
             continue  # it has samples of a prompt that has left the data
@@ -223,9 +221,10 @@ def advantages(run: Evidence) -> str:
         rewards = [tracker.rescale(run.rewards[task_id][1]) for task_id in batch]
         normalized = normalize(np.subtract(rewards, baselines), None, config.sampler.advantage.clip)
         expected = dict(zip(batch, normalized.tolist(), strict=True))
-        for task_id, found in lines:
-            if task_id in expected and any(abs(one - expected[task_id]) > 1.01 * 10**-DIGITS for one in found):
-                wrong.append(f"{task_id} in batch {number} has {found[0]:g}, not {expected[task_id]:g}")
+        for row in lines:
+            advantage = expected.get(row.task_id)
+            if advantage is not None and any(abs(one - advantage) > 1.01 * 10**-DIGITS for one in row.advantages):
+                wrong.append(f"{row.task_id} in batch {number} has {row.advantages[0]:g}, not {advantage:g}")
     return some(wrong)
 
 

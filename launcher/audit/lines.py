@@ -7,7 +7,7 @@ from typing import Any
 
 from common.config import Config
 from common.errors import one_line
-from launcher.audit import file_lines, journal_lines
+from launcher.audit import file_lines, journal_lines, token_lines
 from launcher.audit.evidence import Evidence
 from launcher.audit.records import RedisRecords, read_folder
 from launcher.audit.rewards import score_again
@@ -41,7 +41,7 @@ def audit(config: Config, redis: RedisRecords, log: Any) -> list[AuditLine]:
     evidence = Evidence(
         config, load_data(config.data, log), redis, read_folder(config.run.folder, config.run.keep), log
     )
-    checks = journal_lines.LINES | file_lines.LINES
+    checks = journal_lines.LINES | file_lines.LINES | token_lines.LINES
     lines = [AuditLine(name, check(evidence)) for name, check in checks.items()]
     if evidence.start.commits:
         begin = f"from version {evidence.start.version} on, where the run went on without its Redis"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +14,12 @@ from common.messages import InvalidMessage, Step
 from common.streams.broker import Broker
 from common.streams.ledger import JournalEntry, read_journal
 from common.unpack import Unreadable
+from launcher.audit.tokens import SampledTokens, TrainedRow, flaw_of, sampled_tokens
 from launcher.folder.episodes import record_of
 from launcher.folder.metrics import OLD, Metrics, read_metrics
 from launcher.folder.run_folder import RunFolder
 from launcher.trace import read_timelines
-from sampler.metrics_file import NOT_WRITTEN
+from sampler.metrics_file import not_written
 
 # Streams, hashes and prefixes of keys that are empty or gone once a run is over.
 EMPTIED = ("tasks", "samples", "batches", "outstanding", "open", "payload:", "pin:", "tasks:", "scoring:")
@@ -96,6 +97,8 @@ class KeptEpisode(NamedTuple):
         versions: of its oldest and its newest token; empty if it was skipped.
         value: v of its prompt when it was sent, rounded; None in evaluations.
         rows: of its tokens.
+        flaw: in what way its counts are not those of its messages and tokens; empty where they are.
+        tokens: what the model sampled, row by row; empty where the record has no tokens.
     """
 
     task_id: str
@@ -106,6 +109,8 @@ class KeptEpisode(NamedTuple):
     value: float | None
     answer: str
     rows: int
+    flaw: str = ""
+    tokens: Sequence[SampledTokens] = ()
 
 
 @dataclass(slots=True)
@@ -116,9 +121,9 @@ class FolderRecords:
         rollouts: training episodes, in no order.
         answers: episodes of complete evaluations, by version.
         unfinished: files of evaluations that are not complete.
-        advantages: task id and advantages of each line of training data, by batch.
+        trained: lines of training data, by batch.
         torn: lines that cannot be read: file and number.
-        has_lost_metrics: the sampler's log says that the disk was full.
+        not_written: versions of which metrics may be lost, because the disk was full.
         served: versions that the learner has served, in order, by its timeline.
         changed: settings that have changed since the run began.
         since: of each folder of episodes and of `metrics`, the version before which files may have been removed
@@ -129,9 +134,9 @@ class FolderRecords:
     rollouts: list[KeptEpisode] = field(default_factory=list)
     answers: dict[int, list[KeptEpisode]] = field(default_factory=dict)
     unfinished: list[str] = field(default_factory=list)
-    advantages: dict[int, list[tuple[str, list[float]]]] = field(default_factory=lambda: defaultdict(list))
+    trained: dict[int, list[TrainedRow]] = field(default_factory=lambda: defaultdict(list))
     torn: list[str] = field(default_factory=list)
-    has_lost_metrics: bool = False
+    not_written: set[int] = field(default_factory=set)
     served: list[int] = field(default_factory=list)
     changed: frozenset[str] = frozenset()
     since: dict[str, int] = field(default_factory=dict)
@@ -150,7 +155,7 @@ def read_folder(folder: Path, keep: Keep) -> FolderRecords:
     for version, path in episode_files(folder, "training_data"):
         for number, line in lines_of(path):
             try:
-                records.advantages[version].append((str(line["task_id"]), [float(one) for one in line["advantages"]]))
+                records.trained[version].append(TrainedRow.of(line))
             except (LookupError, TypeError, ValueError):
                 records.torn.append(f"{path.parent.name}/{path.name}:{number}")
     for name in ("rollouts", "validation_data", "training_data"):
@@ -160,7 +165,7 @@ def read_folder(folder: Path, keep: Keep) -> FolderRecords:
     serving = (event for event in read_timelines(folder)[0] if (event.process, event.name) == ("learner", "serve"))
     records.served = [int(event.details.get("version", 0)) for event in serving]
     log = folder / "logs" / "sampler.log"
-    records.has_lost_metrics = log.is_file() and NOT_WRITTEN in log.read_text(errors="replace")
+    records.not_written = not_written(log.read_text(errors="replace")) if log.is_file() else set()
     return records
 
 
@@ -189,9 +194,11 @@ def lines_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _kept(version: int, path: Path, torn: list[str]) -> Iterator[KeptEpisode]:
     for number, line in lines_of(path):
         try:
+            flaw = flaw_of(line)
             yield KeptEpisode(
                 str(line["task_id"]), str(line["prompt_id"]), version, line["reward"], tuple(line["versions"]),
-                line.get("value"), str(line.get("answer", "")), int(line.get("rows", 1)),
+                line.get("value"), str(line.get("answer", "")), int(line.get("rows", 1)), flaw,
+                () if flaw else sampled_tokens(line),
             )  # fmt: skip
-        except (LookupError, TypeError):
+        except (LookupError, TypeError, ValueError):
             torn.append(f"{path.parent.name}/{path.name}:{number}")

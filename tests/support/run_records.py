@@ -64,4 +64,5 @@ def made(folder: Path) -> Config:
     return make_config(
         folder, prompts=12, heldout=3, run={"journal": True}, episode={"rollouts_every": 2, "reward": "exact"},
         sampler={"tracker": {"prior": "population"}}, eval={"every": 2, "samples": 2}, teacher={"model": "large"},
+        algorithm={"baseline": "both"},
     )  # fmt: skip

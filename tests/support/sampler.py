@@ -7,9 +7,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.config import Config, parse_config
 from common.messages import Batch, SampleHeader, Step, Task
-from common.payload import pack_record
+from common.payload import Payload, pack_record
 from common.streams import scoring
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
@@ -89,6 +91,7 @@ class NoopGenerator:
                 "reward_parts": {"exact": reward_of(task)},
                 "tokens": 10,
                 "model_tokens": 6,
+                "turns": 1,
                 "oldest_version": version,
                 "newest_version": version,
             }
@@ -97,14 +100,25 @@ class NoopGenerator:
             if task.kind != "train" or task.keep:
                 messages = [{"role": "assistant", "content": said}]
                 record = {"input": task.prompt, "output": said, "gts": task.answer, "messages": messages}
-                values["record"] = pack_record(record)
+                tokens_of = vars_of(payload(version=version)) if task.keep else {}
+                values["record"] = pack_record(record | tokens_of)
             header = SampleHeader(**(values | changes))
             self.headers.append(header)
             self.tasks.append(task)
             trains = task.kind == "train"
-            tokens, teacher = (payload(), self.teacher) if trains else (None, "")
+            tokens, teacher = (payload(version=version), self.teacher) if trains else (None, "")
             results.append(Finished(delivery.entry_id, header, tokens, teacher=teacher))
         return self.inbox.finish(results)
+
+
+def vars_of(tokens: Payload) -> dict[str, Any]:
+    """The fields of a record that hold tokens."""
+    return {
+        "token_ids": tokens.token_ids,
+        "model_spans": tokens.model_spans,
+        "logprobs": tokens.logprobs.astype(np.float64).round(5),
+        "version_spans": tokens.version_spans,
+    }
 
 
 class TaughtGenerator(NoopGenerator):
@@ -118,7 +132,9 @@ class TaughtGenerator(NoopGenerator):
     def work(self, n: int = 64, block_ms: int = 0, **changes: Any) -> int:
         """As its base; what one call finishes is scored in the next."""
         deliveries = [] if self.away else self.scoring.take(n, 0)
-        self.scoring.finish([scored(delivery, payload()) for delivery in deliveries])
+        self.scoring.finish(
+            [scored(delivery, payload(version=delivery.task.newest_version)) for delivery in deliveries]
+        )
         return super().work(n, block_ms, **changes)
 
 
@@ -145,10 +161,10 @@ class NoopLearner:
         payloads = [one for one in self.inbox.payloads(batch.sample_ids) if one is not None]
         assert len(payloads) == len(batch.sample_ids), "every sample of a batch has its tokens"
         self.batches.append(batch)
-        self.record(batch)
+        metrics = self.record(batch, payloads)
         self.version += 1
         mean = sum(batch.rewards) / len(batch.rewards)
-        metrics = {"reward/mean": mean, "batch/samples": float(len(batch.rewards)), "batch/left_out": 0.0}
+        metrics |= {"reward/mean": mean, "batch/samples": float(len(batch.rewards)), "batch/left_out": 0.0}
         if taught := sum(len(one.teacher_logprobs) > 0 for one in payloads):
             metrics["teacher/tokens"] = taught / len(payloads)
         drift = 0.002 * self.version
@@ -156,15 +172,42 @@ class NoopLearner:
         self.inbox.release_before(self.version)
         return True
 
-    def record(self, batch: Batch) -> None:
-        """Write the training data of the samples whose episodes are kept."""
-        if self.folder is None or batch.kept is None:
-            return
-        columns = zip(batch.sample_ids, batch.advantages, batch.kept, strict=True)
-        lines = [{"task_id": name, "advantages": [round(advantage, 5)]} for name, advantage, kept in columns if kept]
-        path = self.folder / "training_data" / f"{batch.batch_id}.0.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    def record(self, batch: Batch, payloads: list[Payload]) -> dict[str, float]:
+        """Write the training data of the samples whose episodes are kept; returns a critic's metrics, if there is one.
+
+        The critic has the values 0, 0.01, 0.02, ..., and no discount.
+        """
+        tokens = [len(payload.logprobs) for payload in payloads]
+        values, judged = [np.arange(n) / 100 for n in tokens], batch.returns is not None
+        returns = [np.full(n, one[0]) for n, one in zip(tokens, batch.returns or [[0.0]] * len(tokens), strict=True)]
+        raw = [one - value for one, value in zip(returns, values, strict=True)]
+        mean, deviation = np.concatenate(raw).mean(), np.concatenate(raw).std(ddof=1)
+        lines = []
+        for i, (name, tokens_of) in enumerate(zip(batch.sample_ids, payloads, strict=True)):
+            line = {
+                "task_id": name,
+                "row": 0,
+                "mini_batch": 0,
+                "advantages": [round(batch.advantages[i], 5)],
+                "token_ids": tokens_of.token_ids[tokens_of.mask()].tolist(),
+                "token_versions": tokens_of.versions().tolist(),
+                "rollout_logprobs": tokens_of.logprobs.astype(float).round(5).tolist(),
+                "logprobs": (tokens_of.logprobs.astype(float) - 0.001).round(5).tolist(),
+            }
+            if len(tokens_of.teacher_logprobs):
+                line["teacher_logprobs"] = tokens_of.teacher_logprobs[:, 0].tolist()
+            if judged:
+                advantages = ((raw[i] - mean) / deviation).round(5)
+                columns = {"values": values[i], "returns": returns[i], "token_advantages": advantages}
+                line |= {column: numbers.tolist() for column, numbers in columns.items()}
+            if batch.kept is not None and batch.kept[i]:
+                lines.append(line)
+        if self.folder is not None and batch.kept is not None:
+            path = self.folder / "training_data" / f"{batch.batch_id}.0.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        figures = {"lr": 1e-5, "loss": 0.25, "grad_norm": 1.0, "value_mean": float(np.concatenate(values).mean())}
+        return {f"critic/{name}": figure for name, figure in figures.items()} if judged else {}
 
 
 def replayed(config: Config, ids: list[str], headers: list[SampleHeader], versions: int) -> dict[str, Any]:

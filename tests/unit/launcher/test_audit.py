@@ -17,11 +17,12 @@ from common.log import Timeline
 from common.messages import Step, Task
 from common.streams.broker import Broker
 from common.streams.ledger import JournalEntry, SamplerLedger, read_journal
-from launcher.audit import file_lines, journal_lines
+from launcher.audit import file_lines, journal_lines, token_lines
 from launcher.audit.evidence import Evidence
 from launcher.audit.lines import REWARDS, audit
 from launcher.audit.records import read_redis
 from launcher.audit.rewards import Scored, score_again
+from sampler.metrics_file import NOT_WRITTEN
 from sampler.prompts import load_data
 from tests.support.agents import agent_config, kept_line
 from tests.support.run_records import RunRecords, made
@@ -82,6 +83,27 @@ def answered(**values: Any) -> Callable[[RunRecords], None]:
     return lambda run: run.line("validation_data/4.jsonl", **values)
 
 
+def trained(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[RunRecords], None]:
+    """With other values in every line of training data."""
+
+    def changed(run: RunRecords) -> None:
+        for path in (run.folder / "training_data").iterdir():
+            run.lines(f"training_data/{path.name}", lambda lines: [line | change(line) for line in lines])
+
+    return changed
+
+
+def trained_column(name: str, change: Callable[[Any], Any]) -> Callable[[RunRecords], None]:
+    return trained(lambda line: {name: [change(one) for one in line[name]]})
+
+
+def without_metrics(run: RunRecords, log: str = "") -> None:
+    """All metrics are gone, and the sampler's log has a line about a disk that was full."""
+    (run.folder / "metrics.jsonl").write_text("")
+    (run.folder / "logs").mkdir(exist_ok=True)
+    (run.folder / "logs" / "sampler.log").write_text(f"12:00:00 [warning  ] {NOT_WRITTEN} {log}\n")
+
+
 def without_a_line(name: str) -> Callable[[RunRecords], None]:
     return lambda run: run.lines(name, lambda records: records[1:])
 
@@ -110,6 +132,13 @@ def a_kill_between(run: RunRecords) -> None:
     run.set(steps=[step for step in run.redis.steps if step.version < 3] + [Step(version=4), *run.redis.steps[5:]])
     metric("learner", "batch/samples", lambda _: None)(run)
 
+
+WHOLE = "kept episodes have the messages and tokens that they count"
+SAMPLED = "the learner trained on the tokens that were sampled"
+AGREE = "log-probs of generator and learner agree under the same weights"
+TAUGHT = "each kept token has its teacher's score"
+JUDGED = "a critic's returns and advantages are those of its values"
+LEARNED = "a critic learned in each step"
 
 # What is changed in a good run, and the line of the audit that finds it.
 MUTATIONS: dict[str, tuple[Callable[[RunRecords], None], str]] = {
@@ -298,6 +327,50 @@ MUTATIONS: dict[str, tuple[Callable[[RunRecords], None], str]] = {
         lambda run: run.line("training_data/3.0.jsonl", advantages=[9.0]),
         "advantages are those of the rewards and the values",
     ),
+    "an evaluation's messages are gone": (answered(messages=[]), WHOLE),
+    "a turn without its message": (kept(turns=2), WHOLE),
+    "a message of no turn": (answered(messages=[{"role": "assistant", "content": "a"}] * 2), WHOLE),
+    "fewer tokens than are said": (kept(tokens=11), WHOLE),
+    "other model tokens than are said": (kept(model_tokens=7), WHOLE),
+    "a row of no tokens": (kept(rows=2, row_lengths=[10, 0]), WHOLE),
+    "versions of no token": (kept(versions=[1, 2]), WHOLE),
+    "an episode without its tokens": (
+        lambda run: run.lines("rollouts/2.jsonl", lambda lines: [{**lines[0], "token_ids": None}, *lines[1:]]),
+        "every line of the run folder is whole",
+    ),
+    "other token ids in an episode": (kept(token_ids=list(range(1, 11))), SAMPLED),
+    "other token ids in the training data": (trained_column("token_ids", lambda one: one + 1), SAMPLED),
+    "halved log-probs in an episode": (kept(logprobs=[-0.5, -0.4, -0.3, -0.2, -0.1, 0.0]), SAMPLED),
+    "halved log-probs of the rollout": (trained_column("rollout_logprobs", lambda one: one / 2), SAMPLED),
+    "other versions of the tokens": (trained_column("token_versions", lambda one: one + 1), SAMPLED),
+    "other experts": (trained(lambda line: {"experts": [1] * 6}), SAMPLED),
+    "experts that were not replayed": (kept(experts=[1] * 6), SAMPLED),
+    "a row of no episode": (trained(lambda line: {"row": 1}), SAMPLED),
+    "halved log-probs of the learner": (trained_column("logprobs", lambda one: one / 2), AGREE),
+    "log-probs that are no numbers": (trained_column("logprobs", lambda one: None), AGREE),
+    "a token without a teacher's score": (trained_column("teacher_logprobs", lambda one: None), TAUGHT),
+    "a teacher's score that is no log-prob": (trained_column("teacher_logprobs", lambda one: 0.5), TAUGHT),
+    "training data without a teacher's scores": (trained(lambda line: {"teacher_logprobs": None}), TAUGHT),
+    "negated advantages of tokens": (trained_column("token_advantages", lambda one: -one), JUDGED),
+    "an advantage of another token": (
+        trained(lambda line: {"token_advantages": line["token_advantages"][::-1]}), JUDGED,
+    ),
+    "other values of a critic": (trained_column("values", lambda one: one / 2), JUDGED),
+    "other returns": (trained_column("returns", lambda one: 1 - one), JUDGED),
+    "training data without values": (trained(lambda line: {"values": None}), JUDGED),
+    "a critic that learned nothing": (
+        metric("learner", "critic/loss", lambda _: 0.0, **{"critic/grad_norm": 0.0}), LEARNED,
+    ),
+    "a critic without a gradient": (metric("learner", "critic/grad_norm", lambda _: 0.0), LEARNED),
+    "a step without a critic": (metric("learner", "critic/lr", lambda _: None), LEARNED),
+    "another learning rate of the critic": (metric("learner", "critic/lr", lambda rate: rate / 2), LEARNED),
+    "metrics that are gone beside a disk that was full later": (
+        lambda run: without_metrics(run, "versions=5,6 file=metrics.jsonl"),
+        "metrics.jsonl has the reward of each batch",
+    ),
+    "steps that are gone beside a disk that was full at some time": (
+        without_metrics, "metrics.jsonl has each step of the learner",
+    ),
     "the reward of another episode": (
         kept(messages=[{"role": "assistant", "content": "another answer"}], reward=1.0, parts={"exact": 1.0}),
         REWARDS,
@@ -305,7 +378,7 @@ MUTATIONS: dict[str, tuple[Callable[[RunRecords], None], str]] = {
     "another part of a reward": (kept(parts={"exact": 0.25}), REWARDS),
     "another answer in an evaluation": (answered(answer="another"), REWARDS),
 }  # fmt: skip
-LINES = [*journal_lines.LINES, *file_lines.LINES, REWARDS]
+LINES = [*journal_lines.LINES, *file_lines.LINES, *token_lines.LINES, REWARDS]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -379,6 +452,14 @@ def test_a_second_sending_of_a_lost_task_is_no_fault(run: RunRecords) -> None:
     assert problems(run.redis, run.config()) == {}
 
 
+def test_metrics_that_a_full_disk_has_lost_are_not_missed(run: RunRecords) -> None:
+    without_metrics(run, "versions=1,2,3 file=metrics.jsonl")
+    with (run.folder / "logs" / "sampler.log").open("a") as log:
+        log.write(json.dumps({"event": NOT_WRITTEN, "versions": "4,5,6"}) + "\n")
+        log.write(f"12:00:00 [warning  ] {NOT_WRITTEN} versions=0 file=metrics.jsonl\n")
+    assert problems(run.redis, run.config()) == {}
+
+
 def test_a_step_that_learned_nothing_needs_no_scores(run: RunRecords) -> None:
     metric("learner", "teacher/tokens", lambda _: 0.0)(run)
     assert problems(run.redis, run.config()).keys() == {"each token of a step had its teacher's score"}
@@ -388,7 +469,10 @@ def test_a_step_that_learned_nothing_needs_no_scores(run: RunRecords) -> None:
 
 @pytest.mark.parametrize(("served", "is_good"), [([0, 9, 2], True), ([0, 2, 9], False), ([0, 8, 2], False)])
 def test_a_version_that_the_learner_has_lost_may_answer(run: RunRecords, served: list[int], is_good: bool) -> None:
-    kept(versions=[2, 9])(run)
+    kept(versions=[2, 9], version_spans=[[2, 0, 3], [9, 3, 6]])(run)
+    (task_id,) = [json.loads((run.folder / "rollouts/2.jsonl").read_text().splitlines()[0])["task_id"]]
+    spans = {"token_versions": [2, 2, 2, 9, 9, 9]}
+    trained(lambda line: spans if line["task_id"] == task_id else {})(run)
     for version in served:
         Timeline(run.folder, "learner").instant("serve", version=version)
     assert (problems(run.redis, run.config()) == {}) == is_good

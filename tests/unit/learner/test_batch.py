@@ -18,7 +18,7 @@ from common.config import LearnerConfig
 from common.errors import UserError
 from common.files import Keep
 from common.messages import Batch
-from common.payload import Payload
+from common.payload import NO_EXPERTS, Payload
 from learner.batch import RolloutBatch, micro_batch, own_share, rollout_batch
 from learner.plan import plan_micro_batches
 from learner.routers import ExpertShape
@@ -316,9 +316,11 @@ def recorded(record: TokenRecord, folder: Path, rollouts: RolloutBatch) -> list[
 
 def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollouts) -> None:
     assert recorded(TokenRecord(batch([False, True, True])), tmp_path, rollouts) == [
-        {"task_id": "two", "row": 0, "mini_batch": 0, "advantages": [1.0], "logprobs": [-2.0, -3.0],
+        {"task_id": "two", "row": 0, "mini_batch": 0, "advantages": [1.0], "token_ids": [2, 3],
+         "token_versions": [3, 3], "rollout_logprobs": [-3.0, -4.0], "logprobs": [-2.0, -3.0],
          "entropies": [2.5, 3.5]},
-        {"task_id": "long", "row": 0, "mini_batch": 1, "advantages": [-1.0], "logprobs": [0.0, -1.0, -2.0],
+        {"task_id": "long", "row": 0, "mini_batch": 1, "advantages": [-1.0], "token_ids": [2, 3, 4],
+         "token_versions": [2, 2, 2], "rollout_logprobs": [-5.0, -6.0, -7.0], "logprobs": [0.0, -1.0, -2.0],
          "entropies": [0.5, 1.5, 2.5]},
     ]  # fmt: skip
     by_turn = TokenRecord(batch([True, False, False], [[0.25, -0.5], [1.0], [-1.0]]))
@@ -326,6 +328,19 @@ def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollo
     assert [(line["task_id"], line["advantages"]) for line in lines] == [("one", [0.25, -0.5])]
     assert not TokenRecord(batch(None))
     assert not TokenRecord(batch([False, False, False]))
+
+
+def test_a_record_has_the_experts_and_scores_of_its_tokens(tmp_path: Path) -> None:
+    routed = with_experts(ONE, [4], np.arange(24, dtype=np.uint8).reshape(4, 3, 2) % 8)
+    one = replace(routed, teacher_logprobs=np.array([[-0.5], [-0.25]], np.float32))
+    rollouts = rollout_batch(
+        3, [[[(0, 0), (1, 0)]]], {0: one, 1: TWO}, [0.5, 1.0], [0.0] * 2, 50, sample_ids=NAMES, experts=SHAPE, top_k=0
+    )
+    taught, other = recorded(TokenRecord(batch([True, True, False])), tmp_path, rollouts)
+    assert taught["experts"] == one.expert_sums()
+    assert len(set(taught["experts"])) == 2
+    assert other["experts"] == [NO_EXPERTS] * 2 == TWO.expert_sums()
+    assert (taught["teacher_logprobs"], other["teacher_logprobs"]) == ([-0.5, -0.25], [None, None])
 
 
 def test_a_record_is_on_the_disk_before_a_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

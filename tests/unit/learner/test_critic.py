@@ -133,11 +133,13 @@ def test_the_memory_table_counts_the_parameters_of_a_critic(model: str, tmp_path
 def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path: Path) -> None:
     micro = micro_batch([(payload_of(2), 0.5)], names=[("a", 0)], outcomes=[Outcome(1.0, 0.25)])
     record = TokenRecord(Batch(batch_id=1, sample_ids=["a"], advantages=[0.5], rewards=[1.0], tokens=[3], kept=[True]))
-    judged = replace(micro, advantages=torch.tensor([-1.0, 0.25]))
-    record.add(0, judged, PolicyOutput(torch.zeros(2), torch.zeros(2)))
+    judged = {"advantages": [-1.0, 0.25], "values": [0.5, 0.75], "returns": [1.0, 1.0]}
+    with_values = replace(micro, **{name: torch.tensor(numbers) for name, numbers in judged.items()})
+    record.add(0, with_values, PolicyOutput(torch.zeros(2), torch.zeros(2)))
     record.write(tmp_path, 1, 0)
     line = json.loads((tmp_path / "training_data" / "1.0.jsonl").read_text())
-    assert (line["advantages"], line["token_advantages"]) == ([0.5], [-1.0, 0.25])
+    assert (line["advantages"], line["token_advantages"]) == ([0.5], judged["advantages"])
+    assert (line["values"], line["returns"]) == (judged["values"], judged["returns"])
 
 
 def test_a_model_without_such_a_shape_is_refused(tmp_path: Path) -> None:

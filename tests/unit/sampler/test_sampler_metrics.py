@@ -26,7 +26,7 @@ from common.streams.tasks import TaskInbox
 from launcher.folder.metrics import Metrics, read_metrics
 from sampler.batches import ClosedBatch, OpenBatch
 from sampler.metrics import EpisodeMetrics, SamplerMetrics, Visit, staleness
-from sampler.metrics_file import Entry, Histogram, MetricsFile
+from sampler.metrics_file import NOT_WRITTEN, Entry, Histogram, MetricsFile, not_written
 from sampler.process_metrics import MAX_VALUES, ProcessMetrics
 from sampler.records import OpenSample
 from sampler.state import SamplerState
@@ -73,17 +73,18 @@ def test_an_entry_after_a_line_that_a_kill_cut_short_is_whole(
     assert [line["version"] for line in lines(tmp_path)] == [*whole, 2]
 
 
-def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_names_each_version_once_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
     file = MetricsFile(tmp_path, LOG)
     with capture_logs() as logs:
-        for version in range(3):
+        for version in (0, 1, 1, 2, 0):
             file.append([entry(version)])
-        assert [line["log_level"] for line in logs] == ["warning"]
+        named = [line["versions"] for line in logs]
+        assert (named, not_written(f"{NOT_WRITTEN} versions=0,1\n other versions=7")) == (["0", "1", "2"], {0, 1})
         path.unlink()
         file.append([entry(3)])
-    assert [line["version"] for line in lines(tmp_path)] == [0, 1, 2, 3]
+    assert [line["version"] for line in lines(tmp_path)] == [0, 1, 1, 2, 0, 3]
 
 
 def test_a_file_that_is_too_large_becomes_the_old_one(tmp_path: Path) -> None:

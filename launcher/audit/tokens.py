@@ -1,0 +1,139 @@
+"""The tokens in a run's records: what a kept episode says it sampled, and what the learner says it trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from common.messages import InvalidMessage
+from common.payload import LOGPROB, TOKEN, Payload, check_payload
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens of a row that the model sampled, as the generator and the learner both record them.
+
+    Attributes:
+        ids: int32 [M].
+        versions: of the weights that sampled each, int32 [M].
+        logprobs: log pi_rollout, rounded, float64 [M].
+        experts: checksums of each token's experts, int64 [M]; empty without router replay.
+    """
+
+    ids: np.ndarray
+    versions: np.ndarray
+    logprobs: np.ndarray
+    experts: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRow:
+    """A line of `training_data/`: a row, and what the learner computed for its M model tokens.
+
+    Attributes:
+        mini_batch: number of the optimizer step in its batch.
+        advantages: the sampler's, of the sample or of its turns.
+        sampled: the tokens as the learner got them.
+        logprobs: of the policy before the optimizer step, float64 [M].
+        teacher: a teacher's log-probs, float64 [M] or [M, K], NaN where it has scored none; None without a teacher.
+        values, returns, token_advantages: float64 [M]; None without a critic.
+    """
+
+    task_id: str
+    row: int
+    mini_batch: int
+    advantages: list[float]
+    sampled: SampledTokens
+    logprobs: np.ndarray
+    teacher: np.ndarray | None
+    values: np.ndarray | None
+    returns: np.ndarray | None
+    token_advantages: np.ndarray | None
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Self:
+        """Raises LookupError, TypeError or ValueError for a line that lacks something."""
+        ids = np.array(line["token_ids"], TOKEN)
+
+        def column(name: str) -> np.ndarray | None:
+            """Numbers of each token; a missing one is NaN."""
+            if line.get(name) is None:
+                return None
+            values = np.array(line[name], np.float64)
+            if len(values) != len(ids):
+                raise ValueError(name)
+            return values
+
+        logprobs, rollout = column("logprobs"), column("rollout_logprobs")
+        if logprobs is None or rollout is None:
+            raise LookupError("log-probs")
+        experts = np.array(line.get("experts", ()), np.int64)
+        sampled = SampledTokens(ids, np.array(line["token_versions"], TOKEN), rollout, experts)
+        return cls(
+            str(line["task_id"]), int(line.get("row", 0)), int(line["mini_batch"]),
+            [float(one) for one in line["advantages"]], sampled, logprobs,
+            column("teacher_logprobs"), column("values"), column("returns"), column("token_advantages"),
+        )  # fmt: skip
+
+
+def flaw_of(line: Mapping[str, Any]) -> str:
+    """In what way the counts of an episode's line are not those of its messages and tokens; empty where they are."""
+    left_out = line.get("left_out", ())
+    if line["status"] != "ok" or "everything" in left_out:
+        return ""
+    messages = line.get("messages")
+    if "text" not in left_out:
+        if not messages:
+            return "no messages"
+        said = sum(message["role"] == "assistant" for message in messages)
+        if (
+            said != line["turns"] and "requests" not in line
+        ):  # of an agent, the messages are one conversation of several
+            return f"{line['turns']} turns and {said} messages of the assistant's"
+    if "token_ids" not in line:
+        # Tokens are kept of training episodes alone.
+        return "" if line["kind"] != "train" or "tokens" in left_out else "no tokens"
+    return _flaw_of_tokens(line)
+
+
+def _flaw_of_tokens(line: Mapping[str, Any]) -> str:
+    payload = _payload(line)
+    try:
+        check_payload(payload)
+    except InvalidMessage as error:
+        return str(error)
+    counts = {
+        "tokens": len(payload.token_ids),
+        "model_tokens": len(payload.logprobs),
+        "rows": len(payload.rows()),
+        "versions": [int(payload.version_spans[:, 0].min()), int(payload.version_spans[:, 0].max())],
+    }
+    wrong = [f"{name} {line[name]}, by its tokens {count}" for name, count in counts.items() if line[name] != count]
+    return ", ".join(wrong)
+
+
+def sampled_tokens(line: Mapping[str, Any]) -> Sequence[SampledTokens]:
+    """The tokens of each row of an episode without a flaw; empty where the line has none."""
+    if "token_ids" not in line:
+        return ()
+    experts = np.array(line.get("experts", ()), np.int64)
+    rows, at = [], 0
+    for row in _payload(line).rows():
+        end = at + len(row.logprobs)
+        ids = row.token_ids[row.mask()]
+        rows.append(SampledTokens(ids, row.versions(), row.logprobs.astype(np.float64), experts[at:end]))
+        at = end
+    return rows
+
+
+def _payload(line: Mapping[str, Any]) -> Payload:
+    return Payload(
+        np.array(line["token_ids"], TOKEN),
+        np.array(line["model_spans"], TOKEN).reshape(-1, 2),
+        np.array(line["logprobs"], LOGPROB),
+        np.array(line["version_spans"], TOKEN).reshape(-1, 3),
+        np.array(line.get("row_lengths", ()), TOKEN),
+    )
