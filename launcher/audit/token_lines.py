@@ -1,4 +1,4 @@
-"""The lines of the audit about tokens: the learner trained on those that were sampled, and its figures follow from them."""
+"""The lines of the audit about tokens: the learner trained on the sampled ones, and its figures follow from them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lambda_: float) 
 
 
 def critics_metrics(run: Evidence) -> str:
-    """A critic learned in each step, at its learning rate; its mean value is that of the tokens of a batch kept whole."""
+    """A critic learned in each step, at its learning rate; its mean value is the kept tokens' of a whole batch."""
     if not run.config.algorithm.has_critic:
         return ""
     metrics = run.folder.metrics
