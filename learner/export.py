@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from common.config import Config
 from common.errors import UserError, first_line
-from common.log import get_logger
 from learner.checkpoint_files import TAG, Damaged, compare, read_metadata
 from learner.engine import full_weights
 from learner.lora import adapter_weights, merged_weights, save_adapter
 from learner.model import Policy, load_policy
 from learner.plain_data import read
 from learner.saved_state import FP32, WHOLE, read_state
+from learner.source_files import complete
 from learner.trainer import Trainer
 from learner.world import World
 
@@ -42,7 +42,7 @@ def export_model(trainer: Trainer, folder: Path) -> Callable[[], None]:
         A function that writes them, with configuration and tokenizer.
     """
     state = _gathered(trainer.merged_weights(), trainer.world)
-    return lambda: write_model(trainer.policy.model, state, trainer.config, folder)
+    return lambda: write_model(trainer.policy.model, state, trainer.config.model.path, folder)
 
 
 def export_critic(trainer: Trainer, folder: Path) -> Callable[[], None]:
@@ -51,9 +51,10 @@ def export_critic(trainer: Trainer, folder: Path) -> Callable[[], None]:
     It is a `ForTokenClassification` model of one label. What it says is added to a constant, or the tracker's value.
     """
     assert trainer.critic is not None
-    engine = trainer.critic.engine
+    engine, config = trainer.critic.engine, trainer.config
     state = _gathered(full_weights(engine), trainer.world)
-    return lambda: write_model(engine.module.model, state, trainer.config, folder)
+    path = config.critic.model or config.model.path
+    return lambda: write_model(engine.module.model, state, path, folder)
 
 
 def _gathered(weights: Iterator[tuple[str, torch.Tensor]], world: World) -> dict[str, torch.Tensor]:
@@ -61,19 +62,18 @@ def _gathered(weights: Iterator[tuple[str, torch.Tensor]], world: World) -> dict
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if world.is_main}
 
 
-def write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], config: Config, folder: Path) -> None:
-    """Write whole weights by their names on disk, with the model's configuration and the tokenizer."""
+def write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, folder: Path) -> None:
+    """Write whole weights by their names on disk, with the other files of the model at `path`."""
+    # transformers refuses to write some generation settings that it reads; the source's files replace these.
+    model.generation_config = GenerationConfig()
+    for name in model.config._get_generation_parameters():
+        delattr(model.config, name)
+    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     model.save_pretrained(folder, state_dict=state)
+    complete(model, dtype, path, folder)
     # safetensors makes files that only their owner can read, whatever the umask.
     for weights in folder.glob("*.safetensors"):
         weights.chmod((folder / "config.json").stat().st_mode)
-    path = config.model.path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        get_logger().warning("exported without a tokenizer", reason=str(error).splitlines()[0])
-        return
-    tokenizer.save_pretrained(folder)
 
 
 PREFIX = "model."  # the policy puts this before the model's names
@@ -94,6 +94,7 @@ def export_checkpoint(config: Config, folder: Path, output: Path) -> None:
     config = config.model_copy(
         update={"learner": config.learner.model_copy(update={"attention": "sdpa", "kernels": "torch"})}
     )
+    path = config.model.path
     try:
         metadata = read_metadata(folder)
         compare(folder, metadata["files"], sorted(metadata["files"]))
@@ -104,10 +105,10 @@ def export_checkpoint(config: Config, folder: Path, output: Path) -> None:
             shutil.copytree(folder / "hf", output, dirs_exist_ok=True)
         elif metadata["lora"]:
             policy = _with_adapter(config, folder, metadata)
-            write_model(policy.model, dict(merged_weights(policy.model, partitioned=False)), config, output)
+            write_model(policy.model, dict(merged_weights(policy.model, partitioned=False)), path, output)
         else:
             policy = load_policy(config, weights=False)
-            write_model(policy.model, _weights(config, folder, policy, metadata), config, output)
+            write_model(policy.model, _weights(config, folder, policy, metadata), path, output)
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror or error}") from None
 

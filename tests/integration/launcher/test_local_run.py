@@ -20,7 +20,6 @@ import structlog
 
 from common.config import Config, load_config, parse_config
 from common.errors import UserError
-from common.files import checkpoint
 from launcher.evaluate import answer_run
 from launcher.evaluate.answer_run import AnswerCount, LineView, answer_here
 from launcher.layout.layout import Choice
@@ -40,7 +39,7 @@ from tests.support.sampler import make_config
 FOREVER = "time.sleep(600)"
 UNTIL_FINISHED = "while not broker.finished(): time.sleep(0.01)"
 SAVE = """
-from common.files import checkpoint
+
 folder = checkpoint(config.run.folder, config.run.steps)
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "checkpoint.json").touch()

@@ -1,0 +1,111 @@
+"""What an export takes from the model that the run started from: every file but the weights, and its config.json."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from common.errors import first_line, one_line
+from common.log import get_logger
+from common.model import cached_folder
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+# Tokenizers, templates, processors, generation settings, code and licences, whatever they are called.
+CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
+TEMPLATES = "additional_chat_templates"  # a folder
+NOT_CARRIED = (CONFIG, "*.index.json", "adapter_config.json", "trainer_state.json", "all_results.json")
+DTYPES = ("dtype", "torch_dtype")
+
+
+def complete(model: PreTrainedModel, dtype: torch.dtype, path: str, folder: Path) -> None:
+    """Add the source's files to an export that transformers has written, and put its config.json in place.
+
+    Args:
+        dtype: of the exported weights.
+        path: the model folder, or Hugging Face name, that `model` was loaded from.
+    """
+    (folder / GENERATION).unlink(missing_ok=True)
+    source = source_folder(path)
+    if source is None or not source.is_dir():
+        get_logger().warning("exported without a tokenizer: the files of the model are not there", model=path)
+        return
+    for file in _carried(source):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
+    if (source / CONFIG).is_file():
+        _write_config(model, dtype, source / CONFIG, folder / CONFIG)
+    _warn_of_generation_config(folder)
+
+
+@functools.cache
+def source_folder(path: str) -> Path | None:
+    """The folder with the files of a model; those of a Hugging Face name are downloaded, unless they are cached."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        folder = cached_folder(path)
+    except ValueError:  # it is no name: a folder that was moved away
+        return None
+    if folder is None:
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        # Of the revision that was loaded, whose commit the folder is named by.
+        snapshot_download(path, revision=folder.name, allow_patterns=[*CARRIED, f"{TEMPLATES}/*"])
+    except Exception as error:  # of the network, the hub or the cache, each with classes of its own
+        get_logger().warning("an export has only those files of the model that are cached", reason=first_line(error))
+    return folder
+
+
+def _carried(source: Path) -> Iterator[Path]:
+    left_out = {file for pattern in NOT_CARRIED for file in source.glob(pattern)}
+    files = {file for pattern in CARRIED for file in source.glob(pattern)} | {*source.glob(f"{TEMPLATES}/*")}
+    return (file for file in sorted(files - left_out) if file.is_file())
+
+
+def _write_config(model: PreTrainedModel, dtype: torch.dtype, source: Path, target: Path) -> None:
+    """Write the source's config.json with the type of the weights and, for a critic, its class and its one label.
+
+    The keys of other releases of transformers stay, so what reads the source reads the export. If nothing differs, the
+    bytes are the source's. A model of another type than the source's keeps the configuration of its own.
+    """
+    values: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+    if values.get("model_type") != model.config.model_type:
+        return
+    changed = _with_dtype(values, str(dtype).removeprefix("torch."))
+    if type(model).__name__ not in changed.get("architectures", [type(model).__name__]):
+        changed["architectures"] = [type(model).__name__]
+    if type(model).__name__.endswith("ForTokenClassification"):
+        changed |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        changed.pop("num_labels", None)
+    if changed == values:
+        shutil.copyfile(source, target)
+    else:
+        target.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _with_dtype(values: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The values with another type of weights wherever they name one, in the configurations of parts too."""
+    changed = {name: _with_dtype(value, dtype) if isinstance(value, dict) else value for name, value in values.items()}
+    return changed | {name: dtype for name in DTYPES if isinstance(values.get(name), str)}
+
+
+def _warn_of_generation_config(folder: Path) -> None:
+    if not (folder / GENERATION).is_file():
+        return
+    try:
+        GenerationConfig.from_pretrained(folder).validate(strict=True)
+    except Exception as error:
+        get_logger().warning(
+            "generation_config.json is the source's, though transformers would not write it",
+            reason=one_line(str(error)),
+        )
