@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ _OPENED_TOKENS = 32  # within which opened tags are looked for
 
 # A conversation to render after, where what was said before does not matter.
 _ASKED: Message = {"role": "user", "content": "u"}
+_ANSWER: Message = {"role": "assistant", "content": _PLACEHOLDER}
 EXCHANGE: Sequence[Message] = (_ASKED, {"role": "assistant", "content": ""})
 
 
@@ -168,30 +171,34 @@ class ChatTemplate:
 
     def _find_ends(self) -> None:
         """Find out what the template writes behind a turn, before messages of each role and where nothing follows."""
+        self._in_calls: set[str] = set()
         try:
-            in_front_of_user = self._end_in(self._in_front("user")[0])
+            before_user = self._end_in(self._in_front("user")[0])
         except TemplateFailed as error:
             raise UserError(str(error)) from None
-        if in_front_of_user is None:
+        if before_user is None:
             raise UserError(f"{self._name()} ends the assistant's turns without a special token")
-        answer = self._special_after([_ASKED, {"role": "assistant", "content": _PLACEHOLDER}])
-        call = self._special_after([_ASKED, _calling([{"name": "f"}])])
-        self.end = next(iter(answer), in_front_of_user)
-        self._ends |= {self.end}
-        call_end = self._first_end(call)
-        # What the template writes only in front of another message, it may also write within a turn (harmony), unless
-        # it is particular to results of tools.
-        with suppress(TemplateFailed):
-            self._ends |= {self._end_before("tool")} - {in_front_of_user}
+        answer = self._special_around(_ASKED, _ANSWER)[-1]
+        # An answer may end otherwise once a message follows (harmony).
+        self.end = before_user if before_user in self._ends or not answer else answer[0]
+        self._ends.add(self.end)
+        calls = self._special_around(_ASKED, _calling([{}, {}]))
+        if len(calls) == 1:  # one call at a time
+            calls = self._special_around(_ASKED, _calling([{}]))
+        # What stands between two calls is their own (quotes, brackets), and does not end a turn.
+        self._in_calls = {token for between in calls[1:-1] for token in between}
+        call_end = self._first_end(calls[-1])
         self._ends |= {call_end} - {None}
-        question = self._special_after([{"role": "user", "content": _PLACEHOLDER}])
-        self._closing = {*answer[:1], call_end, *question[:1]}
+        # What the template writes before messages of all roles may also stand within a turn (harmony).
+        with suppress(TemplateFailed):
+            self._ends |= {self._end_before("tool")} - {before_user}
+        question = self._special_around({"role": "user", "content": _PLACEHOLDER})[-1]
+        self._closing = {*answer, *question, call_end}
 
     def _message_start(self) -> int | None:
         """Id of the special token behind which the text of an answer begins, if the model samples that itself."""
-        conversation = [_ASKED, {"role": "assistant", "content": _PLACEHOLDER}]
         try:
-            asked, whole = self._render([_ASKED], {}), self._render(conversation, {}, asks=False)
+            asked, whole = self._render([_ASKED], {}), self._render([_ASKED, _ANSWER], {}, asks=False)
         except TemplateFailed:
             return None
         header = whole.partition(_PLACEHOLDER)[0]
@@ -222,7 +229,8 @@ class ChatTemplate:
         return self._first_end(self._tokens.specials_in(behind))
 
     def _first_end(self, special: Sequence[str]) -> str | None:
-        return next((token for token in special if token in self._ends), special[0] if special else None)
+        others = (token for token in special if token not in self._in_calls)
+        return next((token for token in special if token in self._ends), next(others, None))
 
     def _lacks(self, turn: np.ndarray, end: str) -> bool:
         """Whether what the model sampled lacks the special token at its end that the template writes there."""
@@ -236,28 +244,37 @@ class ChatTemplate:
     ) -> str:
         """What the template renders behind the text of an assistant's turn, the last one of `before`."""
         *earlier, turn = before
-        failed = None
+        failed, behind = None, []
         # Some templates leave out the text of a turn that calls tools, others ask for the calls before their results.
         for shown, following in (
             ({**turn, "content": _PLACEHOLDER}, messages),
-            ({"role": "assistant", "content": _PLACEHOLDER}, messages),
-            (_calling(messages), _answering(messages)),
+            (_ANSWER, messages),
+            (_calling([message for message in messages if message["role"] == "tool"]), _answering(messages)),
         ):
             try:
-                rendered = self._render([*earlier, shown, *following], variables or {})
+                _, is_shown, text = self._render([*earlier, shown, *following], variables or {}).rpartition(
+                    _PLACEHOLDER
+                )
             except TemplateFailed as error:
                 failed = failed or error
                 continue
-            if _PLACEHOLDER in rendered:
-                return rendered[rendered.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
+            if is_shown and all(_is_in(message.get("content"), text) for message in messages):
+                return text
+            behind += [text] if is_shown else []
+        if behind:
+            return behind[0]
         raise failed or TemplateFailed(f"{self._name()} leaves out what the assistant says")
 
-    def _special_after(self, messages: list[Message]) -> list[str]:
-        """The special tokens that the template writes behind the placeholder where nothing follows."""
+    def _special_around(self, *messages: Message) -> list[list[str]]:
+        """The special tokens that the template writes before, between and behind placeholders, where nothing follows.
+
+        One empty list where it does not show them.
+        """
         try:
-            return self._tokens.specials_in(self._render(messages, {}, asks=False).partition(_PLACEHOLDER)[2])
+            parts = self._render(list(messages), {}, asks=False).split(_PLACEHOLDER)
         except TemplateFailed:
-            return []
+            parts = []
+        return [self._tokens.specials_in(part) for part in parts] if len(parts) > 1 else [[]]
 
     def _render(self, messages: list[Message], variables: dict[str, Any], *, asks: bool = True) -> str:
         options: dict[str, Any] = {"tools": self._tools, **variables, "tokenize": False, "add_generation_prompt": asks}
@@ -285,8 +302,18 @@ def _calling(results: Sequence[Message]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _answering(results: Sequence[Message]) -> list[Message]:
-    return [{"tool_call_id": _call_id(i), **result} for i, result in enumerate(results)]
+def _answering(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids of calls where they are results of tools."""
+    ids = map(_call_id, count())
+    return [{"tool_call_id": next(ids), **one} if one["role"] == "tool" else one for one in messages]
+
+
+def _is_in(content: Any, text: str) -> bool:
+    """Whether a message's text is in what a template rendered, trimmed or as JSON; True where it has none."""
+    if not isinstance(content, str):
+        return True
+    content = content.strip()
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
 
 
 def _call_id(number: int) -> str:

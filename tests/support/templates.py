@@ -62,6 +62,32 @@ SHAPES = {
         "{%- for c in m.tool_calls or [] %}{{ '```' + c.function.arguments + '```' }}{%- endfor %}<|eos|>{%- endif %}"
         "{%- endfor %}{%- if now.tool %}<|/outputs|>{%- elif add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
     ),
+    # Quotes of calls are special tokens, and results continue the turn, in front of what it says.
+    "gemma": (
+        ["<eos>", "<|turn>", "<turn|>", "<|call>", "<call|>", "<|result>", "<result|>", '<|"|>'],
+        "{%- set now = namespace(result=false) %}" + ROLES + "{%- if m.role != 'tool' %}{%- set now.result = false %}"
+        "<|turn>{{ m.role ~ '\n' }}{%- for c in m.tool_calls or [] %}<|call>{{ c.function.name }}"
+        '{%- for key in c.function.arguments %}{{ key }}:<|"|>{{ c.function.arguments[key] }}<|"|>{%- endfor %}<call|>'
+        "{%- endfor %}{%- if m.tool_calls and loop.last %}<|result>{%- endif %}"
+        "{%- for r in messages[loop.index:] if m.tool_calls and r.role == 'tool' %}{%- set now.result = true %}"
+        '<|result>{{ r.name }}:<|"|>{{ r.content }}<|"|><result|>{%- endfor %}{{ m.content }}'
+        "{%- if not m.tool_calls %}<turn|>\n{% endif %}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt and not now.result %}<|turn>model\n{% endif %}",
+    ),
+    # A special token stands between what is said and the end of the turn.
+    "command": (
+        ["<|end_turn|>", "<|turn|>", "<|say|>", "<|/say|>"],
+        ROLES + "<|turn|>{{ m.role }}{%- if m.role == 'assistant' %}<|say|>{{ m.content }}<|/say|>"
+        "{%- else %}{{ m.content }}{%- endif %}<|end_turn|>{%- endfor %}"
+        "{%- if add_generation_prompt %}<|turn|>assistant<|say|>{%- endif %}",
+    ),
+    # GLM's, with an end of text behind the last answer alone.
+    "glm, closed": (
+        ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+        ROLES + "{{ '<|' ~ ('observation' if m.role == 'tool' else m.role) ~ '|>' ~ m.content }}"
+        "{%- if loop.last and m.role == 'assistant' %}<|endoftext|>{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|assistant|>{%- endif %}",
+    ),
     "phi": (
         ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"],
         ROLES + "{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor %}"

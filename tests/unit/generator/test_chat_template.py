@@ -309,6 +309,10 @@ def test_a_template_that_leaves_out_a_role_is_refused(role: str) -> None:
         ("mistral", [], []),
         ("deepseek", [], []),
         ("phi", [], ["<|end|>"]),
+        ("gemma", [], ["<turn|>", "<|result>"]),
+        ("gemma", ["<eos>", "<turn|>", "<|result>"], ["<turn|>", "<|result>"]),
+        ("command", [], []),
+        ("glm, closed", [], ["<|observation|>"]),
     ],
 )
 def test_a_turn_ends_with_the_models_ends_of_text_and_where_the_template_ends_it(
@@ -316,7 +320,7 @@ def test_a_turn_ends_with_the_models_ends_of_text_and_where_the_template_ends_it
 ) -> None:
     tokenizer, chat = shaped(name, ends)
     assert chat.stop_ids == tuple(sorted(tokenizer.convert_tokens_to_ids(stops)))
-    for stop in [*stops, tokenizer.eos_token]:
+    for stop in (*stops, tokenizer.eos_token):
         assert chat.turn(np.asarray(tokenizer.encode(f"said{stop}"))) == ("said", "said")
 
 
@@ -348,6 +352,12 @@ LLAMA_RESULT = "<|head|>ipython<|/head|>\n\nR<|eot_id|><|head|>assistant<|/head|
         ("mistral", "user", "</s>", "[INST] R[/INST]"),
         ("deepseek", "tool", "<|eos|>", "<|outputs|>R<|/outputs|>"),
         ("deepseek", "user", "<|eos|>", "<|User|>R<|Assistant|><think>\n"),
+        ("gemma", "tool", "<|result>", 'f:<|"|>R<|"|><result|>'),
+        ("gemma", "tool", "", '<|result>f:<|"|>R<|"|><result|>'),
+        ("gemma", "user", "<turn|>", "\n<|turn>user\nR<turn|>\n<|turn>model\n"),
+        ("command", "tool", "<|end_turn|>", "<|turn|>toolR<|end_turn|><|turn|>assistant<|say|>"),
+        ("glm, closed", "user", "<|endoftext|>", "<|user|>R<|assistant|>"),
+        ("glm, closed", "tool", "<|observation|>", "R<|assistant|>"),
         ("phi", "user", "<|end|>", "\n<|user|>\nR<|end|>\n<|assistant|>\n"),
         ("phi", "user", "<|endoftext|>", "\n<|user|>\nR<|end|>\n<|assistant|>\n"),
     ],
@@ -364,7 +374,7 @@ def test_results_of_an_agents_calls_follow_the_turn_as_the_template_shows_both(n
     tokenizer, chat = shaped(name)
     arguments = "{}" if name == "deepseek" else {}
     calls = [{"id": "123456789", "type": "function", "function": {"name": "f", "arguments": arguments}}]
-    turn = {"role": "assistant", "content": "said", "tool_calls": calls}
+    turn = {"role": "assistant", "content": "" if name == "gemma" else "said", "tool_calls": calls}
     before = [{"role": "user", "content": "hi"}, turn]
     results = [{"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "R"}]
     whole = tokenizer.apply_chat_template([*before, *results], tokenize=False, add_generation_prompt=True)
