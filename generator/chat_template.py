@@ -78,6 +78,11 @@ class ChatTemplate:
         self.end_id, self._message_id = self._tokens.id(self.end), self._message_start()
         self.stop_ids = tuple(sorted(self._end_ids - {tokenizer.eos_token_id}))
 
+    @property
+    def ends(self) -> list[str]:
+        """All tokens that end a turn, as text."""
+        return sorted(self.text([token_id]) for token_id in self._end_ids)
+
     def require(self, role: str, field: str, otherwise: str) -> None:
         """Raise `UserError` unless messages of this role can follow a turn of the assistant."""
         try:

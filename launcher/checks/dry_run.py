@@ -78,8 +78,8 @@ def dry_run_checks(log: Any, choice: Choice = NOTHING_ASKED) -> list[Check]:
     def values(context: Context) -> Finding | None:
         return ok(_values(context.config, loaded[0], log)) if loaded else None
 
-    def episodes(context: Context) -> Finding | None:
-        return ok(asyncio.run(_episodes(context.config, loaded[0], log))) if loaded else None
+    def episodes(context: Context) -> list[Finding]:
+        return asyncio.run(_episodes(context.config, loaded[0], log)) if loaded else []
 
     checks: list[tuple[str, Callable[[Context], Findings], Role]] = [
         ("layout", layout, Role.LEARNER),
@@ -104,8 +104,11 @@ def _values(config: Config, data: RunData, log: Any) -> str:
     return f"{prior}; {path} has the values of {apply_initial_values(path, tracker, data.train, log)} prompts"
 
 
-async def _episodes(config: Config, data: RunData, log: Any) -> str:
-    """Build the parts of an episode and start some episodes: prompts in the chat template, users, rewards."""
+async def _episodes(config: Config, data: RunData, log: Any) -> list[Finding]:
+    """Build the parts of an episode and start some episodes: prompts in the chat template, users, rewards.
+
+    Making the parts plays a turn with a tool call, or with a user's answer, through the template.
+    """
     parts = RunParts(config)
     try:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
@@ -114,9 +117,16 @@ async def _episodes(config: Config, data: RunData, log: Any) -> str:
         longest = await _begin(runner, data.train, "train")
         if data.heldout is not None:
             longest = max(longest, await _begin(runner, data.heldout, "eval"))
+        template = parts.parts[0].chat_template(tokenizer)
     finally:
         await parts.close()
-    return f"{_names(parts)}; the first prompts have up to {longest} tokens"
+    facts = f"the first prompts have up to {longest} tokens; a turn ends with {' or '.join(template.ends)}"
+    findings = [ok(f"{_names(parts)}; {facts}")]
+    try:
+        template.require("tool", "an agent that has tools", "or an agent without tools")
+    except UserError as error:
+        findings += [warning(str(error))] if any(one.episode.agent for one in parts.parts) else []
+    return findings
 
 
 async def _begin(runner: TaskRunner, prompts: PromptSet, kind: Kind) -> int:

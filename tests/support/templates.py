@@ -88,6 +88,12 @@ SHAPES = {
         "{%- if loop.last and m.role == 'assistant' %}<|endoftext|>{%- endif %}{%- endfor %}"
         "{%- if add_generation_prompt %}<|assistant|>{%- endif %}",
     ),
+    # It shows no results of tools.
+    "silent": (
+        ["<|end|>", "<|user|>", "<|assistant|>"],
+        ROLES + "{%- if m.role != 'tool' %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '<|end|>' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|assistant|>{%- endif %}",
+    ),
     "phi": (
         ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"],
         ROLES + "{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor %}"

@@ -1,0 +1,61 @@
+"""Doctor and a dry run play a turn with a tool call through the model's own template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from common.checks.check import Context, Level
+from common.checks.machine import read_machine
+from common.config import parse_config
+from common.process import Role
+from launcher.checks.dry_run import dry_run_checks
+from tests.support.templates import shaped
+
+
+def seen(folder: Path, shape: str, ends: list[str], **episode: Any) -> list[tuple[Level, str]]:
+    """What is found about episodes of a model whose template has this shape."""
+    tokenizer, _ = shaped(shape)
+    tokenizer.save_pretrained(folder)
+    ids = tokenizer.convert_tokens_to_ids(ends)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": ids}))
+    (folder / "data.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    data = {"train": str(folder / "data.jsonl")}
+    config = parse_config({"model": {"path": str(folder)}, "data": data, "episode": episode})
+    checks = {check.name: check for check in dry_run_checks(structlog.get_logger())}
+    context = Context(Role.GENERATOR, read_machine(), config)
+    checks["prompts"].findings(context)
+    return [(finding.level, finding.line) for finding in checks["episodes"].findings(context)]
+
+
+AGENT = {"command": ["true"]}
+TOOLS = {"tools": ["calculator"], "max_assistant_turns": 2}
+
+
+@pytest.mark.parametrize(
+    ("shape", "episode", "level", "words"),
+    [
+        ("glm", TOOLS, Level.OK, "a turn ends with <|endoftext|> or <|observation|> or <|user|>"),
+        ("harmony", TOOLS, Level.OK, "a turn ends with <|call|> or <|return|>"),
+        ("mistral", TOOLS, Level.OK, "a turn ends with </s>"),
+        ("phi", TOOLS, Level.OK, "a turn ends with <|endoftext|> or <|end|>"),
+        ("silent", TOOLS, Level.PROBLEM, "leaves them out; use another template, or episode.call"),
+        ("silent", {}, Level.OK, "a turn ends with <|end|>"),
+        ("silent", {"agent": AGENT}, Level.WARNING, "leaves them out; use another template, or an agent without tools"),
+        ("glm", {"agent": AGENT}, Level.OK, "a turn ends with"),
+    ],
+)
+def test_a_template_whose_turns_cannot_be_joined_is_told(
+    tmp_path: Path, shape: str, episode: Any, level: Level, words: str
+) -> None:
+    level_seen, line = seen(tmp_path, shape, [], **episode)[-1]
+    assert (level_seen, words in line) == (level, True), line
+
+
+def test_a_models_own_ends_of_text_are_told(tmp_path: Path) -> None:
+    ((_, line),) = seen(tmp_path, "llama", ["<|end_of_text|>", "<|eot_id|>"])
+    assert "a turn ends with <|end_of_text|> or <|eom_id|> or <|eot_id|>" in line
