@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from common.config import Config
+from common.config.names_elsewhere import NAMES
 from common.config.section import section_of
 from common.config.shared import may_change
 
@@ -28,7 +29,15 @@ This page is generated: `spo docs-config > docs/configuration.md`.
 
 
 def reference() -> str:
-    return HEAD + "".join(_section("", Config)).rstrip() + "\n"
+    return HEAD + "".join((*_section("", Config), *_names())).rstrip() + "\n"
+
+
+def _names() -> Iterator[str]:
+    yield "\n## Names of other trainers\n\nNames that are refused with a hint, whatever their section.\n\n"
+    yield "| trainer | name | here |\n|---|---|---|\n"
+    for trainer, names in NAMES.items():
+        for name, today in sorted(names.items()):
+            yield f"| {trainer} | `{name}` | {today if ' ' in today else f'`{today}`'} |\n"
 
 
 def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:

@@ -25,26 +25,6 @@ PRESETS = {
     "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
     "sao": "sao_mask",
 }
-# What verl and SkyRL call settings of `algorithm`; a nearest name would lead elsewhere.
-ELSEWHERE = {
-    "adv_estimator": "method",
-    "advantage_estimator": "method",
-    "clip_ratio_c": "clip_dual",
-    "clip_ratio_high": "clip_high",
-    "clip_ratio_low": "clip_low",
-    "entropy_coeff": "entropy_coef",
-    "eps_clip_high": "clip_high",
-    "eps_clip_low": "clip_low",
-    "kl_estimator_type": "kl_estimator",
-    "kl_loss_coef": "kl_coef",
-    "kl_loss_type": "kl_estimator",
-    "loss_agg_mode": "aggregation",
-    "loss_mode": "loss",
-    "max_turns": "max_assistant_turns",
-    "loss_reduction": "aggregation",
-    "policy_loss_type": "loss",
-    "off_policy_correction": "correction.skyrl",
-}
 # SkyRL's names from before its block, fields of `trainer.algorithm` themselves.
 BESIDE_BLOCK = ("use_tis", "tis_imp_ratio_cap")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from common.config.former_names import ELSEWHERE
+from common.config.names_elsewhere import ELSEWHERE
 from common.errors import UserError, nearest
 from common.network import without_password
 
@@ -86,13 +86,13 @@ def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name
     location = [*_without_forms(problem["loc"])]
     key = _join(name, _named(location, tree))
     if problem["type"] == "extra_forbidden":
-        last, siblings = str(location[-1]), _keys_at(model, location[:-1])
-        today = ELSEWHERE.get(last, "")
-        near = today if today.partition(".")[0] in siblings else nearest(last, siblings, 0.5)
-        hint = f"did you mean {key.removesuffix(last)}{near}?" if near else f"allowed: {', '.join(siblings)}"
-        if len(location) == 1 and (inside := [key for key in keys_of(model) if key.endswith(f".{last}")]):
-            hint = f"did you mean {' or '.join(inside)}? Indent it below its section"
-        return f"unknown configuration key {key}; {hint}"
+        siblings, value = _keys_at(model, location[:-1]), problem["input"]
+        # Another trainer's section may be spelt nearly like one of ours.
+        hint = _meant(key, siblings, model, 0.8 if isinstance(value, Mapping) else 0.5) or _meant_within(value, model)
+        if len(location) == 1 and "." in hint and hint.endswith("?") and not isinstance(value, Mapping):
+            hint += " Indent it below its section"
+        allowed = f"allowed: {', '.join(siblings)}"
+        return f"unknown configuration key {key}; {hint or allowed}"
     if problem["type"] == "missing":
         return f"configuration key {key} is missing"
     if problem["type"] == "value_error":
@@ -105,6 +105,27 @@ def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name
         return f"{key} = {value!r} is a section, not a value; give one of its keys: {', '.join(keys)}{preset}"
     shown = "***" if key in SECRETS else without_password(repr(value))
     return f"configuration key {key} = {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _meant(key: str, siblings: Collection[str], model: type[BaseModel], cutoff: float = 0.5) -> str:
+    """What an unknown key was probably meant to be: by its meaning, in another section, or by its spelling."""
+    before, _, last = key.rpartition(".")
+    today = ELSEWHERE.get(key) or ELSEWHERE.get(last, "")
+    if (own := today.rpartition(".")[2]) in siblings:
+        return f"did you mean {_join(before, own)}?"
+    if today:
+        return today if " " in today else f"did you mean {today}?"
+    if inside := [one for one in keys_of(model) if one.endswith(f".{last}")]:
+        return f"did you mean {' or '.join(inside)}?"
+    near = nearest(last, siblings, cutoff)
+    return f"did you mean {_join(before, near)}?" if near else ""
+
+
+def _meant_within(value: Any, model: type[BaseModel]) -> str:
+    """What the keys within an unknown section are called here, such as within verl's `actor_rollout_ref`."""
+    inner = value.items() if isinstance(value, Mapping) else ()
+    hints = {key: _meant(str(key), (), model) or _meant_within(value, model) for key, value in inner}
+    return "; ".join(f"{key}: {hint}" for key, hint in hints.items() if hint)
 
 
 def _without_forms(location: Iterable[str | int]) -> Iterator[str | int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from common.config import load_config, parse_config
+from common.config import Config, load_config, parse_config
 from common.config.correction import REJECTION_MODES
 from common.config.load import ConfigLoader
+from common.config.names_elsewhere import ELSEWHERE
 from common.config.presets import PRESETS
+from common.config.section import keys_of
 from common.errors import UserError
 
 
@@ -112,6 +115,26 @@ SECTIONS = [
         "episode: {max_turns: 3}",
         "unknown configuration key episode.max_turns; did you mean episode.max_assistant_turns?",
     ),
+    # Names of other trainers, wherever they stand.
+    ("learner: {learning_rate: 1e-5}", "key learner.learning_rate; did you mean learner.lr?"),
+    ("learning_rate: 1e-5", "key learning_rate; did you mean learner.lr? Indent it"),
+    ("critic: {learning_rate: 1e-5}", "did you mean critic.lr?"),
+    ("learner: {batch_size: 64}", "did you mean sampler.batch_size?"),
+    ("data: {train: t, train_batch_size: 64}", "did you mean sampler.batch_size?"),
+    ("episode: {max_response_length: 64}", "did you mean episode.max_response_tokens?"),
+    ("algorithm: {num_generations: 8}", "say algorithm.group_size, with algorithm.method=grpo or rloo"),
+    ("generator: {tensor_parallel_size: 2}", "say generator.engine={tensor_parallel_size: VALUE}"),
+    ("learner: {gradient_accumulation_steps: 2}", "learner.token_budget is their size | sampler.batch_size /"),
+    ("learner: {max_grad_norm: 1}", "did you mean learner.grad_clip?"),
+    ("algorithm: {beta: 0.1}", "did you mean algorithm.kl_coef?"),
+    ("temperature: 1", "did you mean generator.temperature or eval.temperature? Indent it below its section"),
+    ("run: {total_epochs: 3}", "say run.steps"),
+    ("run: {per_device_train_batch_size: 3}", "sampler.batch_size is the number of samples a step"),
+    ("model: {path: m, model_name_or_path: m}", "did you mean model.path?"),
+    ("eval: {n: 4}", "did you mean eval.samples?"),
+    ("actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1e-6}}}", "rollout: n: say | optim: lr: did you mean"),
+    ("trainer: {save_freq: 10}", "save_freq: did you mean learner.checkpoint_every?"),
+    ("trainer: {unheard_of: 10}", "unknown configuration key trainer; allowed: run, model"),
     # Episodes.
     (
         "episode: {tools: [calculator], max_assistant_turns: 1}",
@@ -304,6 +327,17 @@ def test_a_refusal_is_one_line_with_key_value_and_remedy(text: str, words: str) 
 
 
 PATHS = "data: {train: [{path: a.jsonl}, {path: b.jsonl, name: hard}]}\nmodel: {path: m}\n"
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_a_name_of_another_trainer_leads_to_keys_that_exist(name: str) -> None:
+    keys = set(keys_of(Config))
+    known = keys | {key.rpartition(".")[0] for key in keys} | {"data.train", "data.heldout"}
+    sections = "|".join(Config.model_fields)
+    mentioned = re.findall(rf"\b(?:{sections})\.[a-z_.]*[a-z]", ELSEWHERE[name])
+    assert mentioned or "spo run" in ELSEWHERE[name]
+    assert set(mentioned) <= known
+    assert name not in keys
 
 
 @pytest.mark.parametrize(
