@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
+from common.config.generator import MAX_CALLS
 from common.errors import UserError
 from common.plugins import load_object
 
-# Limits of one turn, in which a model could write thousands of short calls.
-MAX_CALLS = 32
+# Limits of one turn, beside `MAX_CALLS`.
 MAX_CALL = 1 << 16  # characters of one call
 MAX_TAGS = 4 * MAX_CALLS  # opening tags of a turn that are looked at
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from common.config.agent import AgentConfig
 from common.config.section import LOCAL, Section, SourceSection
 
+MAX_CALLS = 32  # of one turn, in which a model could write thousands of short ones
 MOST_EPISODES = 512  # of a generator that chooses their number itself
 # Where a source has tools or a reward of its own, the run's options for others are left out.
 OPTIONS = {"tools": "tool_options", "reward": "reward_options"}
@@ -58,6 +59,13 @@ class EpisodeConfig(SourceSection):
     )
     tool_timeout: float = Field(
         30.0, gt=0, description="Seconds until a tool call counts as failed and the task is tried again."
+    )
+    max_parallel_calls: int = Field(
+        MAX_CALLS,
+        ge=1,
+        le=MAX_CALLS,
+        description="Calls of one turn that are run, all at a time; the model is told that the others were not "
+        "(verl's key, which drops them silently, and whose default is 1).",
     )
     max_tool_text: int = Field(256, ge=1, description="Longer tool results are cut, in characters.")
     truncate: Literal["left", "middle", "right"] = Field(

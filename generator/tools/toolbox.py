@@ -27,7 +27,7 @@ from common.log import get_logger
 from common.messages import Task
 from common.plugins import load_object, make_object
 from generator.concurrency import TimedOut, close_all, with_timeout
-from generator.formats import MAX_CALLS, ToolCall
+from generator.formats import ToolCall
 from generator.tools.base import ToolError, ToolUnavailable
 from generator.tools.calculator import Calculator
 from generator.tools.code_interpreter import CodeInterpreter
@@ -82,9 +82,10 @@ class Toolbox:
 
     def checked(self, calls: list[ToolCall]) -> list[ToolCall]:
         """Check a turn's calls; those that cannot be run get an error. Takes time if arguments are large."""
-        checked = [self._checked(call) for call in calls[:MAX_CALLS]]
-        if len(calls) > MAX_CALLS:
-            checked.append(ToolCall("", error=f"error: a turn may have {MAX_CALLS} calls; the others were not run"))
+        most = self._config.max_parallel_calls
+        checked = [self._checked(call) for call in calls[:most]]
+        if len(calls) > most:
+            checked.append(ToolCall("", error=f"error: a turn may have {most} calls; the others were not run"))
         return checked
 
     def session(self, task: Task) -> ToolSession:

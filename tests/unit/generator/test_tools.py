@@ -86,6 +86,13 @@ def test_the_model_is_told_what_a_call_gives(tools: list[str], calls: list[ToolC
     assert max(map(len, answers)) < 300
 
 
+@pytest.mark.parametrize(("most", "count", "run"), [(1, 3, 1), (2, 2, 2), (2, 5, 2)])
+def test_calls_of_a_turn_are_bounded(most: int, count: int, run: int) -> None:
+    calls = [said("echo", str(number)) for number in range(count)]
+    told = [f"error: a turn may have {most} calls; the others were not run"] * (count > run)
+    assert results(toolbox("Echo", max_parallel_calls=most), *calls) == [str(number) for number in range(run)] + told
+
+
 @pytest.mark.parametrize(
     ("tool", "text", "changes", "reason"),
     [

@@ -9,6 +9,7 @@ import pytest
 
 from common.config import Config, SelectionConfig, TrackerConfig, load_config
 from common.config.warnings import warnings
+from generator.tools.toolbox import Toolbox
 from sampler.prompts import SourcePrompts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -54,7 +55,15 @@ def test_sizes_and_losses_are_the_published_ones(name: str) -> None:
     assert algorithm.responses == responses
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.clip_dual, algorithm.kl_coef) == (0.2, 0.28, 10.0, 0.0)
     assert (config.eval.samples, config.eval.temperature, config.eval.top_p, config.eval.top_k) == (16, 0.6, 0.95, 20)
+    assert config.eval.every == 10
     assert (config.data.max_prompt_tokens, episode.max_response_tokens, episode.max_assistant_turns) == (2048, 8192, 8)
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if "maths" in name])
+def test_programs_have_the_recipes_thirty_seconds(name: str) -> None:
+    episode = read(name).episode
+    seconds = Toolbox(episode, {"sandbox": lambda: None}).tools["code_interpreter"].run_timeout
+    assert (seconds, episode.tool_timeout > seconds) == (30.0, True)
 
 
 @pytest.mark.parametrize("size", ["", "-1024"])
