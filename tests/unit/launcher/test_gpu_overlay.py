@@ -130,3 +130,12 @@ def test_a_teacher_is_started_on_demand_and_reaches_the_queue_alone(files: tuple
     assert teacher["image"] == generator["image"], "it needs no image of its own"
     assert teacher["command"] == ["spo-teacher", *generator["command"][1:]]
     assert "teacher" in teacher["healthcheck"]["test"]
+
+
+@pytest.mark.parametrize("name", [name for name, service in services().items() if "devices" in str(service)])
+def test_no_two_replicas_share_their_gpus(name: str) -> None:
+    """Compose starts one container of a service whose container has a name, and refuses to scale it."""
+    service = services()[name]
+    assert service["container_name"] == f"spo-{name}-1"
+    assert service.get("deploy", {}).get("replicas", 1) == 1
+    assert "container_name" not in services("compose.yaml").get(name, {}), "generators on the CPU can be scaled"
