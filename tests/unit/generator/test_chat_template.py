@@ -369,7 +369,7 @@ def test_behind_a_turn_stands_what_it_lacks_of_the_template(name: str, role: str
     assert ids.tolist() == tokenizer.encode(appended)
 
 
-@pytest.mark.parametrize("name", SHAPES.keys() - {"silent"})
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "silent"])
 def test_results_of_an_agents_calls_follow_the_turn_as_the_template_shows_both(name: str) -> None:
     tokenizer, chat = shaped(name)
     arguments = "{}" if name == "deepseek" else {}
