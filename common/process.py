@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+MOST_FILES = 1 << 16
 OTHERS = 0o027  # umask: the group may not write, others may do nothing
 # asyncio's default threads run the code of tools, simulated users and rewards, which may hang and never return its
 # thread. The calls that a process depends on must not wait behind it.
@@ -28,6 +30,19 @@ class Role(StrEnum):
     TEACHER = "teacher"
     RELAY = "relay"
     SANDBOX = "sandbox"
+
+
+def raise_file_limit(most: int = MOST_FILES) -> int:
+    """Let this process, and those it starts, open as many files as the hard limit allows; returns how many.
+
+    Args:
+        most: programs that are started may look at every number up to the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        soft = max(soft, most if hard == resource.RLIM_INFINITY else min(hard, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return most if soft == resource.RLIM_INFINITY else soft
 
 
 def keep_files_private() -> None:

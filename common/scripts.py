@@ -1,4 +1,4 @@
-"""The installed commands: they share options, and report errors as one line with exit code 2."""
+"""The installed commands: they share options, report errors as one line with exit code 2, and may open many files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typer.exceptions import TyperException
 
 from common.errors import UserError, fail, reports_user_errors
 from common.network import without_proxy_on_loopback
+from common.process import raise_file_limit
 
 OURS = ("common", "generator", "launcher", "learner", "relay", "sampler", "sandbox_client")
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -48,6 +49,7 @@ def entry_point(app: typer.Typer) -> Callable[[], None]:
 
     def main() -> None:
         os.environ.update(without_proxy_on_loopback(os.environ))  # for this process and all that it starts
+        raise_file_limit()
         try:
             code = app(standalone_mode=False)
         except typer.Abort:

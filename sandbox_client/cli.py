@@ -17,9 +17,10 @@ from common import log as logs
 from common.errors import UserError
 from common.files import read_secret
 from common.network import bound, is_loopback, listen
+from common.process import raise_file_limit
 from common.scripts import HELP, VersionOption, entry_point
 from sandbox_client import TOKEN_VARIABLE
-from sandbox_client.connections import ServerWithoutSignals, UnadmittedConnections
+from sandbox_client.connections import Connections, ServerWithoutSignals
 from sandbox_client.isolation import check_isolation
 from sandbox_client.local import LocalSandbox
 from sandbox_client.server import SandboxService
@@ -82,13 +83,15 @@ async def serve(settings: Settings, token: str | None, listener: socket.socket, 
         if unbounded := sandbox.unbounded():
             log.warning(unbounded)
         service = SandboxService(sandbox, settings, token, log)
+        files = raise_file_limit()
         server = ServerWithoutSignals(
             uvicorn.Config(
                 service.app(),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=UnadmittedConnections().protocol(),
+                http=Connections(most=files // 4).protocol(),
+                backlog=min(BACKLOG, files // 8),
                 timeout_graceful_shutdown=math.ceil(settings.grace) + KILL_TIMEOUT,
             )
         )

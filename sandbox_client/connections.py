@@ -5,13 +5,17 @@ sends half a request and then nothing, or a byte now and then, would hold its co
 such clients would block the server. A connection without an authorized request after `PATIENCE` seconds is cut off; if
 more than `MOST_UNADMITTED` wait, so is the one that has waited longest. A real client sends its request at once, so it
 is never that one.
+
+Admitted connections are bounded too, of each owner and in all, or one client could use up the files that this process
+may open: of too many, the one is cut off that has waited longest for its next request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 PATIENCE = 10.0  # seconds from the connection to the end of an authorized request's headers
 MOST_UNADMITTED = 128
+MOST_ADMITTED = 4096
 HEADER_BYTES = 16 << 10  # of one request, and at most one read of the socket more
 
 
@@ -31,18 +36,29 @@ class ServerWithoutSignals(uvicorn.Server):
         yield
 
 
-class UnadmittedConnections:
-    """The connections of one server that have not been admitted.
+class Connections:
+    """The connections of one server, each either waiting to be admitted or admitted.
 
     Args:
         patience: seconds a connection may take to be admitted.
-        most: connections that may wait to be admitted.
+        most_waiting: connections that may wait to be admitted.
+        most_of_owner: admitted connections of one owner; None: as many as of all.
+        most: admitted connections of all owners.
     """
 
-    def __init__(self, patience: float = PATIENCE, most: int = MOST_UNADMITTED) -> None:
+    def __init__(
+        self,
+        patience: float = PATIENCE,
+        most_waiting: int = MOST_UNADMITTED,
+        most_of_owner: int | None = None,
+        most: int = MOST_ADMITTED,
+    ) -> None:
         self.patience = patience
-        self.most = most
+        self.most_waiting, self.most_of_owner, self.most = most_waiting, most_of_owner or most, most
         self.waiting: dict[GuardedProtocol, asyncio.TimerHandle] = {}  # in the order in which they came
+        # By the time of their last request, all and those of each owner.
+        self.admitted: dict[GuardedProtocol, Hashable] = {}
+        self.owned: defaultdict[Hashable, dict[GuardedProtocol, None]] = defaultdict(dict)
 
     def protocol(self) -> type[asyncio.Protocol]:
         """The class that uvicorn makes an object of for each connection."""
@@ -50,14 +66,34 @@ class UnadmittedConnections:
 
     def add(self, connection: GuardedProtocol) -> None:
         self.waiting[connection] = asyncio.get_running_loop().call_later(self.patience, connection.cut_off)
-        if len(self.waiting) > self.most:
+        if len(self.waiting) > self.most_waiting:
             next(iter(self.waiting)).cut_off()
 
+    def admit(self, connection: GuardedProtocol, owner: Hashable = None) -> None:
+        """Count a connection from which an authorized request has come as its owner's."""
+        self.remove(connection)
+        self.admitted[connection] = owner
+        self.owned[owner][connection] = None
+        for group, most in ((self.owned[owner], self.most_of_owner), (self.admitted, self.most)):
+            if len(group) > most:
+                next((one for one in group if one.is_idle()), connection).cut_off()
+
     def remove(self, connection: GuardedProtocol) -> None:
-        """Forget a connection that was admitted, or has ended."""
+        """Forget a connection."""
         timer = self.waiting.pop(connection, None)
         if timer is not None:
             timer.cancel()
+        if connection in self.admitted:
+            owner = self.admitted.pop(connection)
+            del self.owned[owner][connection]
+            if not self.owned[owner]:
+                del self.owned[owner]
+
+    def end(self, owner: Hashable) -> None:
+        """Cut off an owner's connections that wait for no answer."""
+        for connection in list(self.owned.get(owner, ())):
+            if connection.is_idle():
+                connection.transport.close()  # once what it was answered is sent
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -66,18 +102,17 @@ class GuardedProtocol(HttpToolsProtocol):
     The parser keeps headers, and trailers behind a body, however long they are; here they are bounded.
     """
 
-    def __init__(self, admission: UnadmittedConnections, *, app_state: dict[str, Any], **options: Any) -> None:
-        admit: Callable[[], None] = partial(admission.remove, self)
-        super().__init__(app_state=app_state | {"admit": admit}, **options)
-        self._admission = admission
+    def __init__(self, connections: Connections, *, app_state: dict[str, Any], **options: Any) -> None:
+        super().__init__(app_state=app_state | {"admit": partial(connections.admit, self)}, **options)
+        self._connections = connections
         self._besides_body = 0  # bytes since the last piece of a body, or the end of a request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._admission.add(self)
+        self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._admission.remove(self)
+        self._connections.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -94,6 +129,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._besides_body = 0
         super().on_message_complete()
 
+    def is_idle(self) -> bool:
+        """Whether it waits for its client, with no request whose answer is not complete."""
+        return self.cycle is None or self.cycle.response_complete
+
     def cut_off(self) -> None:
-        self._admission.remove(self)
+        self._connections.remove(self)
         self.transport.abort()

@@ -29,6 +29,7 @@ from common.weights.wire import Manifest, checksum
 
 HERE, GONE, REFUSED = b"here", b"gone", b"refused"
 REQUEST_BYTES = 256
+MOST_SILENT = 128  # clients that have asked for nothing yet
 SUFFIX = ".sock"
 
 DEFAULT_FOLDER = "/dev/shm/spo-{account}"
@@ -79,7 +80,7 @@ class Handover:
         for number, _ in self._events.poll(0):
             if number == self._listener.fileno():
                 self._let_in()
-            else:
+            elif number in self._clients:
                 self._read(self._clients[number])
         for client in list(self._clients.values()):
             if client.wants:
@@ -106,6 +107,10 @@ class Handover:
             connection.setblocking(False)
             self._clients[connection.fileno()] = _Client(connection)
             self._events.register(connection, select.EPOLLIN)
+        # A real client asks at once, so it is never the one that has been silent for the longest.
+        silent = [client for client in self._clients.values() if not (client.wants or client.holds)]
+        for client in silent[:-MOST_SILENT]:
+            self._forget(client)
 
     def _read(self, client: _Client) -> None:
         try:
@@ -202,7 +207,9 @@ def take(folder: Path | None, connection: Connection, manifest: Manifest) -> Han
             raise NotHandedOver(f"{folder} is not shared with the server") from None
         except OSError as error:
             raise NotHandedOver(f"no process hands over memory at {path} ({error.strerror or error})") from None
-        while not select.select([server], [], [], TICK)[0]:
+        answered = select.poll()  # `select.select` fails at descriptors above 1,023
+        answered.register(server, select.POLLIN)
+        while not answered.poll(TICK * 1000):
             connection.check()
         try:
             word, numbers, _, _ = socket.recv_fds(server, REQUEST_BYTES, 4, socket.MSG_CMSG_CLOEXEC)

@@ -16,17 +16,20 @@ from common.errors import UserError
 from common.files import socket_folder
 from common.model import end_ids
 from common.network import bound, listen
+from common.process import raise_file_limit
 from generator.agents.client import SessionClient
 from generator.agents.dialects import dialects
-from generator.agents.layer import SessionLayer
+from generator.agents.layer import MAX_IN_FLIGHT, SessionLayer
 from generator.agents.session import Session, SessionLimits
 from generator.chat_template import ChatTemplate
 from generator.engine.engine import Engine
-from sandbox_client.connections import ServerWithoutSignals, UnadmittedConnections
+from sandbox_client.connections import Connections, ServerWithoutSignals
 
 MODEL = "policy"  # the only model's name
 HOST = "127.0.0.1"
-BACKLOG = 2048  # connections the kernel holds
+# Connections without a key: that the kernel holds, that are accepted at once, and that wait for their first request.
+MOST_WAITING = 2048
+MOST_OF_SESSION = 2 * MAX_IN_FLIGHT
 # An agent may pause for long between its turns; a connection that is closed just as it goes on loses its request.
 KEEP_ALIVE_SECONDS = 600
 # A token has few letters, and JSON escapes may make six bytes of each: nothing that fits the model is longer.
@@ -47,6 +50,11 @@ class Endpoint:
     def __init__(
         self, layer: SessionLayer, template: ChatTemplate, max_model_len: int, log: Any, path: Path | None = None
     ) -> None:
+        files = raise_file_limit()
+        self._waiting = min(MOST_WAITING, files // 8)
+        self._connections = Connections(
+            most_waiting=self._waiting, most_of_owner=min(MOST_OF_SESSION, files // 8), most=files // 4
+        )
         self.url, self.socket = "", path
         self._layer, self._template, self._max_model_len, self._log = layer, template, max_model_len, log
         self._server: ServerWithoutSignals | None = None
@@ -85,9 +93,13 @@ class Endpoint:
 
     def open(self, limits: SessionLimits) -> Session:
         """A session of its own for one attempt at a task; its keys are over once it is closed."""
-        session = Session(limits, self._template, self._max_model_len, self.url, self._log, on_close=self._layer.remove)
+        session = Session(limits, self._template, self._max_model_len, self.url, self._log, on_close=self._over)
         self._layer.add(session)
         return session
+
+    def _over(self, session: Session) -> None:
+        self._layer.remove(session)
+        self._connections.end(session.key)
 
     async def close(self) -> None:
         """Close all sessions and stop the server."""
@@ -101,7 +113,7 @@ class Endpoint:
 
     async def _serve(self) -> None:
         listener = bound(HOST, 0)
-        listen(listener, HOST, listener.getsockname()[1], BACKLOG)
+        listen(listener, HOST, listener.getsockname()[1], self._waiting)
         self.url = f"http://{HOST}:{listener.getsockname()[1]}"
         listeners = [listener]
         if self.socket is not None:
@@ -110,7 +122,7 @@ class Endpoint:
             listeners.append(socket.socket(socket.AF_UNIX))
             listeners[1].bind(str(self.socket))
             self.socket.chmod(0o666)  # programs in the sandbox are other users; a key opens a session, as on the port
-            listeners[1].listen(BACKLOG)
+            listeners[1].listen(self._waiting)
         self._server = ServerWithoutSignals(
             uvicorn.Config(
                 self._layer,
@@ -118,7 +130,8 @@ class Endpoint:
                 access_log=False,
                 lifespan="off",
                 ws="none",
-                http=UnadmittedConnections(most=BACKLOG).protocol(),
+                http=self._connections.protocol(),
+                backlog=self._waiting,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
             )

@@ -106,7 +106,7 @@ class SessionLayer:
         try:
             headers = _headers(scope)
             session = self._session((match[1] if match else None) or _key(headers), path)
-            scope.get("state", {}).get("admit", lambda: None)()
+            scope.get("state", {}).get("admit", lambda owner: None)(session.key)
             await self._answer(session, scope["method"], path, headers, receive, send)
         except Refusal as refusal:
             self._note(session, Refused(refusal.status, scope["path"], str(refusal), refusal.is_limit))

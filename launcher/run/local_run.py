@@ -60,7 +60,7 @@ class RunOptions:
         choice: number of generators, and GPUs, if they are asked for.
         redis: `embedded`, or the address of a running server.
         resume: continue from the run folder if Redis does not know the run.
-        max_restarts: of each process; after one more failure the run is given up.
+        max_restarts: of each process within an hour; after one more failure the run is given up.
         front: maps the address of Redis to the one that the processes use, such as a proxy's.
         check: called before anything is started or changed, after processes that a killed command left have ended.
     """

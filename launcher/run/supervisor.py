@@ -26,7 +26,8 @@ from launcher.run.notices import Notices
 
 State = Literal["running", "restarting", "left", "failed"]
 USER_ERROR = 2
-MAX_RESTARTS = 5
+MAX_RESTARTS = 5  # within `WINDOW`
+WINDOW = 3600.0  # seconds; a process may take minutes to start, and then die again
 LONGEST_PAUSE = 8.0  # seconds before a process is started again
 
 
@@ -43,6 +44,7 @@ class RunProcess:
     process: subprocess.Popen[bytes]
     state: State = "running"
     restarts: int = 0
+    deaths: list[float] = field(default_factory=list)  # times of the failures within `WINDOW`, by the monotonic clock
     restart_at: float = 0.0
     started: float = field(default_factory=time.time)
 
@@ -76,6 +78,7 @@ class Supervisor:
     then the group id could be given to another group before the rest of this one is killed.
 
     Attributes:
+        max_restarts: a process that fails more often than this within `window` seconds ends the run.
         notices: the processes' warnings.
         lock: a locked file that the reaper inherits; if this process is killed, it stays locked until all have ended.
     """
@@ -83,6 +86,7 @@ class Supervisor:
     logs: Path
     log: Any
     max_restarts: int = MAX_RESTARTS
+    window: float = WINDOW
     backoff: float = 0.5
     lock: IO[str] | None = None
     children: dict[str, RunProcess] = field(default_factory=dict)
@@ -174,15 +178,17 @@ class Supervisor:
         child.state = "failed"
         if code == USER_ERROR:
             raise UserError(f"{child.name}: {child.error_line()}")
-        if child.restarts >= self.max_restarts:
+        now = time.monotonic()
+        child.deaths = [death for death in child.deaths if now - death < self.window] + [now]
+        if len(child.deaths) > self.max_restarts:
             raise RunFailed(
-                f"{child.name} died {child.restarts + 1} times, the last with {reason}: {child.last_log_line()} "
+                f"{child.name} died {len(child.deaths)} times, the last with {reason}: {child.last_log_line()} "
                 f"(see {child.log})"
             )
-        pause = min(self.backoff * 2 ** min(child.restarts, 16), LONGEST_PAUSE)
+        pause = min(self.backoff * 2 ** min(len(child.deaths) - 1, 16), LONGEST_PAUSE)
         child.state = "restarting"
         self.timeline.instant("died", process=child.name, reason=reason)
-        child.restart_at = time.monotonic() + pause
+        child.restart_at = now + pause
         self.log.warning("died", process=child.name, reason=reason, again_in=pause, log=str(child.log))
 
     def _reap(self, child: RunProcess) -> int:

@@ -224,7 +224,9 @@ class Injector:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             for handle in handles:
-                select.select([handle], [], [])  # readable once it is dead; the supervisor collects it
+                dead = select.poll()
+                dead.register(handle, select.POLLIN)
+                dead.poll()  # readable once it is dead; the supervisor collects it
         return f"{len(handles)} processes"
 
     def _send_strangers(self, fault: Fault) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -13,25 +14,32 @@ import pytest
 import structlog
 
 from generator.agents.endpoint import Endpoint
-from generator.agents.session import Session
+from generator.agents.session import Session, SessionLimits
 from tests.support.agent_sessions import CHAT, Rig
 from tests.support.episode import TEMPLATE
 from tests.support.event_loop import in_event_loop
+from tests.support.waiting import until
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
 LENGTH = b"content-length: %d\r\n" % len(BODY)
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Rig, Session, int]]:
-    """An endpoint, a session of it, and its port."""
-    rig = Rig()
+async def serving(rig: Rig) -> AsyncIterator[Endpoint]:
     endpoint = Endpoint(rig.layer, TEMPLATE, 400, structlog.get_logger())
     await endpoint._serve()
     try:
-        yield rig, rig.session(max_turns=1000, max_response_tokens=10_000), int(endpoint.url.rpartition(":")[2])
+        yield endpoint
     finally:
         await endpoint.close()
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Rig, Session, int]]:
+    """An endpoint, a session of it, and its port."""
+    rig = Rig()
+    async with serving(rig) as endpoint:
+        yield rig, rig.session(max_turns=1000, max_response_tokens=10_000), int(endpoint.url.rpartition(":")[2])
 
 
 def request(head: str, *headers: bytes, body: bytes = BODY) -> bytes:
@@ -104,3 +112,69 @@ async def test_requests_of_many_connections_at_once_are_answered() -> None:
         for connection in connections:
             connection.close()
         assert heard == len(connections)
+
+
+FILES = 256  # that the generator may open, in the tests below: 32 connections of one owner or without a key, 64 in all
+
+
+Streams = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+
+
+async def connected(endpoint: Endpoint, sent: bytes, count: int) -> Streams:
+    """Connections, each of which sends something, and gets its answer if that is a whole request, before the next."""
+    streams: Streams = []
+    for _ in range(count):
+        streams.append(await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2])))
+        reader, writer = streams[-1]
+        writer.write(sent)
+        if sent.endswith(BODY):
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    return streams
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: no"])
+@in_event_loop
+async def test_connections_without_a_key_are_few_and_stop_no_other(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("generator.agents.endpoint.raise_file_limit", lambda: FILES)
+    async with serving(Rig()) as endpoint:
+        streams = await connected(endpoint, sent, 2 * FILES)
+        with contextlib.suppress(ConnectionResetError):
+            assert await streams[0][0].read() == b""
+        assert len(endpoint._connections.waiting) == FILES // 8
+        session = endpoint.open(SessionLimits(max_response_tokens=10_000, max_turns=1000))
+        await connected(endpoint, request(f"POST /s/{session.key}{CHAT} HTTP/1.1", LENGTH), 1)
+
+
+@in_event_loop
+async def test_connections_of_a_session_and_of_all_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generator.agents.endpoint.raise_file_limit", lambda: FILES)
+    async with serving(Rig()) as endpoint:
+        limits = SessionLimits(max_response_tokens=10_000, max_turns=1000)
+        sessions = [endpoint.open(limits) for _ in range(4)]
+        kept = [await connected(endpoint, request(f"POST /s/{one.key}{CHAT} HTTP/1.1", LENGTH), 40) for one in sessions]
+        held = {owner: len(group) for owner, group in endpoint._connections.owned.items()}
+        assert held == {sessions[2].key: FILES // 8, sessions[3].key: FILES // 8}
+        assert len(endpoint._connections.admitted) == FILES // 4
+        await sessions[3].close("finished")
+        await kept[3][-1][0].read()  # to its end
+        await until(lambda: len(endpoint._connections.admitted) == FILES // 8)
+
+
+@in_event_loop
+async def test_a_connection_that_waits_for_an_answer_is_not_the_one_that_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("generator.agents.endpoint.raise_file_limit", lambda: FILES)
+    rig = Rig()
+    async with serving(rig) as endpoint:
+        session = endpoint.open(SessionLimits(max_response_tokens=10_000, max_turns=1000))
+        ask = request(f"POST /s/{session.key}{CHAT} HTTP/1.1", LENGTH)
+        rig.app.gate.clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))
+        writer.write(ask)
+        await rig.app.entered.wait()
+        await connected(endpoint, request(f"GET /s/{session.key}/v1/models HTTP/1.1", LENGTH), 2 * FILES)
+        rig.app.gate.set()
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,7 +17,7 @@ import structlog
 
 from common.errors import UserError
 from common.log import MAX_BYTES
-from launcher.run.supervisor import RunFailed, Supervisor
+from launcher.run.supervisor import WINDOW, RunFailed, Supervisor
 from tests.support.waiting import eventually
 
 SLEEP = "import time; time.sleep(600)"
@@ -76,6 +78,24 @@ def test_a_process_that_keeps_dying_ends_the_run_with_its_line(supervisor: Super
     supervisor.start("learner", python("import sys; print('cannot go on', file=sys.stderr); sys.exit(7)"))
     with pytest.raises(RunFailed, match="learner died 3 times, the last with exit code 7: cannot go on"):
         eventually(supervisor.poll)
+
+
+def test_failures_long_ago_are_forgotten(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failure comes an hour after the one before."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep)
+    monkeypatch.setattr("launcher.run.supervisor.time", clock)
+    child = supervisor.start("generator-1", python("import sys; sys.exit(7)"))
+    for restarts in range(1, 6):
+
+        def started_again(restarts: int = restarts) -> bool:
+            supervisor.poll()
+            now[0] = max(now[0], child.restart_at)
+            return child.restarts == restarts
+
+        eventually(started_again)
+        now[0] += WINDOW
+    assert child.restarts == 5 > supervisor.max_restarts
 
 
 @pytest.mark.parametrize("more", ["", "; print('[rank0] destroying the group')"])

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.network import bound
 from sandbox_client import RunCodeRequest, SandboxClient, Status
 from sandbox_client.cli import app
-from sandbox_client.connections import HEADER_BYTES, UnadmittedConnections
+from sandbox_client.connections import HEADER_BYTES, Connections
 from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
 from tests.support.sandbox import FOREVER, SandboxServer, SandboxUnderTest
@@ -111,7 +111,7 @@ def test_half_sent_requests_without_the_token_block_no_client(http: SandboxUnder
 
 
 @asynccontextmanager
-async def guarded(admission: UnadmittedConnections) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def guarded(admission: Connections) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to a service that asks for a token."""
     service = SandboxService(None, Settings(), "right", None)  # type: ignore[arg-type]
     options: dict[str, Any] = {"lifespan": "off", "log_config": None}
@@ -128,7 +128,7 @@ async def guarded(admission: UnadmittedConnections) -> AsyncIterator[tuple[async
 
 def test_a_connection_not_admitted_in_time_is_cut_off(loop: asyncio.Runner) -> None:
     async def dribble() -> None:
-        admission = UnadmittedConnections(patience=0.2)
+        admission = Connections(patience=0.2)
         async with guarded(admission) as (reader, writer):
             writer.write(b"GET /health HTTP/1.1\r\nHost: sandbox\r\n\r\n")
             assert b"200" in await reader.readline()
@@ -157,7 +157,7 @@ BAD = b"HTTP/1.1 400 Bad Request\r\n"
 )
 def test_the_token_admits_and_headers_are_bounded(request_: bytes, line: bytes, loop: asyncio.Runner) -> None:
     async def ask() -> None:
-        admission = UnadmittedConnections()
+        admission = Connections()
         async with guarded(admission) as (reader, writer):
             writer.write(request_)
             assert await reader.readline() == line

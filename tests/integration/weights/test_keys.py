@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import select
+import selectors
 import socket
 import threading
 from pathlib import Path
@@ -34,15 +34,16 @@ def test_no_weight_can_be_read_on_the_wire(keys: str, lab: Lab) -> None:
     def pass_on() -> None:
         client, _ = far.accept()
         learner = socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])))
-        ends = {client: learner, learner: client}
-        with far, client, learner:
+        with far, client, learner, selectors.DefaultSelector() as ends:
+            ends.register(client, selectors.EVENT_READ, learner)
+            ends.register(learner, selectors.EVENT_READ, client)
             while True:
-                for end in select.select(list(ends), [], [])[0]:
-                    data = end.recv(1 << 16)
+                for end, _ in ends.select():
+                    data = end.fileobj.recv(1 << 16)  # type: ignore[union-attr]
                     seen.extend(data)
                     if not data:
                         return
-                    ends[end].sendall(data)
+                    end.data.sendall(data)
 
     passing = threading.Thread(target=pass_on)
     passing.start()

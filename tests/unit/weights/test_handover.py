@@ -5,13 +5,27 @@ from __future__ import annotations
 import os
 import random
 import socket
+import threading
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.config import WeightsConfig
-from common.weights.handover import GONE, HERE, REFUSED, Handover, boot_id, connect, shared_folder
+from common.process import raise_file_limit
+from common.weights.handover import (
+    GONE,
+    HERE,
+    MOST_SILENT,
+    REFUSED,
+    Handover,
+    boot_id,
+    connect,
+    shared_folder,
+    take,
+)
 from common.weights.memory import MemoryFile, Snapshot
 from common.weights.wire import Manifest, checksum
 
@@ -55,6 +69,48 @@ def test_memory_is_given_only_for_the_token_and_a_snapshot(folder: str, tmp_path
     assert (word, len(numbers)) == (HERE, 1)
     os.close(*numbers)
     handover.close()
+
+
+@pytest.mark.parametrize("above", [900, 1023, 1100, 3000])
+def test_memory_is_taken_whatever_the_number_of_open_files(above: int, tmp_path: Path) -> None:
+    raise_file_limit()
+    handover, whole, stopped = Handover(tmp_path), snapshot(), threading.Event()
+
+    def serve() -> None:
+        while not stopped.is_set():
+            handover.turn({"ab-1": whole}.get)
+
+    connection: Any = SimpleNamespace(handover=handover.name, token=handover.token, check=lambda: None)
+    with ExitStack() as stack:
+        stack.callback(handover.close)
+        number = 0
+        while number < above:
+            stack.callback(os.close, number := os.dup(2))
+        serving = threading.Thread(target=serve)
+        serving.start()
+        stack.callback(serving.join)
+        stack.callback(stopped.set)
+        memory = take(tmp_path, connection, whole.manifest)
+        assert memory is not None
+        assert bytes(memory.file.view(0, len(DATA))) == DATA
+        memory.close()
+
+
+def test_clients_that_ask_for_nothing_are_bounded(tmp_path: Path) -> None:
+    handover = Handover(tmp_path)
+    with ExitStack() as stack:
+        stack.callback(handover.close)
+        holder = stack.enter_context(connect(tmp_path / handover.name))
+        word, numbers = answer(holder, f"{handover.token} ab-1".encode(), handover, {"ab-1": snapshot()})
+        os.close(*numbers)
+        silent = []
+        for _ in range(3 * MOST_SILENT):
+            silent.append(stack.enter_context(connect(tmp_path / handover.name)))
+            handover.turn(lambda _: None)
+        assert word == HERE
+        assert handover.holds("ab-1")
+        assert len(handover._clients) == MOST_SILENT + 1
+        assert [client.recv(1) for client in silent[: 2 * MOST_SILENT]] == [b""] * 2 * MOST_SILENT
 
 
 def test_a_reader_holds_memory_that_outlives_its_server(tmp_path: Path) -> None:
