@@ -1,4 +1,4 @@
-"""Limits that every process sets for itself."""
+"""The limit of open files, which every process raises for itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+
+pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize(
