@@ -16,11 +16,10 @@ from redis.exceptions import RedisError
 
 from common.checks.machine import installed_version
 from common.errors import UserError
+from common.release import PROJECT, SOURCE, release
 from common.streams.broker import Broker
 
-PROJECT = "spo-trainer"
 FILE = "versions.jsonl"
-SOURCE = Path(__file__).resolve().parents[1]
 
 
 def record_versions(folder: Path, process: str, broker: Broker) -> None:
@@ -43,7 +42,7 @@ def record_versions(folder: Path, process: str, broker: Broker) -> None:
 
 
 def versions(broker: Broker) -> dict[str, Any]:
-    """`python`, `platform`, `cores`, `gpus`, `redis_server`, `commit`, `packages` that SPO itself asks for."""
+    """`python`, `platform`, `cores`, `gpus`, `redis_server`, `release`, `commit`, and `packages` SPO asks for."""
     requirements = [Requirement(line) for line in requires(PROJECT) or []]
     for_runs = (one for one in requirements if one.marker is None or not one.marker.evaluate({"extra": "dev"}))
     names = sorted({PROJECT, *(requirement.name for requirement in for_runs)})
@@ -54,6 +53,7 @@ def versions(broker: Broker) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "gpus": _gpus(),
         "redis_server": _redis_server(broker),
+        "release": release(),
         "commit": _commit(),
         "packages": packages,
     }

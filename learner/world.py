@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from common.config import Config, differences
 from common.errors import UserError, first_line
+from common.release import release
 from common.streams.broker import Broker
 from learner.rank import Rendezvous, network_interface_towards, read_rendezvous
 from learner.ulysses import SequenceGroup
@@ -239,10 +239,9 @@ def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
     """
     if world.size == 1:
         return
-    release = version("spo-trainer")
-    own = {"release": release, "config": config.model_dump(mode="json", by_alias=True)}
+    own = {"release": release(), "config": config.model_dump(mode="json", by_alias=True)}
     main: dict[str, Any] = json.loads(world.broadcast(json.dumps(own).encode() if world.is_main else b""))
-    world.raise_on_all_ranks(lambda: _check_same(release, config, main))
+    world.raise_on_all_ranks(lambda: _check_same(release(), config, main))
     token = world.broadcast(secrets.token_hex(8).encode() if world.is_main else b"").decode()
     marker = config.run.folder / f".ranks-{token}"
     try:
@@ -254,9 +253,9 @@ def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
             broker.redis.delete(broker.key(f"ranks:{token}"))
 
 
-def _check_same(release: str, config: Config, main: dict[str, Any]) -> None:
-    if release != main["release"]:
-        raise UserError(f"this rank runs SPO {release}, rank 0 {main['release']}; use the same release (image) for all")
+def _check_same(here: str, config: Config, main: dict[str, Any]) -> None:
+    if here != main["release"]:
+        raise UserError(f"this rank runs SPO {here}, rank 0 {main['release']}; use the same release (image) for all")
     # Keys that are local to a machine may differ, except those for DeepSpeed.
     differing = [str(difference) for difference in differences(config, main["config"])]
     own, others = config.learner.deepspeed, main["config"]["learner"]["deepspeed"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from common.errors import UserError
 from common.files import checkpoint_versions
 from common.model import cached_folder, model_digests
 from common.process import Role
+from common.release import release
 from common.streams.batches import latest
 from common.streams.broker import Broker
 
@@ -43,7 +43,7 @@ def agree(
         UserError: the run was started with another release of SPO, with another configuration that cannot change now,
             or with other files under `model.path`; the message lists the keys or the files.
     """
-    _set_first(broker, "release", version("spo-trainer"))
+    _set_first(broker, "release", release())
     _same_release(broker)
     if not broker.redis.exists(broker.key("config")):
         # Before, so that none takes the run for abandoned until its first process sends a heartbeat.
@@ -151,10 +151,10 @@ def _other_model(broker: Broker, changes: Sequence[Difference], folder: Path) ->
 
 
 def _same_release(broker: Broker) -> None:
-    release, first_release = version("spo-trainer"), (broker.redis.get(broker.key("release")) or b"").decode()
-    if release != first_release:
+    own, first = release(), (broker.redis.get(broker.key("release")) or b"").decode()
+    if own != first:
         raise UserError(
-            f"run {broker.run!r} was started with SPO {first_release}, this is {release}; use the same release "
+            f"run {broker.run!r} was started with SPO {first}, this is {own}; use the same release "
             "(image) for all processes of a run, or choose another run.name"
         )
 
@@ -200,7 +200,7 @@ def _replace(broker: Broker, before: str, config: Config, changes: Sequence[Diff
     shown = [f"{change.key}: {change.there!r} -> {change.here!r}" for change in changes]
     if step == 0:
         # What was generated so far belongs to the other configuration.
-        arguments: list[str | int] = [before, after, settling, broker.key(""), version("spo-trainer")]
+        arguments: list[str | int] = [before, after, settling, broker.key(""), release()]
         done = broker.script("begin_anew")([broker.key("config"), broker.key("reconfigured")], arguments)
         line = "another configuration: the run, which has not trained yet, starts from the beginning"
     else:

@@ -13,6 +13,7 @@ import pytest
 from common import versions
 from common.errors import UserError
 from common.files import tracker_is_whole
+from common.release import release
 from common.streams.broker import Broker
 
 
@@ -31,6 +32,7 @@ def test_each_start_adds_a_line_with_what_the_process_runs_with(tmp_path: Path, 
     assert first["python"] == platform.python_version()
     assert first["packages"]["redis"] == version("redis")
     assert first["packages"]["spo-trainer"] == version("spo-trainer")
+    assert first["release"] == release() == second["release"]
     assert first["commit"] is None
     assert second["time"] >= first["time"]
 
