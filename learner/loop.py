@@ -23,6 +23,7 @@ from common.weights.server import SentStats
 from learner.batch import own_share
 from learner.checkpoint import Checkpoints
 from learner.heap import Heap
+from learner.left_out import LeftOut
 from learner.publishing import Publisher, RankCopies, scored_prompt
 from learner.stats import Phases
 from learner.token_record import TokenRecord, discard
@@ -92,6 +93,7 @@ class Learner:
         self.version = self.saved = self.checkpoints.load(self._usable())
         self.masked: list[float] = []  # shares of the newest steps' tokens
         self.masked_advice = advice(config)
+        self.left_out = LeftOut(config, broker)
         self.freed = 0  # batches before this version were released because memory was short
         # This process's last steps, oldest first: a Redis that goes back in time may lose them.
         self.announced: deque[Step] = deque(maxlen=ANNOUNCEMENTS_KEPT)
@@ -253,6 +255,11 @@ class Learner:
             why = {"reason": rollouts.reason} if rollouts.reason else {}
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]), **why)
         self._watch_masking(metrics)
+            try:
+                self.left_out.add(len(batch.sample_ids), int(metrics["batch/left_out"]), rollouts.reason, self.saved)
+            except UserError:
+                self._finish_checkpoint()
+                raise
         with phases("publish"):
             self.publisher.wait()
             copy = self._copy_weights(self.version + 1)

@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.files import read_secret
 from common.network import is_loopback_url, without_password
 from common.streams.agreement import compare
-from common.streams.broker import Broker, connect
+from common.streams.broker import NOEVICTION, Broker, Memory, connect
 from common.streams.connection import risks
 
 MAX_SKEW = 2.0  # seconds; with more, logs of different machines are hard to compare
@@ -64,13 +64,8 @@ def _persistence(info: dict[str, Any]) -> Finding:
 
 def _memory(info: dict[str, Any]) -> Finding:
     name, used, limit = "redis: memory", int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
-    policy = info.get("maxmemory_policy", "noeviction")
-    if limit and policy != "noeviction":
-        return problem(
-            f"maxmemory-policy is {policy}: beyond maxmemory = {format_bytes(limit)} Redis would drop samples; start "
-            "it with --maxmemory-policy noeviction",
-            name,
-        )
+    if refusal := Memory(used, limit, info.get("maxmemory_policy", NOEVICTION)).refusal:
+        return problem(refusal, name)
     if limit and used > NEARLY_FULL * limit:
         return warning(
             f"{format_bytes(used)} of maxmemory = {format_bytes(limit)} are used: raise it, or lower "

@@ -162,6 +162,13 @@ class LearnerConfig(Section):
         True,
         description="Train on while a checkpoint is written, from a copy in host memory. Off, no copy is made.",
     )
+    max_left_out: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Share of the samples of 8 batches (of all, in a shorter run) that may be left out because their "
+        "tokens are gone from Redis or unusable; beyond it the run ends. 1: any number.",
+    )
     rank_timeout: float = Field(
         1800.0,
         ge=1,

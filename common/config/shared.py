@@ -22,7 +22,7 @@ CHANGEABLE = {
         "eval": " ".join(EvalConfig.model_fields),
         "learner": "lr schedule warmup_steps min_lr_ratio grad_clip token_budget sequence_parallel "
         "gradient_checkpointing exact_every logprob_chunk zero_stage checkpoint_every checkpoint_in_background "
-        "keep_checkpoints rank_timeout export",
+        "keep_checkpoints max_left_out rank_timeout export",
         "learner.weights": "chunk_mib credit",
         "generator": "max_attempts retry_pause",
         "sampler": "max_set_aside",

@@ -30,7 +30,7 @@ ROLES = ("sampler", "learner", "generator", "teacher")  # whose configuration ma
 def agree(
     broker: Broker, config: Config, log: Any = None, *, may_differ: bool = True, role: Role | None = None
 ) -> None:
-    """Store the run's configuration and release if this process is the first, else compare with them.
+    """Join the run: store its configuration and release if this process is the first, else compare with them.
 
     Values that may change replace the run's once none of its processes is alive; one that was killed is waited for
     until it counts as dead.
@@ -41,8 +41,9 @@ def agree(
 
     Raises:
         UserError: the run was started with another release of SPO, with another configuration that cannot change now,
-            or with other files under `model.path`; the message lists the keys or the files.
+            or with other files under `model.path`; the message lists the keys or the files. Or Redis may drop keys.
     """
+    broker.check_eviction()
     _set_first(broker, "release", release())
     _same_release(broker)
     if not broker.redis.exists(broker.key("config")):

@@ -26,13 +26,28 @@ OLDEST_SERVER = (6, 2)
 SOCKET_TIMEOUT = 30.0
 MEMORY_SHARE = 0.8
 SHORTEST_OUTAGE = 1.0  # seconds
+NOEVICTION = "noeviction"
 
 
 class Memory(NamedTuple):
-    """Bytes that Redis uses, and may use; `limit` is 0 where it has none or does not say."""
+    """Bytes that Redis uses, and may use, and what it drops beyond; `limit` is 0 where it has none or does not say."""
 
     used: int
     limit: int
+    policy: str = NOEVICTION
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no run may use this Redis; None if it drops nothing, or does not say.
+
+        Without a limit too: `CONFIG SET maxmemory` may give it one at any time.
+        """
+        if self.policy == NOEVICTION:
+            return None
+        return (
+            f"Redis has maxmemory-policy {self.policy}: once its memory is full it drops samples of the run; run "
+            f"`CONFIG SET maxmemory-policy {NOEVICTION}` there (of a managed Redis, set it in its parameters)"
+        )
 
     @property
     def share(self) -> float:
@@ -118,11 +133,26 @@ class Broker:
             info = self.redis.info("memory")
         except ResponseError:
             return Memory(0, 0)  # the server or its ACL does not allow the question
-        return Memory(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
+        policy = str(info.get("maxmemory_policy", NOEVICTION))
+        return Memory(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)), policy)
 
     def memory_is_short(self) -> bool:
-        """Whether memory must be freed before anything more is stored."""
-        return self.memory().share > self._memory_share
+        """Whether memory must be freed before anything more is stored; raises what `check_eviction` does."""
+        return self.check_eviction().share > self._memory_share
+
+    def check_eviction(self) -> Memory:
+        """The server's memory; raises `UserError` if it may drop keys to save memory."""
+        memory = self.memory()
+        if memory.refusal is not None:
+            raise UserError(memory.refusal)
+        return memory
+
+    def evicted(self) -> int:
+        """Keys that Redis has dropped to save memory since it was started; 0 if it does not say."""
+        try:
+            return int(self.redis.info("stats").get("evicted_keys", 0))
+        except ResponseError:
+            return 0
 
     def finish(self) -> None:
         """Mark the run as finished; every process exits when it sees this."""

@@ -203,6 +203,14 @@ def learned(run: Evidence) -> str:
     return some(wrong)
 
 
+def trained_on(run: Evidence) -> str:
+    """The learner trained on each sample of each batch: none was left out because its tokens were gone or unusable."""
+    name = "batch/left_out"
+    left_out = Counter({step.version: int(step.metrics.get(name, 0)) for step in run.redis.steps})
+    left_out |= Counter({v: int(number) for v, number in run.folder.metrics.series(name, "learner").at().items()})
+    return some(f"version {v}: {number} left out" for v, number in left_out.items())
+
+
 def is_training(task_id: str) -> bool:
     return task_id.startswith("t")
 
@@ -236,5 +244,6 @@ LINES = {
     "the last step was made": last_step,
     "the tracker is that of a replay, bit for bit": tracker,
     "the learner trained on the journal's rewards": learned,
+    "the learner trained on each sample of a batch": trained_on,
     "a finished run has left nothing in Redis": nothing_left,
 }

@@ -117,6 +117,7 @@ class PlainView:
             "left": None if progress.seconds_left is None else duration(progress.seconds_left),
             "staleness": progress.metric("staleness/mean"),
             "masked": progress.metric(METRIC),
+            "left_out": progress.samples_left_out[0] or None,
             "tokens_per_second": progress.tokens_per_second() or None,
             "gpus": gpu_figures(progress.gpus)[0] if progress.gpus else None,
             "processes": len(supervisor.alive()),
@@ -214,6 +215,11 @@ def figures(progress: Progress) -> Table:
     table.add_row("samples counted", f"{counted:,}", f"of {dispatched:,} dispatched")
     if refused := sum(int(process.get("refused") or 0) for process in progress.processes.values()):
         table.add_row("refused requests", f"{refused:,}", "of agents, by the endpoint; the generators' logs say which")
+    lost, trained = progress.samples_left_out
+    if lost:
+        table.add_row(
+            Text("left out", "red"), f"{lost:,}", f"of {trained:,} samples: their tokens were gone or unusable"
+        )
     if progress.scoring is not None:
         table.add_row("waiting for scores", f"{progress.scoring:,}", "samples, by teachers")
     if progress.gpus:

@@ -43,6 +43,7 @@ class Progress:
         gpus: those that processes started here use, as they are now.
         streams: names of those in which samples wait for teachers.
         scoring: number of these samples; None where there are no teachers.
+        left_out: samples that could not be trained on, and all of the batch, by version.
         evaluates_first: whether the version that training starts from is evaluated.
         masked_advice: what masks tokens, and what to try against it.
         masked: share of the tokens that were masked, by version.
@@ -68,6 +69,7 @@ class Progress:
     finished: bool = False
     has_generated: bool = False
     variance_ratio: float | None = None
+    left_out: dict[int, tuple[int, int]] = field(default_factory=dict)
     gpus: Sequence[Gpu] = ()
     scoring: int | None = None
     metrics: Metrics | None = field(init=False)
@@ -94,6 +96,9 @@ class Progress:
                 self.step = step
                 if not first:
                     self.pace.see(step.version)
+                if "batch/left_out" in step.metrics:
+                    counts = (step.metrics[name] for name in ("batch/left_out", "batch/samples"))
+                    self.left_out[step.version] = (*map(int, counts),)
                 if "reward/mean" in step.metrics:
                     self.rewards.append(step.metrics["reward/mean"])
                 if METRIC in step.metrics:
@@ -116,6 +121,11 @@ class Progress:
     def version(self) -> int:
         """The newest published weight version; 0 before the first."""
         return self.step.version if self.step else 0
+
+    @property
+    def samples_left_out(self) -> tuple[int, int]:
+        """Samples that could not be trained on, as their tokens were gone or unusable, and samples of all batches."""
+        return sum(lost for lost, _ in self.left_out.values()), sum(whole for _, whole in self.left_out.values())
 
     @property
     def trained(self) -> bool:

@@ -20,7 +20,12 @@ from launcher.run.supervisor import Supervisor
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a run; `error` is why it ended before its end, unless it was stopped."""
+    """The figures of a run.
+
+    Attributes:
+        error: why it ended before its end, unless it was stopped.
+        left_out: samples that could not be trained on, of those `batched`.
+    """
 
     finished: bool
     accuracy_before: float | None
@@ -36,6 +41,8 @@ class Summary:
     masked: float | None = None
     masked_warning: str | None = None
     error: str | None = None
+    left_out: int = 0
+    batched: int = 0
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -58,6 +65,8 @@ def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, fo
         heldout_figures=after.get("figures", {}) if after else {},
         masked=progress.masked_share,
         masked_warning=progress.masked_warning,
+        left_out=progress.samples_left_out[0],
+        batched=progress.samples_left_out[1],
     )
 
 
@@ -92,6 +101,10 @@ def table(summary: Summary) -> RenderableType:
     made.add_row("tasks", f"{dispatched:,} dispatched, {counted:,} counted: {verdict}")
     if counters.get("grouped"):
         made.add_row("degenerate groups", f"{percent(degenerate_share(counters))}   (all rewards of a group equal)")
+    if summary.left_out:
+        made.add_row(
+            "left out", f"{summary.left_out:,} of {summary.batched:,} samples: their tokens were gone or unusable"
+        )
     if counters.get("dead"):
         made.add_row("dead letters", f"{counters['dead']:,}   (spo dead)")
     minutes, rest = divmod(sum(summary.seconds.values()), 60)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from common.curve import make_keys
 from common.streams.broker import Broker
@@ -106,6 +107,20 @@ def test_an_image_of_another_release(role: str, real_broker: Broker, redis_serve
     line = refusal_of(f"{role}.cli", "-c", config)
     assert "run 'test' was started with SPO 0.0.1, this is " in line
     assert "use the same release (image) for all processes of a run" in line
+
+
+@pytest.mark.parametrize("role", ["generator", "generator.teacher", "learner", "relay", "sampler"])
+def test_a_redis_that_may_drop_samples(role: str, own_redis: RedisServer, tmp_path: Path) -> None:
+    broker = Broker(redis.Redis.from_url(own_redis.url), "test")
+    broker.redis.config_set("maxmemory-policy", "allkeys-lfu")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    config = run_file(
+        tmp_path, broker={"url": own_redis.url}, data={"train": str(tmp_path / "train.jsonl")}, teacher={"model": "m"}
+    )
+    line = refusal_of(f"{role}.cli", "-c", config, SPO_LOG_LEVEL="ERROR")
+    assert "maxmemory-policy allkeys-lfu" in line
+    assert "run `CONFIG SET maxmemory-policy noeviction` there" in line
+    assert not broker.redis.exists(broker.key("config"))
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="about instruction sets of x86")

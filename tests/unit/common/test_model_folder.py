@@ -87,7 +87,7 @@ INDEX = {EMBED: ONE, NORM: ONE, HEAD: TWO}
     [
         ({"model.safetensors": [EMBED]}, APART, {}, "the file lacks lm_head.weight, and the configuration does not"),
         ({"model.safetensors": ["language_model." + EMBED]},
-         {"architectures": ["XForCausalLM"], "text_config": {"tie_word_embeddings": False}}, {}, "lacks lm_head.weight"),
+         {"architectures": ["XForCausalLM"], "text_config": {"tie_word_embeddings": False}}, {}, "lacks lm_head"),
         ({ONE: [EMBED, NORM]}, APART, INDEX, f"{TWO}, which model.safetensors.index.json names, is not there"),
         ({ONE: [EMBED], TWO: [HEAD]}, APART, INDEX, f"the files lack {NORM}, which model.safetensors.index.json names"),
         ({"model.safetensors": [EMBED, HEAD]}, APART | {"vocab_size": 3}, {}, "has 2 rows, .* says vocab_size = 3"),

@@ -140,9 +140,21 @@ TAUGHT = "each kept token has its teacher's score"
 JUDGED = "a critic's returns and advantages are those of its values"
 LEARNED = "a critic learned in each step"
 
+
+def left_out(run: RunRecords) -> None:
+    last = run.redis.steps[-1]
+    metrics = last.metrics | {"batch/left_out": 2.0}
+    run.set(steps=[*run.redis.steps[:-1], last.model_copy(update={"metrics": metrics})])
+
+
 # What is changed in a good run, and the line of the audit that finds it.
 MUTATIONS: dict[str, tuple[Callable[[RunRecords], None], str]] = {
     "a commit is gone": (lambda run: run.set(journal=run.redis.journal[1:]), "every commit is in the journal"),
+    "a sample whose tokens were gone": (
+        metric("learner", "batch/samples", lambda count: count, **{"batch/left_out": 1.0}),
+        "the learner trained on each sample of a batch",
+    ),
+    "a sample that only Redis says was left out": (left_out, "the learner trained on each sample of a batch"),
     "a task before the restoration": (
         lambda run: run.commit(5, restored={"version": 0}),
         "nothing is counted before a restoration is whole",

@@ -69,6 +69,30 @@ def supervisor(tmp_path: Path) -> Supervisor:
     return Supervisor(tmp_path, structlog.get_logger())
 
 
+def test_samples_that_were_left_out_are_shown_until_the_end(fake_broker: Broker, supervisor: Supervisor) -> None:
+    inbox, phases = BatchInbox(fake_broker).acquire(0), PhaseTimer()
+
+    def announce(version: int, left_out: float) -> None:
+        inbox.announce(Step(version=version, metrics={"batch/left_out": left_out, "batch/samples": 32.0}))
+
+    def shown(progress: Progress) -> list[str]:
+        with structlog.testing.capture_logs() as logs:
+            PlainView(structlog.get_logger()).update(progress, supervisor, phases)
+        closing = table(summarize(progress, phases, supervisor, Path("runs/x")))
+        lines = [*text(render("runs/x", progress, supervisor, phases)).splitlines(), *text(closing).splitlines()]
+        return [str(log["left_out"]) for log in logs if "left_out" in log] + [one for one in lines if "left out" in one]
+
+    announce(1, 0)
+    assert shown(read(fake_broker)) == []
+    announce(2, 26)
+    announce(2, 26)  # again, with its checkpoint
+    announce(3, 3)
+    plain, live, closing = shown(read(fake_broker))
+    assert plain == "29"
+    assert re.search(r"left out +29 +of 96 samples: their tokens were gone or unusable", live)
+    assert re.search(r"left out .*29 of 96 samples: their tokens were gone or unusable", closing)
+
+
 def test_a_run_that_is_not_evaluated_first_trains_at_once(fake_broker: Broker) -> None:
     beat(fake_broker, "generator-1", state="running")
     phases = [read(fake_broker, evaluates_first=first).phase() for first in (True, False)]

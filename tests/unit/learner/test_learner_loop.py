@@ -23,6 +23,7 @@ from common.weights.server import SentStats
 from common.weights.wire import ScoredPrompt
 from learner import loop
 from learner.heap import Heap
+from learner.left_out import LeftOut
 from learner.loop import Learner
 from learner.publishing import Publisher, RankCopies
 from learner.stats import Phases
@@ -47,11 +48,12 @@ class Counting:
         self.policy, self.replayed_experts, self.top_k = SimpleNamespace(vocabulary=1), None, None
         self.share_prefixes = False
         self.not_finite = 0
+        self.left_out = 0.0
 
     def train(self, rollouts: Any, phases: Phases, record: Any) -> dict[str, float]:
         self.began[int(self.weight[0])].set()
         self.weight += 1
-        return {"batch/left_out": 0.0}
+        return {"batch/left_out": self.left_out}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", self.weight
@@ -88,13 +90,14 @@ class Server:
 def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     """Version 0, nothing announced."""
     monkeypatch.setattr(loop, "scored_prompt", lambda trainer: PROMPT)
-    monkeypatch.setattr(loop, "own_share", lambda *_: None)
+    monkeypatch.setattr(loop, "own_share", lambda *_: SimpleNamespace(reason=""))
     made, world = object.__new__(Learner), World(0, 1, torch.device("cpu"))
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker).acquire(), None
     made.world, made.trainer = world, Counting()
     made.server = Server(made.trainer, fake_broker)
     made.publisher, made.announcing, made.announced = Publisher(), threading.RLock(), deque()
     made.version, made.sent, made.log, made.stop = 0, SentStats(), structlog.get_logger(), threading.Event()
+    made.left_out = LeftOut(learner_config("m", "runs", run={"steps": 4}), fake_broker)
     made.timeline, made.heap = Timeline(None, "learner"), Heap()
     made.masked, made.masked_advice = [], "masked by preset icepop"
     run = SimpleNamespace(steps=100, folder=None)
@@ -118,7 +121,9 @@ def serving(learner: Learner) -> Learner:
 
 
 def train(learner: Learner) -> None:
-    batch = Batch(batch_id=learner.version, sample_ids=[], advantages=[], rewards=[], tokens=[])
+    batch = Batch(
+        batch_id=learner.version, sample_ids=list("abcd"), advantages=[0.0] * 4, rewards=[0.0] * 4, tokens=[1] * 4
+    )
     learner._train(batch, Phases(learner.timeline))
 
 
@@ -180,6 +185,15 @@ def test_a_policy_that_diverged_is_not_published(
         train(learner)
     learner.publisher.wait()
     assert (learner.version, announced(learner), learner.server.served) == (0, [], [])
+
+
+def test_a_batch_with_too_few_samples_makes_no_version(learner: Learner) -> None:
+    learner.trainer.left_out = 1.0  # of 16 in the whole run
+    train(learner)
+    learner.trainer.left_out = 4.0
+    with pytest.raises(UserError, match=r"5 samples of the last 2 batches, of 4 each, could not be trained on"):
+        train(learner)
+    assert learner.version == 1
 
 
 def test_a_model_that_is_not_finite_is_refused_at_the_start(learner: Learner) -> None:
