@@ -14,6 +14,7 @@ from common import log as logs
 from common.checks.list import check_start
 from common.config import Config, load_config
 from common.config.warnings import episode_warnings
+from common.errors import UserError
 from common.log import Timeline
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
@@ -106,6 +107,9 @@ async def _serve(config: Config, name: str) -> int:
             agree_on_download(broker, config)
             await serve(generator, broker, log)
             code = 0
+        except UserError:
+            code = 2  # `entry_point` says it
+            raise
         finally:
             if weights is not None:
                 weights.close()

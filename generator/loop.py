@@ -16,6 +16,7 @@ from common.streams.presence import LearnerWatch
 from generator.concurrency import STALL_SECONDS
 from generator.episode import Episode
 from generator.episode_runner import PromptTooLong
+from generator.rewards.failures import Failure, RewardFailures
 from generator.self_teacher import CannotTell
 from generator.services import Services
 from generator.slots import Cache, Slots
@@ -68,6 +69,8 @@ class Generator(Worker[LeasedTask]):
 
     async def begin(self, group: asyncio.TaskGroup) -> bool:
         """Load the first weights; False: the run ended before there were any."""
+        self.rewards = RewardFailures()
+        group.create_task(self.rewards.end())
         if self.config.run.has_learner:
             group.create_task(self._watch_learner())
         group.create_task(self.engine.watch(self.config.broker.heartbeat))
@@ -113,6 +116,10 @@ class Generator(Worker[LeasedTask]):
             return self.inbox.set_aside(delivery, str(error), retire=True)
         except CannotTell as error:
             return await self.give_up(lease, str(error))
+        except Failure as error:
+            self.rewards.failed(error, delivery.attempt)
+            raise
+        self.rewards.scored()
         self.metrics.finished(header.model_tokens)
         if payload is None:
             return Finished(delivery.entry_id, header)
@@ -134,6 +141,10 @@ class Generator(Worker[LeasedTask]):
         """Say that the weights which answer an evaluation are kept."""
         if pulse.evaluation or self.source.evaluation:
             await self.source.lease()
+
+    def was_named(self, reason: str) -> bool:
+        """Whether the log has warned of this line of a user's reward."""
+        return self.rewards.was_named(reason)
 
     def overdue(self, lease: LeasedTask) -> str:
         """Whether a step of the episode goes on long after its time limits."""

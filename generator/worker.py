@@ -109,6 +109,10 @@ class Worker(ABC, Generic[L]):
         """Why a task that is still being done has failed nevertheless; empty where it has not."""
         return ""
 
+    def was_named(self, reason: str) -> bool:
+        """Whether a failure is one that the log has warned of."""
+        return False
+
     async def run(self) -> None:
         """Work until `stop` is set; unfinished tasks then return to the queue.
 
@@ -195,7 +199,8 @@ class Worker(ABC, Generic[L]):
         """Requeue a task after a pause, during which its slot is free, or skip it after its last attempt."""
         config, delivery, attempt = self.config.generator, lease.delivery, lease.delivery.attempt
         self._metrics.failed += 1
-        self.log.warning(self.failure, task=delivery.task.task_id, attempt=attempt, error=reason)
+        warn = self.log.info if self.was_named(reason) else self.log.warning
+        warn(self.failure, task=delivery.task.task_id, attempt=attempt, error=reason)
         if attempt >= config.max_attempts:
             self.results.put_nowait((lease, await self.give_up(lease, reason)))
             return

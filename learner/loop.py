@@ -254,12 +254,12 @@ class Learner:
         if metrics["batch/left_out"]:
             why = {"reason": rollouts.reason} if rollouts.reason else {}
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]), **why)
-        self._watch_masking(metrics)
             try:
                 self.left_out.add(len(batch.sample_ids), int(metrics["batch/left_out"]), rollouts.reason, self.saved)
             except UserError:
                 self._finish_checkpoint()
                 raise
+        self._watch_masking(metrics)
         with phases("publish"):
             self.publisher.wait()
             copy = self._copy_weights(self.version + 1)

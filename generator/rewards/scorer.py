@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 TURNS = "turns"  # name of the part that comes from single turns
 
 
+class OutOfRange(ValueError):
+    """A reward lies outside `sampler.tracker.reward_range`."""
+
+
 class Scorer:
     """Scores episodes as `episode.reward` says; for one event loop, and closed at its end.
 
@@ -67,7 +71,8 @@ class Scorer:
         Raises:
             TimeoutError: a part took too long, and was killed.
             RewardFailed, WorkerDied: a part failed.
-            ValueError: the reward leaves the declared range.
+            OutOfRange: the reward leaves the declared range.
+            ValueError: rewards of turns are not finite.
         """
         values = {name: await self._part(name, outcome) for name in self._weights}
         parts = {name: value for name, value in values.items() if value is not None}
@@ -82,7 +87,9 @@ class Scorer:
         try:
             final = in_range(final, low, high)
         except ValueError:
-            raise ValueError(f"reward {final:g} ({_shown(parts)}) is outside {self._range()}") from None
+            raise OutOfRange(
+                f"reward {final:g} ({_shown(parts)}) is outside {self._range()}; declare its range there"
+            ) from None
         return Score(final, parts, final)
 
     async def answer(self, outcome: Outcome) -> str:

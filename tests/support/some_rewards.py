@@ -34,6 +34,10 @@ def broken(text: str, answer: Any, row: dict[str, Any]) -> float:
     raise KeyError("no such column")
 
 
+def odd_rows_fail(text: str, row: dict[str, Any]) -> float:
+    return 1.0 / (1 - row["n"])
+
+
 def told(text: str, answer: Any, row: dict[str, Any]) -> Any:
     """Does as the answer says, so that one pool serves all tests of misbehaviour."""
     return TRICKS[text](row)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import structlog
 
+from common.errors import UserError
 from common.messages import SampleHeader
 from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
@@ -181,6 +182,49 @@ def test_what_was_said_to_a_reward_that_failed_is_kept(fake_broker: Broker) -> N
     header = set_aside(fake_broker, "84<|im_end|>", reward="tests.support.some_rewards:broken")
     assert "KeyError" in header.reason
     assert story(header)["messages"] == [{"role": "assistant", "content": "84"}]
+
+
+def rewarded(broker: Broker, name: str, **generator: Any) -> Rig:
+    episode = {"reward": f"tests.support.some_rewards:{name}", "reward_workers": 1}
+    return Rig(broker, episode=episode, generator={"max_concurrency": 1} | generator)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("broken", r"KeyError: 'no such column' \(\S+some_rewards.py:\d+\); the"),
+        ("three", r"3\) is outside sampler.tracker.reward_range"),
+    ],
+)
+def test_a_reward_that_fails_ten_times_in_a_row_ends_the_process(fake_broker: Broker, reward: str, words: str) -> None:
+    rig = rewarded(fake_broker, reward, retry_pause=600.0)
+    rig.dispatch(30)
+
+    async def fails(rig: Rig) -> None:
+        for has_leases in (True, False):
+            await until(lambda has_leases=has_leases: bool(rig.generator.leased) is has_leases)
+
+    with structlog.testing.capture_logs() as lines, pytest.raises(UserError, match=words) as ended:
+        rig.play(fails)
+    assert "for 10 tasks in a row, and none was scored between them" in str(ended.value)
+    assert rig.engine.calls < 15
+    failures = [line["log_level"] for line in lines if line["event"] == "episode failed"]
+    assert failures.count("warning") == (1 if reward == "broken" else len(failures))
+    assert len(TaskInbox(fake_broker, "g2").take(30, 0)) == 30, "all tasks are handed back"
+
+
+@pytest.mark.integration
+def test_a_reward_that_fails_now_and_then_does_not(fake_broker: Broker) -> None:
+    rig = rewarded(fake_broker, "odd_rows_fail", max_attempts=3)
+    rows = [{"n": n} for n in (1, 0) * 12 + (1,) * 9]
+
+    async def scene(rig: Rig) -> list[Any]:
+        for i, row in enumerate(rows):
+            rig.dispatch(1, task_id=f"t{i}", row=row)
+        return await rig.headers(len(rows))
+
+    assert [header.status for header in rig.play(scene)].count("set_aside") == 21
 
 
 def test_where_nothing_is_kept_nothing_is_sent(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
