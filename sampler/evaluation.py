@@ -39,7 +39,7 @@ class Evaluations:
         self, config: Config, prompts: PromptSet | None, state: SamplerState, ledger: SamplerLedger, log: Any
     ) -> None:
         self._config, self._run = config.eval, config.run
-        self._full_reward = config.sampler.tracker.reward_range[1]
+        self._right_from = config.right_from
         self._files = EpisodeFiles(config.run.folder / "validation_data", config.run.keep, unfinished=True)
         self._state, self._ledger, self._log = state, ledger, log
         limit = self._config.limit
@@ -97,7 +97,7 @@ class Evaluations:
             counts.set_aside += 1
         else:
             counts.answered += 1
-            counts.correct += header.reward >= self._full_reward
+            counts.correct += header.reward >= self._right_from
             self._contradicted |= not header.oldest_version == header.newest_version == counts.version
         self._contradicted |= counts.version < 0
         self._round.append((header.task_id, line))
@@ -207,7 +207,7 @@ class Evaluations:
             Response(position, row["reward"], row["answer"]) for position, row in zip(positions, rows, strict=True)
         ]
         groups = [self._groups[position] for position in positions]
-        figures = summarize_groups(responses, groups, self._config.samples, self._full_reward)
+        figures = summarize_groups(responses, groups, self._config.samples, self._right_from)
         self._state.finish_evaluation(due, _result(counts, figures))
         return figures
 

@@ -67,12 +67,12 @@ def powers_of_two(n: int) -> list[int]:
     return [*(2**i for i in range((n - 1).bit_length())), n]
 
 
-def summarize(responses: Iterable[Response], samples: int, full_reward: float = 1.0) -> dict[str, float]:
+def summarize(responses: Iterable[Response], samples: int, right_from: float = 1.0) -> dict[str, float]:
     """The figures of an evaluation with n = `samples` responses per prompt.
 
-    `accuracy` is the share of responses with `full_reward` or more, `reward` the mean reward, `samples` the number of
-    responses and `set_aside` the number of missing ones. For n > 1 there are also means over the prompts: `avg@n`
-    (accuracy), `maj@n`, and `pass@k` for k = 1, 2, 4, ... n over the prompts with at least k responses. Figures
+    `accuracy` is the share of responses with a reward of `right_from` or more, `reward` the mean reward, `samples` the
+    number of responses and `set_aside` the number of missing ones. For n > 1 there are also means over the prompts:
+    `avg@n` (accuracy), `maj@n`, and `pass@k` for k = 1, 2, 4, ... n over the prompts with at least k responses. Figures
     without a response are NaN, and so is `maj@n` if no response has an answer, as with a reward that names none.
     """
     prompts: defaultdict[int | str, tuple[list[float], list[float], list[str]]] = defaultdict(lambda: ([], [], []))
@@ -83,7 +83,7 @@ def summarize(responses: Iterable[Response], samples: int, full_reward: float = 
             continue
         rewards, correct, answers = prompts[response.prompt]
         rewards.append(response.reward)
-        correct.append(float(response.reward >= full_reward))
+        correct.append(float(response.reward >= right_from))
         answers.append(response.answer)
     figures = {
         "accuracy": avg_at_k([score for _, correct, _ in prompts.values() for score in correct]),
@@ -108,19 +108,19 @@ def summarize(responses: Iterable[Response], samples: int, full_reward: float = 
 
 
 def summarize_groups(
-    responses: Sequence[Response], groups: Sequence[Sequence[str]], samples: int, full_reward: float = 1.0
+    responses: Sequence[Response], groups: Sequence[Sequence[str]], samples: int, right_from: float = 1.0
 ) -> dict[str, float]:
     """The figures of all responses, and of each group of prompts with the group's name in front.
 
     Args:
         groups: names of the groups that each response is in, [N]: `aime24` gives `aime24/accuracy`, ...
     """
-    figures = summarize(responses, samples, full_reward)
+    figures = summarize(responses, samples, right_from)
     members: defaultdict[str, list[Response]] = defaultdict(list)
     for response, names in zip(responses, groups, strict=True):
         for name in names:
             members[name].append(response)
     for name in sorted(members):
-        group = summarize(members[name], samples, full_reward)
+        group = summarize(members[name], samples, right_from)
         figures |= {f"{name}/{figure}": value for figure, value in group.items()}
     return figures

@@ -112,5 +112,5 @@ class EvaluationCounts(Record):
 
     @property
     def accuracy(self) -> float:
-        """Share of the answers with full reward; NaN if there is none."""
+        """Share of the answers that are right; NaN if there is none."""
         return self.correct / self.answered if self.answered else math.nan

@@ -112,6 +112,11 @@ def _run(config: Config) -> Iterator[Rule]:
     low, high = tracker.reward_range
     yield not low < high, f"sampler.tracker.reward_range = [{low}, {high}] is empty; give [lowest, highest]"
     yield (
+        not low < config.right_from <= high,
+        f"eval.right_from = {config.eval.right_from} would call every answer right, or none; give a reward above "
+        f"{low:g}, up to {high:g} (sampler.tracker.reward_range)",
+    )
+    yield (
         sampler.batch_size % learner.mini_batches != 0,
         f"sampler.batch_size = {sampler.batch_size} cannot be split into learner.mini_batches = "
         f"{learner.mini_batches} equal parts; make it a multiple",

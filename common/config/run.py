@@ -189,6 +189,12 @@ class Config(Section):
         teacher = self.teacher.with_changes(source.teacher, source.key)
         return self.model_copy(update={"episode": episode, "teacher": teacher, "data": data})
 
+    @property
+    def right_from(self) -> float:
+        """The reward from which a held-out response counts as right."""
+        right_from = self.eval.right_from
+        return self.sampler.tracker.reward_range[1] if right_from is None else right_from
+
     def episodes_in_use(self) -> dict[str, EpisodeConfig]:
         """The distinct episode sections of all sources, each by the key of its first source."""
         episodes: dict[str, EpisodeConfig] = {}

@@ -119,6 +119,11 @@ class EvalConfig(Section):
         None,
         description="Column of the held-out data with at most 32 values, for each of which figures are reported too.",
     )
+    right_from: float | None = Field(
+        None,
+        description="Reward from which a response counts as right, in accuracy and the figures made of it; null: the "
+        "upper end of `sampler.tracker.reward_range`, 1.0 by default.",
+    )
     temperature: float = Field(0.6, ge=0, description="Sampling temperature of evaluation.")
     top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of evaluation.")
     top_k: int = Field(20, ge=0, description="Top-k of evaluation; 0: all tokens.")

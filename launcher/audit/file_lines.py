@@ -82,7 +82,6 @@ def _prompts(run: Evidence, answers: list[KeptEpisode]) -> Iterator[str]:
 
 def evaluation_figures(run: Evidence) -> str:
     """What Redis and metrics.jsonl say of each evaluation is computed again from its answers."""
-    full_reward = run.config.sampler.tracker.reward_range[1]
     results = {result["version"]: result for result in run.redis.evaluations}
     missing = {version for version in results if version >= run.folder.since["validation_data"] or version == 0}
     alone = (missing - run.folder.answers.keys()) | (run.folder.answers.keys() - results.keys())
@@ -92,7 +91,7 @@ def evaluation_figures(run: Evidence) -> str:
         published = dict(result.get("figures", {}))
         samples = max((int(name[4:]) for name in published if name.startswith("avg@")), default=1)
         responses = [Response(answer.prompt_id, answer.reward, answer.answer) for answer in answers]
-        figures = summarize(responses, samples, full_reward)
+        figures = summarize(responses, samples, run.config.right_from)
         published |= {name: result.get(name) for name in ("accuracy", "reward", "samples", "set_aside")}
         wrong += [f"version {version}: {problem}" for problem in _differences(published, figures, 1e-12, "Redis")]
         series = {name: run.folder.metrics.series(f"validation/{name}", "sampler") for name in figures}

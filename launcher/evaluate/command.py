@@ -77,8 +77,7 @@ def eval_(
         if temporary is not None:
             shutil.rmtree(temporary)
         raise
-    full_reward = settings.sampler.tracker.reward_range[1]
-    figures = evaluate(read_answers(file), count.wanted - count.answered, k, full_reward)
+    figures = evaluate(read_answers(file), count.wanted - count.answered, k, settings.right_from)
     if temporary is not None:
         shutil.rmtree(temporary)
     if as_json:
@@ -88,7 +87,7 @@ def eval_(
         console.print(evaluation_table(figures, path))
 
 
-def evaluate(rows: Iterable[dict[str, Any]], missing: int, samples: int, full_reward: float) -> dict[str, float]:
+def evaluate(rows: Iterable[dict[str, Any]], missing: int, samples: int, right_from: float) -> dict[str, float]:
     """Figures over all answers, over each data set if there are several, and over each value of `eval.by_column`.
 
     Args:
@@ -102,7 +101,7 @@ def evaluate(rows: Iterable[dict[str, Any]], missing: int, samples: int, full_re
         prompt = f"{row['source']}/{row['prompt_id']}"
         responses.append(Response(prompt, float(row["score"]), str(row["answer"])))
         groups.append([str(name) for name in row["groups"]])
-    return summarize_groups(responses, groups, samples, full_reward) | {"set_aside": float(missing)}
+    return summarize_groups(responses, groups, samples, right_from) | {"set_aside": float(missing)}
 
 
 def model_path(model: str) -> str:

@@ -21,7 +21,7 @@ class Evaluation:
     Attributes:
         rows: rows of the index, `ROW` [N], sorted by prompt and within a prompt in the order of the file.
         prompts: hash of each prompt's id, ascending [P].
-        accuracies: share of each prompt's responses with full reward [P].
+        accuracies: share of each prompt's responses that are right [P].
         rewards: mean reward of each prompt's responses [P].
     """
 
@@ -35,25 +35,32 @@ class Evaluation:
         """The mean over the prompts, with its band."""
         return _band(self.accuracies.tobytes())
 
+    def reward(self) -> Band:
+        """The mean reward over the prompts, with its band."""
+        return _band(self.rewards.tobytes())
+
     def typical(self, prompt: int) -> np.void:
         """The response to a prompt whose reward is nearest to the mean of its responses; the first of several."""
         own = self.rows[self.rows["prompt"] == prompt]
         return own[np.abs(own["reward"] - own["reward"].mean()).argmin()]
 
 
-def evaluations(index: EpisodeIndex, full_reward: float) -> list[Evaluation]:
+def evaluations(index: EpisodeIndex, right_from: float) -> list[Evaluation]:
     rows = index.evaluated()
-    return [
-        _evaluation(int(version), rows[rows["step"] == version], full_reward) for version in np.unique(rows["step"])
-    ]
+    return [_evaluation(int(version), rows[rows["step"] == version], right_from) for version in np.unique(rows["step"])]
 
 
-def _evaluation(version: int, rows: np.ndarray, full_reward: float) -> Evaluation:
+def _evaluation(version: int, rows: np.ndarray, right_from: float) -> Evaluation:
     rows = rows[np.argsort(rows["prompt"], kind="stable")]
     prompts, places = np.unique(rows["prompt"], return_inverse=True)
     counts = np.bincount(places)
-    accuracies = np.bincount(places, rows["reward"] >= full_reward) / counts
+    accuracies = np.bincount(places, rows["reward"] >= right_from) / counts
     return Evaluation(version, rows, prompts, accuracies, np.bincount(places, rows["reward"]) / counts)
+
+
+def has_partial_rewards(evaluated: list[Evaluation]) -> bool:
+    """Whether the mean reward says something else than accuracy: rewards are not only 0 and 1."""
+    return any(not np.array_equal(evaluation.accuracies, evaluation.rewards) for evaluation in evaluated)
 
 
 @lru_cache(512)

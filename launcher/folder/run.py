@@ -127,10 +127,11 @@ class Run:
 
     def evaluations(self) -> list[Evaluation]:
         try:
-            full_reward = float(self.values["sampler.tracker.reward_range"][1])
+            given = self.values.get("eval.right_from")
+            right_from = float(self.values["sampler.tracker.reward_range"][1] if given is None else given)
         except (KeyError, TypeError, ValueError, IndexError):
-            full_reward = 1.0
-        return evaluations(self.episodes, full_reward)
+            right_from = 1.0
+        return evaluations(self.episodes, right_from)
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of the newest start, as `spo run` measured them; {} before its end."""

@@ -62,6 +62,16 @@ def percent(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.1%}"
 
 
+def mean_reward(value: float | None) -> str:
+    """A mean reward; a dash for None and NaN."""
+    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def differs(reward: float | None, accuracy: float | None) -> bool:
+    """Whether a mean held-out reward says something else than accuracy: rewards are not only 0 and 1."""
+    return reward is not None and accuracy is not None and not math.isnan(reward) and abs(reward - accuracy) > 1e-9
+
+
 def saving(variance_ratio: float | None) -> str:
     """Words for how much the values reduce the variance of the advantages."""
     if variance_ratio is None:
@@ -114,6 +124,7 @@ class PlainView:
             "step": f"{progress.version}/{progress.steps}",
             "reward": progress.rewards[-1] if progress.rewards else None,
             "heldout_accuracy": newest["accuracy"] if newest else None,
+            "heldout_reward": newest.get("reward") if newest else None,
             "left": None if progress.seconds_left is None else duration(progress.seconds_left),
             "staleness": progress.metric("staleness/mean"),
             "masked": progress.metric(METRIC),
@@ -188,6 +199,11 @@ def figures(progress: Progress) -> Table:
         percent(accuracies[-1] if accuracies else None),
         _curve(accuracies[-CURVE:], (0.0, 1.0), percent, "evaluations"),
     )
+    if any(differs(evaluation.get("reward"), evaluation["accuracy"]) for evaluation in progress.evaluations):
+        rewards = [float(evaluation.get("reward", math.nan)) for evaluation in progress.evaluations][-CURVE:]
+        known = [reward for reward in rewards if not math.isnan(reward)]
+        ends = (min(known), max(known))
+        table.add_row("held-out reward", mean_reward(rewards[-1]), _curve(known, ends, mean_reward, "evaluations"))
     set_aside = progress.evaluations[-1].get("set_aside", 0) if progress.evaluations else 0
     if set_aside:
         table.add_row("held-out skipped", f"{set_aside:,}", "tasks of the newest evaluation; spo dead")

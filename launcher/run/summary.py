@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import one_line
-from launcher.run.display import degenerate_share, figures_table, percent, saving
+from launcher.run.display import degenerate_share, differs, figures_table, mean_reward, percent, saving
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.supervisor import Supervisor
 
@@ -30,6 +30,8 @@ class Summary:
     finished: bool
     accuracy_before: float | None
     accuracy_after: float | None
+    reward_before: float | None
+    reward_after: float | None
     heldout_samples: int
     steps: int
     counters: dict[str, int]
@@ -55,6 +57,8 @@ def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, fo
         finished=progress.finished,
         accuracy_before=before["accuracy"] if before else None,
         accuracy_after=after["accuracy"] if after else None,
+        reward_before=before.get("reward") if before else None,
+        reward_after=after.get("reward") if after else None,
         heldout_samples=int(after["samples"]) if after else 0,
         steps=progress.version,
         counters=dict(progress.counters),
@@ -90,6 +94,9 @@ def table(summary: Summary) -> RenderableType:
     made.add_column()
     before, after = percent(summary.accuracy_before), percent(summary.accuracy_after)
     made.add_row("held-out accuracy", f"{before} → {after}   ({summary.heldout_samples} samples)")
+    rewards = (summary.reward_before, summary.reward_after)
+    if any(differs(*pair) for pair in zip(rewards, (summary.accuracy_before, summary.accuracy_after), strict=True)):
+        made.add_row("held-out reward", " → ".join(map(mean_reward, rewards)))
     made.add_row("steps", f"{summary.steps}")
     if summary.variance_ratio is not None:
         made.add_row("baseline", saving(summary.variance_ratio))

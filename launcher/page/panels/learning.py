@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.folder.evaluations import PAIRS, Evaluation, Pair, improvement, pairs
+from launcher.folder.evaluations import PAIRS, Evaluation, Pair, has_partial_rewards, improvement, pairs
 from launcher.folder.metrics import Metrics
 from launcher.folder.run import Run
 from launcher.folder.statistics import Band, Curve, finite
@@ -57,7 +57,7 @@ def reward_panel(metrics: Metrics, evaluated: list[Evaluation]) -> dict[str, Any
     sources = [name for name in names if name.startswith("source/") and name.endswith("/reward")]
     validation = [name.removeprefix("validation/") for name in names if name.startswith("validation/")]
     sets = {one.removesuffix("/accuracy"): f"validation/{one}" for one in validation if one.endswith("/accuracy")}
-    accuracy = [_accuracy(metrics, evaluated), *steps(metrics, sets, "sampler")]
+    accuracy = [_curve_of(metrics, evaluated, "accuracy"), *steps(metrics, sets, "sampler")]
     figures = {name: f"validation/{name}" for name in validation if name.startswith(FIGURES)}
     charts = [
         lines(
@@ -67,7 +67,7 @@ def reward_panel(metrics: Metrics, evaluated: list[Evaluation]) -> dict[str, Any
         ),
         lines(
             "accuracy", "Held-out accuracy", accuracy, "share",
-            note="Share of responses with full reward; band: 95%, resampled by prompt.",
+            note="Share of responses that are right (eval.right_from); band: 95%, resampled by prompt.",
             missing="Nothing has been evaluated: `data.heldout` names a held-out set, `eval.every` says how often.",
         ),
         lines(
@@ -75,6 +75,13 @@ def reward_panel(metrics: Metrics, evaluated: list[Evaluation]) -> dict[str, Any
             missing="There is only accuracy: `eval.samples` above 1 gives avg@k, maj@k and pass@k.",
         ),
     ]  # fmt: skip
+    if has_partial_rewards(evaluated):
+        rewards = {name: metric.removesuffix("accuracy") + "reward" for name, metric in sets.items()}
+        charts.insert(2, lines(
+            "heldout-reward", "Held-out reward",
+            [_curve_of(metrics, evaluated, "reward"), *steps(metrics, rewards, "sampler")],
+            note="Mean reward of the responses; band: 95%, resampled by prompt.",
+        ))  # fmt: skip
     if len(parts) > 1:
         labels = {name.removeprefix("reward/"): name for name in parts}
         charts.append(lines("parts", "Reward by part", steps(metrics, labels)))
@@ -112,15 +119,33 @@ def _pair(run: Run, kind: str, pair: Pair, evaluated: tuple[Evaluation, Evaluati
     return {"kind": kind, "prompt_id": pair.prompt_id, "sides": sides}
 
 
-def _accuracy(metrics: Metrics, evaluated: list[Evaluation]) -> dict[str, Any]:
+def _curve_of(metrics: Metrics, evaluated: list[Evaluation], what: str) -> dict[str, Any]:
+    """The curve of `accuracy` or `reward`, with its band where the answers are there."""
     if not evaluated:
-        return curve("all", finite(metrics.series("validation/accuracy", "sampler")))
+        return curve("all", finite(metrics.series(f"validation/{what}", "sampler")))
     versions = np.array([evaluation.version for evaluation in evaluated], float)
-    bands = np.array([evaluation.accuracy() for evaluation in evaluated]).T
+    bands = np.array([getattr(evaluation, what)() for evaluation in evaluated]).T
     return curve("all", *(Curve(versions, side) for side in bands))
 
 
 def _learned(evaluated: list[Evaluation], metrics: Metrics) -> list[list[str]]:
+    return [*_accuracy_rows(evaluated, metrics), *_reward_rows(evaluated)]
+
+
+def _reward_rows(evaluated: list[Evaluation]) -> list[list[str]]:
+    """The held-out reward of the first and the last evaluation; none where accuracy says as much."""
+    if not has_partial_rewards(evaluated):
+        return []
+    ends = {"before": evaluated[0], "after": evaluated[-1]} if len(evaluated) > 1 else {"": evaluated[0]}
+    rows = []
+    for when, evaluation in ends.items():
+        band = evaluation.reward()
+        words = f"{band.mean:.3f} (95%: {band.low:.3f} to {band.high:.3f}), version {evaluation.version}"
+        rows.append([f"held-out reward {when}".strip(), words])
+    return rows
+
+
+def _accuracy_rows(evaluated: list[Evaluation], metrics: Metrics) -> list[list[str]]:
     if change := improvement(evaluated):
         return [
             ["held-out accuracy before", f"{_band(change.before)}, version {change.first}"],
@@ -144,7 +169,7 @@ def _words(evaluated: list[Evaluation]) -> str:
     if change is None:
         return ""
     if not (change.better or change.worse):
-        none = " No response had full reward." if change.after.mean == 0 else ""
+        none = " No response was right." if change.after.mean == 0 else ""
         return (
             f"Held-out accuracy is {change.after.mean:.1%} at version {change.last}, as at version {change.first}, and "
             f"the same for every prompt.{none}"

@@ -38,6 +38,11 @@ SECTIONS = [
     ("run: {experiment: .}", "run.output_dir"),
     ("sampler: {tracker: {rho_min: 0.97}}", "rho_max = 0.96"),
     ("sampler: {tracker: {reward_range: [1, 0]}}", "sampler.tracker.reward_range = [1.0, 0.0] is empty"),
+    (
+        "eval: {right_from: 0}",
+        "eval.right_from = 0.0 would call every answer right, or none; give a reward above 0, up to 1",
+    ),
+    ("eval: {right_from: 1.5}", "eval.right_from = 1.5 would call every answer right, or none"),
     ("{sampler: {batch_size: 10}, learner: {mini_batches: 3}}", "make it a multiple"),
     ("data: {train: t, max_prompt_tokens: 4096}", "model.max_model_len = 4096"),
     ("generator: {temperature: 0.7}", "generator.temperature = 0.7 | sampler.drift.mode=ledger"),

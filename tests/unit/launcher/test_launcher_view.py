@@ -25,7 +25,7 @@ from launcher import status as inspection
 from launcher.folder.time_budget import Pace
 from launcher.layout.gpus import Gpu
 from launcher.quickstart.inputs import quickstart_config
-from launcher.run.display import LiveView, PlainView, data_size, process_rows, render, sparkline
+from launcher.run.display import LiveView, PlainView, data_size, figures, process_rows, render, sparkline
 from launcher.run.progress import PhaseTimer, Progress, duration
 from launcher.run.summary import evaluation_table, next_steps, summarize, table
 from launcher.run.supervisor import Supervisor
@@ -255,6 +255,24 @@ def test_the_masked_share_is_shown_and_warned_of_above_a_quarter(
     summary.write(tmp_path / "summary.json")
     written = json.loads((tmp_path / "summary.json").read_text())
     assert (written["masked"], bool(written["masked_warning"])) == (pytest.approx(sum(shares) / len(shares)), is_much)
+
+
+def test_a_reward_between_0_and_1_stands_beside_accuracy(
+    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path
+) -> None:
+    evaluate(fake_broker, 0, 0.25, reward=0.25)
+    progress = read(fake_broker)
+    shown = text(figures(progress)) + text(table(summarize(progress, PhaseTimer(), supervisor, tmp_path)))
+    assert "held-out reward" not in shown, "accuracy says the same"
+    evaluate(fake_broker, 10, 0.5, reward=0.625)
+    progress = read(fake_broker)
+    assert "held-out reward" in text(figures(progress))
+    assert "0.625" in text(figures(progress))
+    summary = summarize(progress, PhaseTimer(), supervisor, tmp_path)
+    assert "0.250 → 0.625" in text(table(summary))
+    summary.write(tmp_path / "summary.json")
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert (written["reward_before"], written["reward_after"]) == (0.25, 0.625)
 
 
 FIGURES = {

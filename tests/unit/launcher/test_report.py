@@ -15,7 +15,7 @@ from launcher.folder.run import Run, read_one
 from launcher.page import saved
 from launcher.page.panels.configuration import version_rows
 from launcher.page.panels.counts import balances
-from launcher.page.panels.learning import summary_panel
+from launcher.page.panels.learning import reward_panel, summary_panel
 from launcher.page.panels.speed import learner_rate
 from tests.support.episode_rows import keep
 from tests.support.run_folder import (
@@ -67,8 +67,30 @@ def test_an_accuracy_that_stayed_is_said_once(tmp_path: Path) -> None:
         name: summary_panel(run := read_one(tmp_path / name), run.evaluations())["words"] for name in ("low", "high")
     }
     same = "at version 5, as at version 0, and the same for every prompt."
-    assert words["low"] == f"Held-out accuracy is 0.0% {same} No response had full reward."
+    assert words["low"] == f"Held-out accuracy is 0.0% {same} No response was right."
     assert words["high"] == f"Held-out accuracy is 50.0% {same}"
+
+
+def test_rewards_between_0_and_1_have_a_chart_and_key_figures(tmp_path: Path) -> None:
+    for name, right_from in (("whole", None), ("half", 0.5)):
+        make_run(tmp_path / name, eval={"right_from": right_from})
+        add_evaluation(tmp_path / name, 0, {"a": [0.0], "b": [0.5]})
+        add_evaluation(tmp_path / name, 5, {"a": [0.25], "b": [0.5]})
+    add_evaluation(tmp_path / "binary", 0, {"a": [0.0], "b": [1.0]})
+    figures, charts = {}, {}
+    for name in ("whole", "half", "binary"):
+        run = read_one(tmp_path / name)
+        evaluated = run.evaluations()
+        figures[name] = dict(summary_panel(run, evaluated)["charts"][0]["rows"])
+        charts[name] = {chart["name"]: chart for chart in reward_panel(run.metrics, evaluated)["charts"]}
+    assert figures["whole"]["held-out accuracy after"].startswith("0.0%")
+    assert figures["half"]["held-out accuracy after"].startswith("50.0%")
+    for name in ("whole", "half"):
+        assert figures[name]["held-out reward before"].startswith("0.250 (95%: 0.000 to 0.500), version 0")
+        assert figures[name]["held-out reward after"].startswith("0.375 (95%: 0.250 to 0.500), version 5")
+        assert charts[name]["heldout-reward"]["lines"][0]["y"] == [0.25, 0.375]
+    assert not [row for row in figures["binary"] if "reward" in row]
+    assert "heldout-reward" not in charts["binary"]
 
 
 def test_prompts_are_chosen_by_how_much_their_reward_changed(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def test_a_summary_is_a_mean_and_counts_what_was_skipped() -> None:
         }
     )
     assert summarize(ROWS[:1], samples=1) == {"accuracy": 1.0, "reward": 1.0, "samples": 1.0, "set_aside": 0.0}
+    lenient = summarize(ROWS, samples=4, right_from=0.5)
+    assert (lenient["accuracy"], lenient["reward"], lenient["pass@4"]) == (4 / 7, 3.5 / 7, 1.0)
     unnamed = summarize([Response(0, 1.0), Response(0, 1.0)], samples=2)
     assert (unnamed["avg@2"], math.isnan(unnamed["maj@2"])) == (1.0, True), "there is nothing to vote on"
     nothing = summarize([Response(0, None)], samples=2)
