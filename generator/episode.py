@@ -156,6 +156,7 @@ class Episode:
         retries: an agent's requests that got the reply to an earlier one again.
         refusals: an agent's requests that were refused; see `Session.refusals_made`.
         refused: how many they were, without those beyond a limit.
+        lost: by which of an agent's requests a prefix was lost, and why; see `generator.agents.lost`.
         folder: an agent's files, until the episode is scored.
         step: the step under way, from the first turn to the last.
     """
@@ -175,6 +176,7 @@ class Episode:
     retries: int = 0
     refusals: list[dict[str, Any]] = field(default_factory=list)
     refused: int = 0
+    lost: str = ""
     folder: Path | None = None
     step: EpisodeStep | None = None
 
@@ -249,6 +251,8 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
     }
     if episode.opened:
         record["opened"] = episode.opened
+    if episode.lost:
+        record["lost"] = episode.lost
     if episode.refusals:
         record["refusals"] = episode.refusals
     if episode.requests:

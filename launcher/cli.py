@@ -15,7 +15,7 @@ from common.config.losses import GROUP, LOSS_NAMES
 from common.config.warnings import warnings
 from common.plugins import find_object
 from common.scripts import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption, entry_point
-from launcher import correction
+from launcher import agent, correction
 from launcher.audit.command import audit
 from launcher.chaos import chaos
 from launcher.checkpoints import export, fork
@@ -164,6 +164,7 @@ GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Check": [
         ("doctor", doctor, "Check this machine and a run's services before a start."),
         ("config", config_, "Print the resolved configuration with every key."),
+        ("agent", agent.app, "Play one task by the agent of a configuration, and show what it asked."),
         ("audit", audit, "Check that a run lost nothing and counted nothing twice."),
         ("chaos", chaos, "Run under faults and check that nothing is lost or counted twice."),
         ("correction", correction.app, "Explain off-policy corrections, and the one a run uses."),

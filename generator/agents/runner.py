@@ -29,6 +29,7 @@ from common.messages import MAX_TURNS, Task
 from common.process import in_thread
 from generator.agents.endpoint import Endpoint
 from generator.agents.environment import EnvironmentServer
+from generator.agents.lost import first_lost
 from generator.agents.programs import AgentFailed, AgentTask, Program, make_program
 from generator.agents.sandboxed import URL, SandboxedCommand
 from generator.agents.session import EndpointFailed, Session, SessionLimits
@@ -94,6 +95,7 @@ class AgentRunner:
             episode.transcript.entries = session.transcript()
             episode.tool_calls = session.tool_calls()
             episode.requests, episode.retries = session.requests_made(), session.retries
+            episode.lost = str(first_lost(session.tree) or "")
             episode.refusals, episode.refused = session.refusals_made(), session.refusals_counted
         if session.failure is not None:
             raise session.failure

@@ -121,7 +121,7 @@ class Tree:
 
     def __init__(self, history: History = "as_sampled") -> None:
         self.nodes: list[Node] = []
-        self._history = history
+        self.history = history
         self._by_digest: dict[bytes, list[Node]] = {}
 
     def find(self, setting: Any, messages: Sequence[Message]) -> Place:
@@ -135,9 +135,9 @@ class Tree:
         frame = digest.copy()
         for message in messages:
             if message["role"] in SYSTEM:
-                frame.update(self._canonical(message))
+                frame.update(canonical(message, self.history))
         for count, message in enumerate(messages, 1):
-            digest.update(self._canonical(message))
+            digest.update(canonical(message, self.history))
             nodes = self._by_digest.get(digest.digest()) if message["role"] == "assistant" else None
             if nodes:
                 # Of equal replies, one that nothing continues yet: each went to another part of the agent.
@@ -228,19 +228,20 @@ class Tree:
 
     def _after(self, node: Node, reply: Message) -> bytes:
         digest = node.digest.copy()
-        digest.update(self._canonical(reply))
+        digest.update(canonical(reply, self.history))
         return bytes(digest.digest())
 
-    def _canonical(self, message: Message) -> bytes:
-        """A message as bytes that are equal where messages mean the same; ids of calls are made up by servers."""
-        shown = {key: value for key, value in message.items() if value is not None and key != "tool_call_id"}
-        shown["content"] = message.get("content") or ""
-        if calls := shown.pop("tool_calls", None):
-            shown["tool_calls"] = [call["function"] for call in calls]
-        if self._history == "as_sampled" and message["role"] == "assistant":
-            shown = {key: value for key, value in shown.items() if not key.startswith("reasoning")}
-            shown["content"] = str(shown["content"]).rpartition(END_OF_THINKING)[2].strip()
-        return _packed(shown)
+
+def canonical(message: Message, history: History) -> bytes:
+    """A message as bytes that are equal where messages mean the same; ids of calls are made up by servers."""
+    shown = {key: value for key, value in message.items() if value is not None and key != "tool_call_id"}
+    shown["content"] = message.get("content") or ""
+    if calls := shown.pop("tool_calls", None):
+        shown["tool_calls"] = [call["function"] for call in calls]
+    if history == "as_sampled" and message["role"] == "assistant":
+        shown = {key: value for key, value in shown.items() if not key.startswith("reasoning")}
+        shown["content"] = str(shown["content"]).rpartition(END_OF_THINKING)[2].strip()
+    return _packed(shown)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ MOST_LOG_RATIO = 20.0
 MOST_BATCHES = 64  # that are searched for an episode, from its dispatch on
 RECORD_ONLY = {
     "token_ids", "model_spans", "logprobs", "version_spans", "row_lengths", "input", "output", "messages", "requests",
-    "scored", "refusals",
+    "scored", "refusals", "lost",
 }  # fmt: skip
 
 
@@ -160,6 +160,7 @@ def request_lines(record: dict[str, Any]) -> list[str]:
         waiting += [(first, margin)] if first else []
         waiting += [(fork, f"{margin}   ") for fork in reversed(forks)]
     refusals = [one for one in record.get("refusals") or () if isinstance(one, dict)][:MOST_ITEMS]
+    lines += [f"lost: {record['lost']}"] if record.get("lost") else []
     return lines + [
         f"refused: {one.get('times')} × {one.get('status')} for {one.get('path')}: {one.get('message')}"
         for one in refusals

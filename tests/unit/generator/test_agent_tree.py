@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from generator.agents.lost import first_lost
 from generator.agents.tree import Node, Tree
 from generator.engine.engine import Completion
 
@@ -343,3 +344,51 @@ def test_connected_rows_are_some_of_all_rows(agent: Agent) -> None:
     connected = [row.tokens().tolist() for row in agent.tree.rows("connected")]
     assert [tokens for tokens in everything if tokens in connected] == connected
     assert bool(connected) == bool(everything)
+
+
+LONG = "I count them one by one, since there is no other way that I know of"
+LOST: dict[str, tuple[list[dict[str, Any]], Any, str | None]] = {
+    "is continued": ([user("2+2?"), said("4"), user("sure?")], None, None),
+    "begins anew": ([user("2+2?")], None, None),
+    "has another reply": (
+        [user("2+2?"), said("4, I think"), user("sure?")], None,
+        "request 1 does not continue 0: message 1 (assistant) is '4, I think', and was '4'",
+    ),
+    "has another question": (
+        [user("2+3?"), said("4"), user("sure?")], None, "message 0 (user) is '2+3?', and was '2+2?'",
+    ),
+    "has other tools": ([user("2+2?"), said("4"), user("sure?")], TOOLS, "it has other tools, or other variables"),
+    "has a call for a text": (
+        [user("2+2?"), called("a", x=1), user("sure?")], None, "message 1 (assistant) is \"{'name'",
+    ),
+    "has other roles": ([said("hello"), user("2+2?"), said("4")], None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("later", LOST)
+def test_the_first_message_by_which_a_prefix_is_lost_is_named(later: str) -> None:
+    messages, setting, expected = LOST[later]
+    agent = Agent()
+    agent.turn([user("2+2?")], "4")
+    agent.turn(messages, "yes", setting)
+    lost = first_lost(agent.tree)
+    assert lost is None if expected is None else expected in str(lost)
+
+
+def test_a_long_text_is_shown_around_the_first_difference() -> None:
+    agent = Agent()
+    agent.turn([user("how?")], LONG)
+    agent.turn([user("how?"), said(LONG.replace("know of", "can see")), user("sure?")])
+    lost = first_lost(agent.tree)
+    assert lost is not None
+    assert (lost.sent, lost.before) == ("…no other way that I can see", "…no other way that I know of")
+
+
+def test_a_request_is_compared_with_the_nearest_earlier_one() -> None:
+    agent = Agent()
+    agent.turn([user("a")], "1")
+    second = agent.turn([user("a"), said("1"), user("b")], "2")
+    agent.turn([user("a"), said("1"), user("b"), said("two"), user("c")], "3")
+    lost = first_lost(agent.tree)
+    assert lost is not None
+    assert (lost.earlier, lost.message, lost.before) == (second.number, 3, "2")

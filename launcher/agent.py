@@ -1,0 +1,141 @@
+"""The command `spo agent try`: one task, played by the agent of a configuration on a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from common import log as logs
+from common.config import Config, load_config
+from common.config.warnings import episode_warnings
+from common.errors import UserError, one_line, visible
+from common.messages import Task
+from common.payload import open_record
+from common.scripts import ConfigArgument, OverrideOption
+from launcher.page.episode import request_lines, scored_facts
+from sampler.prompts import load_data
+
+app = typer.Typer(help="Try the agent of a configuration.", no_args_is_help=True)
+
+
+@app.callback()
+def agent() -> None:
+    """Commands for agents."""
+
+
+@app.command("try")
+def try_(
+    config: ConfigArgument,
+    row: Annotated[int, typer.Option(min=0, help="Which of the training prompts that have an agent, from 0.")] = 0,
+    messages: Annotated[bool, typer.Option("--messages", help="Also show what was said.")] = False,
+    override: OverrideOption = None,
+) -> None:
+    """Play one task of data.train by episode.agent, and show its requests, its rows, its answer and its reward.
+
+    The model is model.path as it is, on this machine; nothing else is started. Exit code 1: the attempt failed, and in
+    a run would be tried again.
+
+    - `spo agent try my.yaml`
+    - `spo agent try my.yaml --row 7 -o episode.max_seconds=600`
+    """
+    settings = load_config(config, override or ())
+    if all(episode.agent is None for episode in settings.episodes_in_use().values()):
+        raise UserError("episode.agent is not set: there is no agent to try (docs/agents.md)")
+    log = logs.setup("agent try")
+    for line in episode_warnings(settings):
+        log.warning(line)
+    # Without a learner there is no wait for its weights.
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"steps": 0})})
+    task = _task(settings, row, log)
+    record = asyncio.run(play(settings, task, log))
+    for line in lines_of(record, messages):
+        sys.stdout.write(f"{visible(line)}\n")
+    raise SystemExit(1 if record.get("failed") else 0)
+
+
+def _task(config: Config, row: int, log: Any) -> Task:
+    prompts = load_data(config.data, log).train
+    agents = [one.name for one in config.data.sources("train") if config.for_source(one).episode.agent is not None]
+    places = [i for i in range(len(prompts)) if prompts.source(i) in agents]
+    if row >= len(places):
+        raise UserError(
+            f"--row {row}: data.train has {len(places)} prompts with an agent; the last is {len(places) - 1}"
+        )
+    return prompts.task(places[row], f"row-{row}", keep=True)
+
+
+async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
+    """The record of a task that is played once, with its reward, or with what it `failed` by."""
+    from generator.agents.endpoint import Endpoint
+    from generator.agents.environment import check_environments
+    from generator.agents.sandboxed import check_agents
+    from generator.engine.arguments import check_engine_names
+    from generator.engine.engine import Engine
+    from generator.parts import RunParts
+    from generator.task_runner import TaskRunner
+
+    check_engine_names(config)
+    check_agents(config)
+    parts = RunParts(config)
+    try:
+        await parts.shared.ready(log)
+        await check_environments(config, log)
+        engine = await Engine.start(config, log)
+        try:
+            endpoint = await Endpoint.start(config, engine, log)
+            runner = TaskRunner(config, engine, parts, "agent try", log, endpoint)
+            try:
+                return await played(runner, task)
+            finally:
+                await runner.close()
+                await endpoint.close()
+        finally:
+            await engine.close()
+    finally:
+        await parts.close()
+
+
+async def played(runner: Any, task: Task) -> dict[str, Any]:
+    """See `play`."""
+    from generator.episode import make_record
+
+    episode = await runner.episodes(task).prepare(task)
+    about: dict[str, Any] = {"failed": ""}
+    try:
+        header, _ = await runner.run(task, episode, None)
+        about |= {"reason": header.reason, "reward": header.reward, "parts": header.reward_parts}
+    except Exception as error:  # whatever an agent or a reward raises
+        about["failed"] = f"{type(error).__name__}: {error}"
+    about |= {"rows": [[row.length, row.sampled] for row in episode.rows if row.sampled]}
+    record = make_record(task, episode, runner.episodes(task).template, finished=not about["failed"])
+    return json.loads(open_record(record)) | about
+
+
+def lines_of(record: dict[str, Any], messages: bool) -> Iterator[str]:
+    """What the command prints."""
+    yield f"prompt: {one_line(str(record['input']))[:200]}"
+    for message in record["messages"] if messages else ():
+        calls = "".join(f" {json.dumps(call['function'])}" for call in message.get("tool_calls", ()))
+        yield f"request {message['request']}, {message['role']}: {message['content']}{calls}"
+    yield "requests:"
+    yield from (f"  {line}" for line in request_lines(record) or ["none"])
+    made = [one for one in record.get("requests", ()) if "sampled" in one]
+    later = [one for one in made[1:] if one.get("row") is not None]
+    if later:
+        kept, ids = sum(one["kept"] for one in later), sum(one["prompt"] for one in later)
+        yield f"kept: {kept / ids:.1%} of the later requests' prompt ids"
+    yield from (
+        f"row {i}: {length} tokens, {sampled} of them sampled" for i, (length, sampled) in enumerate(record["rows"], 1)
+    )
+    if record["failed"]:
+        yield f"failed: {record['failed']}"
+        return
+    parts = ", ".join(f"{name} {value:g}" for name, value in record["parts"].items())
+    yield f"ended by: {record['reason']}"
+    yield from (f"{name} {text}" for name, text in scored_facts(record))
+    yield f"reward: {record['reward']:g}" + (f" ({parts})" if parts else "")
