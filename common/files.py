@@ -195,5 +195,5 @@ def near_file(path: Path, suffixes: Collection[str]) -> str:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix in suffixes]
     except OSError:
         return f": there is no folder {path.parent}"
-    near = nearest(path.name, names)
+    near = nearest(path.name, names) or next((name for name in names if Path(name).stem == path.stem), None)
     return f"; did you mean {path.parent / near}?" if near else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -18,6 +19,7 @@ from common.network import without_proxy_on_loopback
 from common.process import raise_file_limit
 
 OURS = ("common", "generator", "launcher", "learner", "relay", "sampler", "sandbox_client")
+OVERRIDE = ("-o", "--override")
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -83,8 +85,8 @@ def _refuse(error: Any) -> NoReturn:
     message = error.format_message().rstrip(".")
     hint = f"; see {context.command_path} --help" if context is not None and message[-1:] != "?" else ""
     if context is not None and any(option.name == "override" for option in context.command.params):
-        keys = _override_hint(getattr(error, "option_name", ""))
-        message, hint = (error.message, keys) if keys else (message, hint)
+        keys = _override_hint(getattr(error, "option_name", "")) or _argument_hint(message, context.command)
+        message, hint = (error.message.rstrip("."), keys) if keys else (message, hint)
     raise UserError(f"{message[:1].lower()}{message[1:]}{hint}") from None
 
 
@@ -100,6 +102,26 @@ def _override_hint(option: str) -> str:
         value = sys.argv[sys.argv.index(option) + 1]
     written = " or ".join(f"-o {key}={value or 'VALUE'}" for key in keys)
     return f"; a key of the configuration is set by {written}" if keys else ""
+
+
+def _argument_hint(message: str, command: Any) -> str:
+    """How to give the keys or the configuration that stand among the arguments without their option; may be empty."""
+    if "unexpected extra argument" not in message:
+        return ""
+    words = sys.argv[1:]
+    # An option's own value is not extra, though the same word may be.
+    spare = [at for at, word in enumerate(words) if word in message and words[at - 1] not in OVERRIDE]
+    keys = []
+    for at in spare:
+        if "=" in words[at]:
+            keys.append(words[at])
+        elif words[at - 2] in OVERRIDE and "=" not in words[at - 1]:
+            keys.append(f"{words[at - 1]}={words[at]}")
+    if keys:
+        return "; a key of the configuration is set by " + " ".join(f"-o {shlex.quote(key)}" for key in keys)
+    files = [words[at] for at in spare if words[at].endswith((".yaml", ".yml"))]
+    by_option = any("-c" in getattr(option, "opts", ()) for option in command.params)
+    return f"; the configuration is given by -c {files[0]}" if files and by_option else ""
 
 
 def _command(module: str) -> Callable[[], None]:

@@ -16,10 +16,12 @@ from common.config.checks import check_combinations
 from common.config.run import Config
 from common.config.section import explain
 from common.errors import UserError
+from common.files import near_file
 from common.network import without_password
 from common.plugins import use_modules
 
 ENV_PREFIX = "SPO__"
+SUFFIXES = (".yaml", ".yml")
 MOST_REPEATED = 100_000  # values that aliases may stand for
 NUMBERS = {
     "tag:yaml.org,2002:int": r"[-+]?(?:0x[0-9a-fA-F]+|0o?[0-7]+|[1-9][0-9]{0,2}(?:_[0-9]{3})+|[1-9][0-9]*|0)",
@@ -94,7 +96,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text file"
-        raise UserError(f"cannot read configuration {path}: {reason}") from None
+        raise UserError(f"cannot read configuration {path}: {reason}{_near_configuration(path, error)}") from None
     try:
         tree = parse_yaml(text)
     except yaml.YAMLError as error:
@@ -106,6 +108,14 @@ def read_tree(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UserError(f"configuration {path} must be a mapping of sections ({', '.join(Config.model_fields)})")
     return tree
+
+
+def _near_configuration(path: Path, error: Exception) -> str:
+    """A hint at the file that was probably meant; may be empty."""
+    if isinstance(error, FileNotFoundError):
+        return near_file(path, SUFFIXES)
+    inside = [file for file in sorted(path.glob("*.y*ml")) if file.is_file()] if path.is_dir() else []
+    return f"; did you mean {' or '.join(map(str, inside[:3]))}?" if inside else ""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:

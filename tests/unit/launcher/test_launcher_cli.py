@@ -51,6 +51,19 @@ def test_config_prints_every_key_with_overrides_applied(spo: Spo) -> None:
 # Others are on docs/troubleshooting.md, whose test gives them.
 REFUSALS = [
     (
+        ["run", CONFIG, "-o", "run.steps=2", "learner.lr=1", "episode.tools=[a, b]"],
+        "set by -o learner.lr=1 -o 'episode.t",
+    ),
+    (["config", CONFIG, "run.steps=2"], "a key of the configuration is set by -o run.steps=2"),
+    (["data", "check", CONFIG, "run.steps=2"], "a key of the configuration is set by -o run.steps=2"),
+    (["doctor", "-c", CONFIG, "-o", "run.steps", "2"], "a key of the configuration is set by -o run.steps=2"),
+    (["doctor", CONFIG], f"the configuration is given by -c {CONFIG}"),
+    (["run", CONFIG, "other.yaml"], "run --help"),
+    (["run", CONFIG.with_suffix(".yml")], f"No such file or directory; did you mean {CONFIG}?"),
+    (["config", CONFIG.with_suffix("")], f"did you mean {CONFIG}?"),
+    (["config", CONFIG.parent / "arithmatic.yaml"], f"did you mean {CONFIG}?"),
+    (["config", CONFIG.parent / "environment"], "Is a directory; did you mean"),
+    (
         ["config", CONFIG, "-o", "algorithm.loss=ppo_clp"],
         "algorithm.loss = 'ppo_clp' is unknown; did you mean ppo_clip?",
     ),
