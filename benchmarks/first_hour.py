@@ -35,7 +35,7 @@ run:       {{name: even, experiment: even, steps: {STEPS}}}
 model:     {{path: small/model, dtype: float32, max_model_len: 128}}
 data:      {{train: train.jsonl, heldout: heldout.jsonl, max_prompt_tokens: 64}}
 sampler:   {{batch_size: 64, max_staleness: 1}}
-learner:   {{dtype: float32, lr: 3.0e-4, mini_batches: 2, checkpoint_every: 10, token_budget: 4096}}
+learner:   {{dtype: float32, lr: 1.0e-4, checkpoint_every: 10, token_budget: 4096}}
 episode:   {{max_response_tokens: 24, reward: "even:score", rollouts_every: 1}}
 eval:      {{every: 10}}
 """
@@ -113,7 +113,7 @@ def steps(folder: Path) -> list[tuple[str, str, Callable[[], str]]]:
         return accuracy(folder, name)
 
     own, second = "runs/even/config.yaml", "runs/even-2/config.yaml"
-    fork = ("fork", "runs/even", "runs/even-2", "-o", f"run.steps={FORKED}", "-o", "learner.lr=1e-4")
+    fork = ("fork", "runs/even", "runs/even-2", "-o", f"run.steps={FORKED}", "-o", "learner.lr=5e-5")
     return [
         ("a small model", "spo prepare small", lambda: last("prepare", "small") and "0.6 M parameters"),
         ("own files", "train.jsonl, heldout.jsonl, even.py, even.yaml", lambda: write_files(folder)),
