@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common.config.data import CONTINUE
 from common.errors import UserError
 from generator.token_text import TokenText
 
@@ -25,7 +27,6 @@ _PLACEHOLDER = f"answer {secrets.token_hex(8)}"
 _FOLLOWING = f"89 {secrets.token_hex(8)}"
 _OPENED = re.compile(r"(?:<[A-Za-z][^<>|]*>\s*)+\Z")
 _OPENED_TOKENS = 32  # within which opened tags are looked for
-
 
 # A conversation to render after, where what was said before does not matter.
 _ASKED: Message = {"role": "user", "content": "u"}
@@ -52,6 +53,7 @@ class ChatTemplate:
 
     Args:
         ends: ids of the model's own ends of text (`common.model.end_ids`); the tokenizer's is always one.
+        options: variables of the template in each of its uses, and `CONTINUE`.
 
     Attributes:
         end, end_id: the special token that ends an answer, which the model samples itself, and its id.
@@ -62,13 +64,19 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: Any, tool_schemas: list[dict[str, Any]] | None = None, ends: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        tool_schemas: list[dict[str, Any]] | None = None,
+        ends: Sequence[int] = (),
+        options: Mapping[str, Any] = {},
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template; add one to its tokenizer_config.json"
             )
         self._tokenizer = tokenizer
+        self._options = {name: value for name, value in options.items() if name != CONTINUE}
+        self._continues = bool(options.get(CONTINUE))
         known = {token_id for token_id in (tokenizer.eos_token_id, *ends) if token_id is not None}
         self._tokens = TokenText(tokenizer, known)
         self._tools = self._tokens.hide(tool_schemas or None)
@@ -83,6 +91,14 @@ class ChatTemplate:
         """All tokens that end a turn, as text."""
         return sorted(self.text([token_id]) for token_id in self._end_ids)
 
+    @property
+    def tokens(self) -> TokenText:
+        return self._tokens
+
+    @property
+    def name(self) -> str:
+        return self._name()
+
     def require(self, role: str, field: str, otherwise: str) -> None:
         """Raise `UserError` unless messages of this role can follow a turn of the assistant."""
         try:
@@ -94,6 +110,12 @@ class ChatTemplate:
                 f"template of {self._tokenizer.name_or_path} {reason}; use another template, {otherwise}"
             ) from None
 
+    def undescribed_tools(self) -> list[str]:
+        """Names of the tools of which the template does not tell the model."""
+        names = [tool["function"]["name"] for tool in self._tools or ()]
+        rendered = self._render([{"role": "user", "content": "u"}], {}) if names else ""
+        return [name for name in names if name not in rendered]
+
     def prompt(
         self, prompt: str | list[Message], system: str | None = None, *, markup: bool = False, **variables: Any
     ) -> np.ndarray:
@@ -104,9 +126,18 @@ class ChatTemplate:
             markup: whether markup in the prompt counts too; else it is encoded as plain text.
             variables: of the template, `tools` among them, in place of those of this object.
         """
+        return self._tokens.encode(self.rendered(prompt, system, markup=markup, **variables))
+
+    def rendered(
+        self, prompt: str | list[Message], system: str | None = None, *, markup: bool = False, **variables: Any
+    ) -> str:
+        """The text of the same conversation, for `tokens`; markup in the prompt is hidden in it."""
         if not markup:
             prompt, variables = self._tokens.hide(prompt), self._tokens.hide(variables)
-        return self._tokens.encode(self._render(as_messages(prompt, system), variables))
+        messages = as_messages(prompt, system)
+        if self._continues and messages[-1]["role"] == "assistant":
+            variables |= {CONTINUE: True, "add_generation_prompt": False}
+        return self._render(messages, variables)
 
     def between(
         self,
@@ -282,11 +313,25 @@ class ChatTemplate:
         return [self._tokens.specials_in(part) for part in parts] if len(parts) > 1 else [[]]
 
     def _render(self, messages: list[Message], variables: dict[str, Any], *, asks: bool = True) -> str:
-        options: dict[str, Any] = {"tools": self._tools, **variables, "tokenize": False, "add_generation_prompt": asks}
+        options = {"tools": self._tools, "add_generation_prompt": asks, **self._options, **variables}
+        taken = [_as_taken(message, self._no_content) for message in messages]
         try:
-            return str(self._tokenizer.apply_chat_template(messages, **options))
+            return str(self._tokenizer.apply_chat_template(taken, **options, tokenize=False))
         except Exception as error:  # errors of its own, of Jinja's, or of the expressions in it
             raise TemplateFailed(f"{self._name()} fails: {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def _no_content(self) -> str | None:
+        """What stands for the content that a message with calls lacks: null, or "" where the template minds null."""
+        shown = {}
+        for content in (None, ""):
+            turn = {**_calling([{}]), "content": content}
+            try:
+                shown[content] = str(self._tokenizer.apply_chat_template([_ASKED, turn], tokenize=False))
+            except Exception:  # see `_render`
+                continue
+        null, empty = shown.get(None), shown.get("", "")
+        return None if null is not None and null.count("None") <= empty.count("None") else ""
 
     def _name(self) -> str:
         folder = Path(self._tokenizer.name_or_path)
@@ -323,3 +368,23 @@ def _is_in(content: Any, text: str) -> bool:
 
 def _call_id(number: int) -> str:
     return f"call{number:05}"  # Mistral's templates want nine letters and digits
+
+
+def _as_taken(message: Message, no_content: str | None) -> Message:
+    """A message as templates take it: the arguments of calls as mappings, and `no_content` for a content of null."""
+    if not message.get("tool_calls"):
+        return message
+    content = no_content if message.get("content", "") is None else message.get("content", "")
+    return {**message, "content": content, "tool_calls": [_with_mapping(call) for call in message["tool_calls"]]}
+
+
+def _with_mapping(call: Any) -> Any:
+    """A call whose arguments are no longer JSON, if they were."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

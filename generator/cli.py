@@ -63,6 +63,7 @@ async def _serve(config: Config, name: str) -> int:
     check_engine_names(config)
     check_agents(config)
     parts = RunParts(config)
+    parts.check_templates(config.model.path, config.model.trust_remote_code)
     broker = connect(config.broker, config.run.name, log=log)
     agree(broker, config, log, role=Role.GENERATOR)
     record_versions(config.run.folder, name, broker)

@@ -29,30 +29,26 @@ import numpy as np
 
 from common.config import Config, DataConfig
 from common.messages import Task
-from generator.chat_template import ChatTemplate, Message, as_messages
+from generator.chat_template import Message, as_messages
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.engine.engine import Completion, Engine, EngineFailed
 from generator.episode import Episode, EpisodeStep, Row, Transcript
 from generator.formats import THINK, ToolCall, without_thinking
 from generator.parts import EpisodeParts
+from generator.prompts import Prompts, PromptTooLong
 from generator.tools import ToolSession
 from generator.tools.toolbox import encodable
 from generator.users import Conversation, conversation
 
 
-class PromptTooLong(Exception):
-    """The prompt has more tokens than `data.max_prompt_tokens`."""
-
-
-async def prepared(task: Task, template: ChatTemplate, data: DataConfig) -> Episode:
-    """An episode that has only its prompt yet; raises `PromptTooLong`."""
+async def prepared(task: Task, prompts: Prompts, data: DataConfig) -> Episode:
+    """An episode that has only its prompt yet; raises `UnusablePrompt`."""
     messages = as_messages(task.prompt, data.system_prompt)
     long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
-    encode = partial(template.prompt, task.prompt, data.system_prompt, markup=data.prompt_markup)
-    row = Row(await offload(long, encode))
+    row = Row(await offload(long, prompts.encode, task.prompt))
     if row.length > data.max_prompt_tokens:
         raise PromptTooLong(f"prompt has {row.length} tokens, data.max_prompt_tokens allows {data.max_prompt_tokens}")
-    return Episode([row], Transcript(messages), opened=template.opened(row.tokens()))
+    return Episode([row], Transcript(messages), opened=prompts.template.opened(row.tokens()))
 
 
 class State(Enum):
@@ -71,15 +67,16 @@ class EpisodeRunner:
 
     def __init__(self, config: Config, engine: Engine, parts: EpisodeParts) -> None:
         self.config, self.engine, self.parts = config.episode, engine, parts
-        self.template = parts.chat_template(engine.tokenizer)
+        self.template = parts.chat_template(engine.tokenizer, config)
+        self.prompts = Prompts(self.template, config.data)
         self.max_model_len = config.model.max_model_len
         self.keeps_prefix = config.generator.keep_prefix == "episodes"
         self.data = config.data
         self._numbers = count()
 
     async def prepare(self, task: Task) -> Episode:
-        """Make an episode that has only its prompt yet; raises `PromptTooLong`."""
-        return await prepared(task, self.template, self.data)
+        """Make an episode that has only its prompt yet; raises `UnusablePrompt`."""
+        return await prepared(task, self.prompts, self.data)
 
     async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
         """Run a prepared episode to its end.
@@ -89,7 +86,7 @@ class EpisodeRunner:
             sampling: passed to the engine.
 
         Raises:
-            PromptTooLong: see `prepare`.
+            UnusablePrompt: see `prepare`.
             Exception: the engine, a tool's machinery or the user failed; the episode says nothing about the model.
         """
         episode = episode or await self.prepare(task)

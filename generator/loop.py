@@ -15,7 +15,7 @@ from common.streams.inbox import Delivery, Finished, Pulse
 from common.streams.presence import LearnerWatch
 from generator.concurrency import STALL_SECONDS
 from generator.episode import Episode
-from generator.episode_runner import PromptTooLong
+from generator.prompts import UnusablePrompt
 from generator.rewards.failures import Failure, RewardFailures
 from generator.self_teacher import CannotTell
 from generator.services import Services
@@ -112,8 +112,8 @@ class Generator(Worker[LeasedTask]):
                 lease.episode = await self.runner.episodes(task).prepare(task)
                 with self.metrics.timeline.span(task.kind, lane="episodes", task=task.task_id):
                     header, payload = await self.runner.run(task, lease.episode, lease.previous)
-        except PromptTooLong as error:
-            return self.inbox.set_aside(delivery, str(error), retire=True)
+        except UnusablePrompt as error:
+            return self.inbox.set_aside(delivery, f"{type(error).__name__}: {error}", retire=True)
         except CannotTell as error:
             return await self.give_up(lease, str(error))
         except Failure as error:

@@ -6,17 +6,20 @@ reported at once, and a sandbox that does not isolate programs stops the generat
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from common.config import Config, EpisodeConfig, SandboxConfig
 from common.config.data import Side, Source
-from common.errors import UserError
+from common.errors import UserError, nearest
 from common.messages import Task
 from common.model import end_ids
 from generator.chat_template import ChatTemplate
 from generator.concurrency import close_all
 from generator.formats import CodeBlocks, make_format
 from generator.rewards import Scorer
+from generator.token_text import load_tokenizer
 from generator.tools import Toolbox
 from generator.users import load_user
 from sandbox_client import Sandbox, make_sandbox, wait_until_ready
@@ -77,7 +80,6 @@ class EpisodeParts:
 
     def __init__(self, config: Config, shared: SharedParts | None = None) -> None:
         self.episode = episode = config.episode
-        self._model = config.model.path
         self._shared, self._owns_shared = shared or SharedParts(config.sandbox), shared is None
         self.scorer = self._shared.scorer(config)
         self.user = load_user(config, self._shared.scorer)
@@ -96,22 +98,44 @@ class EpisodeParts:
                 f"{episode.tools!r} names {', '.join(self.toolbox.tools) or 'none'}"
             )
 
-    def chat_template(self, tokenizer: Any) -> ChatTemplate:
-        """The tokenizer's template; raises `UserError` if it cannot show what tools or the user say."""
-        # The template describes the tools only if it also renders their results.
-        rendered = self.call_format.wrap is None
-        template = ChatTemplate(tokenizer, self.toolbox.schemas() if rendered else None, end_ids(self._model))
-        if self.toolbox.tools and rendered:
-            template.require("tool", "episode.tools", "or episode.call_format=code")
-        if self.user is not None:
-            template.require("user", "episode.user", "or no simulated user")
-        return template
+    def chat_template(self, tokenizer: Any, config: Config) -> ChatTemplate:
+        """See `make_template`."""
+        return make_template(tokenizer, config, self.toolbox)
 
     async def close(self) -> None:
         if close := getattr(self.user, "close", None):
             await close()
         if self._owns_shared:
             await self._shared.close()
+
+
+def make_template(tokenizer: Any, config: Config, toolbox: Toolbox) -> ChatTemplate:
+    """The tokenizer's template for a source; raises `UserError` if it cannot show what tools or the user say.
+
+    Args:
+        config: of the source.
+    """
+    episode, data = config.episode, config.data
+    # The template describes the tools only if it also renders their results.
+    rendered = make_format(episode.call_format).wrap is None
+    schemas = toolbox.schemas() if rendered else None
+    template = ChatTemplate(tokenizer, schemas, end_ids(config.model.path), data.template_options)
+    _check_options(data.template_variables, template.name, str(tokenizer.chat_template))
+    if toolbox.tools and rendered:
+        template.require("tool", "episode.tools", "or episode.call_format=code")
+    if episode.user is not None:
+        template.require("user", "episode.user", "or no simulated user")
+    return template
+
+
+def _check_options(options: Mapping[str, Any], template: str, source: str) -> None:
+    """Raise `UserError` for an option that no part of the template's source names."""
+    words = set(re.findall(r"[A-Za-z_]\w+", source))
+    for name in options:
+        if name not in words:
+            near = nearest(name, words)
+            hint = f"did you mean {near}?" if near else "leave it out"
+            raise UserError(f"data.template_options names {name!r}, which {template} does not read; {hint}")
 
 
 class RunParts:
@@ -131,6 +155,15 @@ class RunParts:
             for source in config.data.sources(side):
                 source_config = config.for_source(source)
                 self.by_source[side, source.name] = (source_config, self._parts(source_config, source))
+
+    def check_templates(self, path: str, trust_remote_code: bool) -> None:
+        """Raise `UserError` if the chat template of a model does not fit a source; nothing if it is not here yet."""
+        try:
+            tokenizer = load_tokenizer(path, trust_remote_code)
+        except UserError:
+            return  # the engine downloads it, or tells what is wrong with the model
+        for config, parts in self.by_source.values():
+            parts.chat_template(tokenizer, config)
 
     def find(self, task: Task) -> tuple[Side, str]:
         """Key of a task's source in `by_source`; raises `UnknownSource`."""

@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import re
 import secrets
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken
 
+from common.errors import UserError
+from common.model import hub_answers
 from generator.concurrency import LONG_TEXT, LONG_TOKENS
 
 PIECE = 4096  # tokens that are decoded at once; well below a millisecond
 TRIES = 64  # places tried for a cut before the piece grows
+SHOWN = 24  # characters of a text that tokens do not give back
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TAG = re.compile(r"<[^<>\s]+>")
@@ -54,6 +59,8 @@ class TokenText:
         # Stands for markup in a text while it passes through a chat template, whose filters change no ASCII letters.
         self._mask = f"x{secrets.token_hex(8)}x"
         self._masked = re.compile(f"{self._mask}([0-9a-f]+);")
+        self._markup_and_blanks = re.compile(rf"\s*({self._any_markup.pattern})\s*")
+        self._first_token = str(getattr(tokenizer, "bos_token", None) or "")
         self._encode = _encoder(tokenizer)
         self._encode_plain = _encoder(tokenizer, plain=list(self._tokens.values()), behind=self._mask)
         self._tokenizer = tokenizer
@@ -87,6 +94,26 @@ class TokenText:
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         return value
 
+    def shown(self, text: str) -> str:
+        """A text with the markup that was hidden in it."""
+        return self._masked.sub(lambda match: bytes.fromhex(match[1]).decode(), text)
+
+    def lost(self, text: str, token_ids: np.ndarray) -> tuple[str, str] | None:
+        """The place where tokens differ from the text that they were made of, in both; None if they give it back.
+
+        Blanks beside markup do not count, since many tokenizers add or drop some there, nor does a first token that a
+        tokenizer adds, or how accents are composed.
+        """
+        expected, decoded = self._comparable(self.shown(text)), self._comparable(self.decode(token_ids))
+        if not expected.startswith(self._first_token):
+            decoded = decoded.removeprefix(self._first_token)
+        if expected == decoded:
+            return None
+        pairs = enumerate(zip(expected, decoded, strict=False))
+        differ = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(decoded)))
+        start = max(0, differ - SHOWN // 2)
+        return expected[start : start + SHOWN], decoded[start : start + SHOWN]
+
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int32 [T]. Markup in it counts as such, except where it was hidden."""
         if self._mask not in text:
@@ -112,7 +139,8 @@ class TokenText:
         if plain:
             token_ids = token_ids[~self.special(token_ids)]
         if self._backend is None:
-            return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=plain))
+            options = {"skip_special_tokens": plain, "clean_up_tokenization_spaces": False}
+            return str(self._tokenizer.decode(token_ids.tolist(), **options))
         if len(token_ids) <= LONG_TOKENS:
             return self._text(token_ids.tolist())
         pieces: list[str] = []
@@ -173,8 +201,10 @@ class TokenText:
             text = text.rstrip()
         if not text:
             return []
-        text = self._masked.sub(lambda match: bytes.fromhex(match[1]).decode(), text)
-        return self._encode_plain(text, before is not None)
+        return self._encode_plain(self.shown(text), before is not None)
+
+    def _comparable(self, text: str) -> str:
+        return self._markup_and_blanks.sub(r"\1", unicodedata.normalize("NFC", text)).strip()
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -213,3 +243,18 @@ def _encoder(tokenizer: Any, plain: Sequence[Any] = (), behind: str = "") -> Cal
         return list(encoding.ids[follows:])
 
     return encode
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model; raises `UserError` if it cannot be loaded."""
+    from transformers import AutoTokenizer  # slow to import
+
+    # Without a network the library would try each file for half a minute.
+    is_cut_off = not Path(path).is_dir() and not hub_answers()
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=is_cut_off)
+    except Exception as error:  # the library and the network raise many types, all about this path
+        reason = str(error).splitlines()[0][:200]
+        if is_cut_off:
+            reason = "it is no folder here, it is not in the cache, and the Hugging Face hub cannot be reached"
+        raise UserError(f"the tokenizer of {path} cannot be loaded: {reason}") from None

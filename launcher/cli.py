@@ -105,9 +105,9 @@ def run(
         from launcher.checks.dry_run import dry_run  # imports what the processes import
 
         raise SystemExit(report_findings(dry_run(settings, choice, logs.setup("launcher"))))
-    from launcher.checks.rewards import check_with_rewards  # imports what rewards import
+    from launcher.checks.start import check_before_start  # imports what rewards import
 
-    options = RunOptions(choice, redis, resume, check=check_with_rewards)
+    options = RunOptions(choice, redis, resume, check=check_before_start)
     show_run(settings, options, Screen.open(plain, settings.run.folder))
 
 

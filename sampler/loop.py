@@ -305,7 +305,7 @@ class Sampler:
             state.retire(i)
             state.count("retired")
             if state.tracker.retired.all():
-                names = ", ".join(part.source.path for part in self.prompts.parts)
+                names = ", ".join(part.source.shown() for part in self.prompts.parts)
                 raise UserError(f"no prompt of {names} can be answered; the last one: {header.reason}")
         if task.group in state.admission.groups:
             if i is None or state.tracker.retired[i] or task.replacements == MAX_REPLACEMENTS:

@@ -22,13 +22,15 @@ from common.messages import Task
 from common.payload import json_line
 from common.unpack import MAX_BYTES, MAX_VALUES, Unreadable, check
 from sampler.chat import Messages, NotAMessage, plain_messages
-from sampler.rows import BadRow, Rows, open_rows
+from sampler.hints import Hints
+from sampler.rows import BadRow, CheckedRow, Rows, open_rows
 
 # A task has the answer beside its row, so it may hold a part of the row twice.
 MAX_ROW_BYTES, MAX_ROW_VALUES = MAX_BYTES // 2 - (1 << 16), MAX_VALUES // 2 - 256
 
 # A number with commas between thousands, as GSM8K writes it.
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+COLUMNS = ("prompt_column", "answer_column", "id_column")
 MAX_LOGGED = 10  # skipped rows that are logged one by one
 
 
@@ -188,7 +190,9 @@ def _load(source: Source, log: Any) -> SourcePrompts:
     reasons: Counter[str] = Counter()
     answers: dict[str, list[int]] = {}  # by kind of answer: their number, and the row of the first
     first = ""
+    hints = Hints(source, rows)
     for row in check_rows(rows, source):
+        hints.add(row)
         if row.problem is not None:
             reason = str(row.problem)
             reasons[reason] += 1
@@ -200,41 +204,25 @@ def _load(source: Source, log: Any) -> SourcePrompts:
             continue
         ids.append(row.prompt_id)
         usable.append(row.number)
-        answers.setdefault(answer_kind(row.answer), [0, row.number])[0] += 1
+        if row.answer is not None:
+            answers.setdefault(answer_kind(row.answer), [0, row.number])[0] += 1
     if not ids:
         problem_text = f"all {len(rows)} rows are unusable ({first})" if len(rows) else "it is empty"
         raise UserError(f"{source.key}: no prompts in {source.shown()}: {problem_text}")
     if reasons:
-        log.warning("rows skipped", data=source.path, count=reasons.total(), of=len(rows), reasons=dict(reasons))
+        log.warning("rows skipped", data=source.shown(), count=reasons.total(), of=len(rows), reasons=dict(reasons))
     if are_mixed(answers):
         examples = {kind: f"{count}, first in {rows.where(row)}" for kind, (count, row) in answers.items()}
-        log.warning("answers of different types", data=source.path, types=examples)
-    log.info("prompts read", data=source.path, source=source.name, prompts=len(ids))
+        log.warning("answers of different types", data=source.shown(), types=examples)
+    for line in hints.lines():
+        log.warning(f"{source.key}: {line}")
+    log.info("prompts read", data=source.shown(), source=source.name, prompts=len(ids))
     return SourcePrompts(source, rows, np.array(usable, np.int64), ids)
-
-
-@dataclass(slots=True)
-class CheckedRow:
-    """A row and its problem, if it has one.
-
-    Attributes:
-        number: position in the data.
-        row: None where it cannot be read.
-        prompt_id, prompt, answer: set if the row has no problem or is a duplicate.
-        problem: why the row cannot be used; None where it can.
-    """
-
-    number: int
-    row: dict[str, Any] | None = None
-    prompt_id: str = ""
-    prompt: str | Messages = ""
-    answer: Any = None
-    problem: BadRow | None = None
 
 
 def check_rows(rows: Rows, source: Source) -> Iterator[CheckedRow]:
     """Every row in order; a prompt (or an id) that came before is a problem of the later row."""
-    seen: set[str] = set()
+    seen: dict[str, int] = {}  # ids, and the rows that have them first
     for number, row in enumerate(rows):
         checked = CheckedRow(number)
         try:
@@ -244,10 +232,11 @@ def check_rows(rows: Rows, source: Source) -> Iterator[CheckedRow]:
             checked.prompt, checked.answer = read_prompt(row, source), read_answer(row, source)
             check_can_be_sent(row)
             checked.prompt_id = _row_id(row, checked.prompt, source)
-            if checked.prompt_id in seen:
+            checked.earlier = seen.get(checked.prompt_id)
+            if checked.earlier is not None:
                 same = "the same prompt as an earlier row" if source.id_column is None else "an id used before"
                 raise BadRow(same, "duplicate")
-            seen.add(checked.prompt_id)
+            seen[checked.prompt_id] = number
         except BadRow as problem:
             checked.problem = problem
         yield checked
@@ -273,7 +262,12 @@ def read_prompt(row: dict[str, Any], source: Source) -> str | Messages:
 
 
 def read_answer(row: dict[str, Any], source: Source) -> Any:
-    """The reference answer as it is in the data, or the text after the last mark; raises `BadRow`."""
+    """The reference answer as it is in the data, or the text after the last mark; raises `BadRow`.
+
+    None where the source has no answers.
+    """
+    if source.answer_column is None:
+        return None
     answer = column_value(row, source.answer_column)
     if is_missing(answer):
         raise BadRow(f"no answer in column {source.answer_column!r}", "answer")
@@ -324,12 +318,14 @@ def _answer_after(mark: str, answer: Any, column: str) -> str:
 
 def missing_columns(row: dict[str, Any], source: Source) -> str:
     """Names the source's columns that a row lacks, and those it has; empty where it lacks none."""
-    columns = (source.prompt_column, source.answer_column, source.id_column)
-    missing = [name for name in columns if name is not None and name.partition(".")[0] not in row and name not in row]
+    names = {key: name for key in COLUMNS if (name := getattr(source, key)) is not None}
+    missing = {key: name for key, name in names.items() if name.partition(".")[0] not in row and name not in row}
     if not missing:
         return ""
-    shown = ", ".join(map(repr, missing))
-    return f"there is no column {shown}; there are {', '.join(map(str, row)) or 'none'}"
+    settings = " and ".join(f"data.{key}" for key in missing)
+    without = ", or to null where the reward needs no answer" if "answer_column" in missing else ""
+    columns = ", ".join(map(str, row)) or "none"
+    return f"there is no column {', '.join(map(repr, missing.values()))}; there are {columns}; set {settings}{without}"
 
 
 def _row_id(row: dict[str, Any], prompt: str | Messages, source: Source) -> str:

@@ -22,7 +22,6 @@ EXAMPLES = 3  # answers that it shows
 SHOWN = 60  # characters of each
 MAX_KINDS = 16  # kinds of reasons for which tasks are skipped
 PREFIXES = {
-    "prompt has": "PromptTooLong",
     "given up after": "GeneratorsLost",
     "its result cannot be counted": "InvalidResult",
     "it was cancelled": "Cancelled",

@@ -7,8 +7,11 @@ import contextlib
 import json
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.config.data import FILES, NOT_READ, misspelt_set
+from common.config.data import FILES, NOT_READ, matching_files, misspelt_set
 from common.errors import UserError
 from common.files import near_file
 from common.gym_families import make_family, score_answer
+from sampler.chat import Messages
 
 CHUNK = 4096
 BOM = codecs.BOM_UTF8  # Windows' editors begin files with it
@@ -31,12 +35,34 @@ class BadRow(Exception):
     """A row that cannot be used; the text says why.
 
     Attributes:
-        problem: the kind of problem: `unreadable`, `prompt`, `answer`, `id` or `duplicate`.
+        problem: the kind of problem: `unreadable`, `prompt`, `answer`, `id`, `duplicate` or `template`.
+        reason: the text without what differs from row to row.
     """
 
-    def __init__(self, text: str, problem: str = "unreadable") -> None:
+    def __init__(self, text: str, problem: str = "unreadable", reason: str = "") -> None:
         super().__init__(text)
-        self.problem = problem
+        self.problem, self.reason = problem, reason or text
+
+
+@dataclass(slots=True)
+class CheckedRow:
+    """A row and its problem, if it has one.
+
+    Attributes:
+        number: position in the data.
+        row: None where it cannot be read.
+        prompt_id, prompt, answer: set if the row has no problem or is a duplicate.
+        problem: why the row cannot be used; None where it can.
+        earlier: of a duplicate, the number of the row with the same prompt or id.
+    """
+
+    number: int
+    row: dict[str, Any] | None = None
+    prompt_id: str = ""
+    prompt: str | Messages = ""
+    answer: Any = None
+    problem: BadRow | None = None
+    earlier: int | None = None
 
 
 class Rows(ABC):
@@ -80,9 +106,10 @@ class JsonLines(Rows):
         try:
             row = json.loads(self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)].decode())
         except UnicodeDecodeError as error:
-            raise BadRow(f"not UTF-8 text (byte 0x{error.object[error.start]:02x}); save the file as UTF-8") from None
+            text = f"not UTF-8 text (byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
+            raise BadRow(text, reason="not UTF-8 text") from None
         except ValueError as error:
-            raise BadRow(f"not JSON ({error})") from None
+            raise BadRow(f"not JSON ({error})", reason="not JSON") from None
         except RecursionError:
             raise BadRow("not JSON that can be read (lists or objects nested too deep)") from None
         if not isinstance(row, dict):
@@ -121,7 +148,8 @@ class ArrowRows(Rows):
                 row[name] = column[i].as_py()
             except (ValueError, OverflowError, pa.ArrowException) as error:
                 # Text that is not UTF-8, or a date that Python cannot represent.
-                raise BadRow(f"column {name!r} cannot be read ({error})") from None
+                general = f"column {name!r} cannot be read"
+                raise BadRow(f"{general} ({error})", reason=general) from None
         return row
 
     def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
@@ -168,7 +196,8 @@ class GymRows(Rows):
         try:
             item = self._items[i]
         except Exception as error:  # a family may raise anything on options that it cannot fulfil
-            raise BadRow(f"cannot be generated ({type(error).__name__}: {error})") from None
+            text = f"cannot be generated ({type(error).__name__}: {error})"
+            raise BadRow(text, reason="cannot be generated") from None
         entry = {**item, "options": self._options} if self._options else item
         return {
             "prompt": item["question"],
@@ -203,10 +232,35 @@ def _seed(split: str, options: Mapping[str, Any], field: str) -> int:
     return int.from_bytes(blake2b(f"{split} {seed}".encode(), digest_size=4).digest()) >> 1
 
 
-def open_rows(path: str, split: str, options: Mapping[str, Any] | None = None, config: str | None = None) -> Rows:
+class JoinedRows(Rows):
+    """The rows of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        part = bisect_right(self._starts, i) - 1
+        return self._parts[part][i - self._starts[part]]
+
+    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+        return chain.from_iterable(self._parts)
+
+    def where(self, i: int) -> str:
+        part = bisect_right(self._starts, i) - 1
+        return self._parts[part].where(i - self._starts[part])
+
+
+def open_rows(
+    path: str | Sequence[str], split: str, options: Mapping[str, Any] | None = None, config: str | None = None
+) -> Rows:
     """Open `*.jsonl`, `*.parquet`, a Hugging Face dataset (name or folder), or a family of reasoning-gym.
 
     Args:
+        path: also several files, as a list, or as a pattern that they match.
         split: of a Hugging Face dataset.
         options: of a family of reasoning-gym.
         config: configuration of a Hugging Face dataset, `load_dataset`'s second argument.
@@ -214,6 +268,18 @@ def open_rows(path: str, split: str, options: Mapping[str, Any] | None = None, c
     Raises:
         UserError: it does not exist, cannot be read, has no such split or configuration, or takes no options.
     """
+    files = matching_files(path)
+    if files == [path]:
+        return _open(files[0], split, options, config)
+    if others := [file for file in files if Path(file).suffix not in FILES]:
+        raise UserError(
+            f"data {others[0]} is not *.jsonl or *.parquet, and only such files are read together; give other data "
+            "sets as a list of sources, [{path: …}, …]"
+        )
+    return JoinedRows([_open(file, split, options, config) for file in files])
+
+
+def _open(path: str, split: str, options: Mapping[str, Any] | None, config: str | None) -> Rows:
     if path.startswith(PREFIX):
         return GymRows(path, split, options or {})
     if options:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.checks.check import Context, Finding, Need, ok, problem, warning
 from common.config import Source
-from common.config.data import FILES, NOT_READ, misspelt_set
+from common.config.data import FILES, NOT_READ, matching_files, misspelt_set
 from common.config.warnings import warnings
 from common.errors import UserError
 from common.files import near_file, read_secret
@@ -40,26 +40,48 @@ def data(context: Context) -> Finding:
     """Whether the files with prompts exist and are not empty."""
     data = context.config.data
     sources = [*data.sources("train"), *data.sources("heldout")]
-    problems = [f"{source.key} = {source.path!r}{reason}" for source in sources if (reason := _unusable(source))]
+    problems = [f"{source.key} = {_named(source)!r}{reason}" for source in sources if (reason := _unusable(source))]
     return problem("; ".join(problems)) if problems else ok(", ".join(source.shown() for source in sources))
 
 
+def _named(source: Source) -> str:
+    return source.path if isinstance(source.path, str) else ", ".join(source.path)
+
+
 def _unusable(source: Source) -> str | None:
-    path = Path(source.path)
-    near = misspelt_set(source.path)
+    try:
+        files = matching_files(source.path)
+    except UserError as error:
+        return f": {error}"
+    return next(filter(None, (_unusable_file(file, several=files != [source.path]) for file in files)), None)
+
+
+def _unusable_file(name: str, several: bool) -> str | None:
+    """Why a file cannot be read, or a path is none.
+
+    Args:
+        several: whether it is one of several files, each of which must exist.
+    """
+    path, named = Path(name), f" ({name})" * several
+    near = misspelt_set(name)
+    if several and path.suffix not in FILES:
+        return (
+            f"{named}: only files *.jsonl and *.parquet can be read together; give other data sets as a list of "
+            "sources, [{path: …}, …]"
+        )
     if near is not None:
         return f" is no file, no folder and no known set; did you mean {near}?"
     if path.suffix in NOT_READ:
-        return ": give a file *.jsonl, a JSON object a line, or *.parquet"
+        return f"{named}: give a file *.jsonl, a JSON object a line, or *.parquet"
     if path.suffix not in FILES:
         return None  # a dataset of the Hugging Face hub
     try:
         with path.open("rb") as file:
-            return None if file.read(1) else ": the file is empty"
+            return None if file.read(1) else f"{named}: the file is empty"
     except FileNotFoundError:
-        return f": there is no such file{near_file(path, FILES)}"
+        return f"{named}: there is no such file{near_file(path, FILES)}"
     except OSError as error:
-        return f": {error.strerror or error}"
+        return f"{named}: {error.strerror or error}"
 
 
 def run_folder(context: Context) -> Finding:

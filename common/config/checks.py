@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.config.agent import AgentConfig
 from common.config.algorithm import loss_options
-from common.config.data import SIDES
+from common.config.data import SIDES, Source
 from common.config.generator import EpisodeConfig
 from common.config.losses import SPECS
 from common.config.redis_url import check_queue, has_port
@@ -18,6 +18,9 @@ from common.config.run import Config
 from common.config.teacher import WHO, context_pieces
 from common.errors import UserError
 from common.network import check_bind, is_tcp, without_password
+
+# Built-in rewards that always compare with a reference answer.
+NEED_ANSWERS = ("exact", "boxed", "boxed_think", "math")
 
 # Whether the rule is broken, and the message if it is.
 Rule = tuple[bool, str]
@@ -40,6 +43,7 @@ def check_combinations(config: Config) -> None:
         for name, count in Counter(source.name for source in sources).items():
             _refuse([(count > 1, f"data.{side} has {count} sources named {name!r}; give each a `name` of its own")])
         for source in sources:
+            _refuse(_answers(config, source))
             if source.episode:
                 episode = config.episode.with_changes(source.episode, source.key)
                 _refuse((wrong, f"{source.key}: {message}") for wrong, message in _episode(config, episode))
@@ -262,6 +266,37 @@ def _episode(config: Config, episode: EpisodeConfig) -> Iterator[Rule]:
             name not in weights,
             f"episode.reward_options names {name!r}, which is not part of episode.reward ({', '.join(weights)})",
         )
+
+
+def _answers(config: Config, source: Source) -> Iterator[Rule]:
+    """Rules of a source without answers."""
+    if source.answer_column is not None:
+        return
+    own, where = config.for_source(source), f"{source.key} has no answers (answer_column = null)"
+    yield (
+        source.answer_after is not None,
+        f"{where}, and answer_after = {source.answer_after!r} looks for them; remove one of the two",
+    )
+    for name in own.episode.reward_weights:
+        yield (
+            name in NEED_ANSWERS or _reads_answers(name, own.episode.reward_options.get(name, {})),
+            f"{where}, and episode.reward = {name!r} compares with them; name the column, or another reward",
+        )
+    yield (
+        own.teacher.context is not None and "{answer}" in own.teacher.context,
+        f"{where}, and teacher.context names {{answer}}; name the column, or leave it out there",
+    )
+    yield (
+        own.episode.user == "corrector",
+        f"{where}, and episode.user = 'corrector' compares with them; name the column, or another user",
+    )
+
+
+def _reads_answers(reward: str, options: Mapping[str, Any]) -> bool:
+    """Whether a built-in reward reads answers with these options: the tests of `code`, the template of `judge`."""
+    return (reward == "code" and not options.get("tests")) or (
+        reward == "judge" and "{answer}" in str(options.get("template", "{answer}"))
+    )
 
 
 def _agent(config: Config, episode: EpisodeConfig, agent: AgentConfig) -> Iterator[Rule]:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from common.config.section import Section
-from common.errors import nearest
+from common.errors import UserError, nearest
 
 FILES = (".jsonl", ".parquet")
 NOT_READ = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".xlsx")  # refused with a hint
+CONTINUE = "continue_final_message"  # the template option by which the model continues an assistant's message
+# Arguments of a chat template's rendering that neither data nor an agent's requests set.
+DECIDED_VARIABLES = {
+    "add_generation_prompt", "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "markup", "prompt", "system", "before", "self", "options",
+}  # fmt: skip
 Side = Literal["train", "heldout"]
 SIDES: tuple[Side, ...] = ("train", "heldout")
 
@@ -71,6 +79,26 @@ def misspelt_set(path: str) -> str | None:
     return nearest_set(path)
 
 
+def matching_files(path: str | Sequence[str]) -> list[str]:
+    """The files that a path with `*`, `?` or `[` matches, in order, or those of a list; any other path is itself.
+
+    Raises:
+        UserError: one of them matches nothing.
+    """
+    if not isinstance(path, str):
+        return [file for one in path for file in matching_files(one)]
+    if not is_pattern(path):
+        return [path]
+    files = sorted(glob(path, recursive=True))
+    if not files:
+        raise UserError(f"data {path!r} matches no file; give a path that exists, or another pattern")
+    return files
+
+
+def is_pattern(path: str) -> bool:
+    return any(character in path for character in "*?[") and not Path(path).exists()
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A data set to read, with all of its settings resolved.
@@ -78,32 +106,44 @@ class Source:
     Attributes:
         key: its place in the configuration, for messages: `data.train`, or `data.train[NAME]`.
         name: its name in tasks and metrics.
+        path: a list has several files, which are read as one.
         weight: its share of the training tasks, relative to the other sources'.
+        answer_column: None: the rows have no answers.
         answer_after: the answer is what follows the last of these marks; None: all of the column.
         episode, teacher: keys of these sections that differ for its tasks.
     """
 
     key: str
     name: str
-    path: str
+    path: str | tuple[str, ...]
     split: str
     config: str | None
     options: Mapping[str, Any]
     weight: float
     prompt_column: str
-    answer_column: str
+    answer_column: str | None
     id_column: str | None
     answer_after: str | None
     system_prompt: str | None
     prompt_markup: bool
+    template_options: Mapping[str, Any]
     episode: Mapping[str, Any]
     teacher: Mapping[str, Any]
 
     def shown(self) -> str:
         """The path, and the configuration and split of a dataset; for messages."""
-        if Path(self.path).suffix in FILES or self.options:
+        if not isinstance(self.path, str):
+            return ", ".join(self.path)
+        if Path(self.path).suffix in FILES or self.options or is_pattern(self.path):
             return self.path
         return f"{self.path} ({self.split})" if self.config is None else f"{self.path} ({self.config}, {self.split})"
+
+
+def _check_template_options(options: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name in options or ():
+        if name in DECIDED_VARIABLES:
+            raise ValueError(f"{name!r} is not the data's to set; give variables that the chat template reads")
+    return options
 
 
 class DataSource(Section):
@@ -112,8 +152,10 @@ class DataSource(Section):
     A key that is null takes its value from the set, where that is known by name, or else from the section `data`.
     """
 
-    path: str = Field(
-        ..., description="`*.jsonl`, `*.parquet`, a Hugging Face dataset, or a set known by name (docs/data.md)."
+    path: str | tuple[str, ...] = Field(
+        ...,
+        description="`*.jsonl`, `*.parquet`, a pattern or a list of such files, a Hugging Face dataset, or a set known "
+        "by name (docs/data.md).",
     )
     name: str | None = Field(
         None,
@@ -137,6 +179,7 @@ class DataSource(Section):
     prompt_markup: bool | None = Field(
         None, description="Markup in prompts (`<|im_end|>`, `<think>`) counts as such; false: it is text."
     )
+    template_options: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     episode: dict[str, Any] = Field(
         default_factory=dict,
         description="Keys of the section `episode` that differ for this source's tasks: tools, reward, user, limits. "
@@ -146,6 +189,8 @@ class DataSource(Section):
         default_factory=dict,
         description="Keys of the section `teacher` that differ for this source's tasks; `{model: null}`: none.",
     )
+
+    _options = field_validator("template_options")(_check_template_options)
 
     @field_validator("format")
     @classmethod
@@ -158,11 +203,16 @@ class DataSource(Section):
 
 
 def _form(value: Any) -> str:
-    return "list" if isinstance(value, list) else "path"
+    if not isinstance(value, list | tuple):
+        return "path"
+    return "files" if value and all(isinstance(item, str) for item in value) else "list"
 
 
 Sources = Annotated[
-    Annotated[str, Tag("path")] | Annotated[list[DataSource], Tag("list"), Field(min_length=1)], Discriminator(_form)
+    Annotated[str, Tag("path")]
+    | Annotated[tuple[str, ...], Tag("files")]
+    | Annotated[list[DataSource], Tag("list"), Field(min_length=1)],
+    Discriminator(_form),
 ]
 
 
@@ -171,8 +221,8 @@ class DataConfig(Section):
 
     train: Sources = Field(
         ...,
-        description="Training prompts: `*.jsonl`, `*.parquet`, a Hugging Face dataset, or a set known by name; or a "
-        "list of sources.",
+        description="Training prompts: `*.jsonl`, `*.parquet`, a pattern or a list of such files, a Hugging Face "
+        "dataset, or a set known by name; or a list of sources.",
     )
     heldout: Sources | None = Field(None, description="Held-out prompts, for evaluation only, in the same forms.")
     train_split: str = Field("train", description="Split of a Hugging Face dataset to train on.")
@@ -182,7 +232,9 @@ class DataConfig(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of a source whose rows are generated.")
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
-    answer_column: str = Field("answer", description="Column with the reference answer.")
+    answer_column: str | None = Field(
+        "answer", description="Column with the reference answer; null: there are none, and no reward needs one."
+    )
     answer_after: str | None = Field(
         None, min_length=1, description="The answer is what follows the last such mark in its column, e.g. `####`."
     )
@@ -191,20 +243,32 @@ class DataConfig(Section):
     prompt_markup: bool = Field(
         False, description="Markup in prompts (`<|im_end|>`, `<think>`) counts as such; false: it is text."
     )
+    template_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables of the chat template, e.g. `{enable_thinking: false}`; with `continue_final_message: "
+        "true` the model continues a prompt's last message where that is the assistant's.",
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are skipped and counted.")
+
+    _options = field_validator("template_options")(_check_template_options)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The template options that are variables of the template."""
+        return {name: value for name, value in self.template_options.items() if name != CONTINUE}
 
     def sources(self, side: Side) -> list[Source]:
         """The data sets to train on, or to evaluate on; none where there is no held-out data."""
         value = self.train if side == "train" else self.heldout
         if value is None:
             return []
-        if isinstance(value, str):
+        if isinstance(value, str | tuple):
             return [self._resolved(DataSource(path=value, options=self.options), side, f"data.{side}")]
         return [self._resolved(item, side, f"data.{side}[{source_name(item)}]") for item in value]
 
     def _resolved(self, item: DataSource, side: Side, key: str) -> Source:
         """Each key from the item, else from the set known by name, else from this section."""
-        known_set = KNOWN_SETS.get(item.path)
+        known_set = KNOWN_SETS.get(item.path) if isinstance(item.path, str) else None
         place: KnownSet | DataConfig = known_set or self
         rows: KnownSet | DataConfig = known_set or KNOWN_SETS.get(item.format or "") or self
         return Source(
@@ -221,6 +285,7 @@ class DataConfig(Section):
             answer_after=item.answer_after or rows.answer_after,
             system_prompt=self.system_prompt if item.system_prompt is None else item.system_prompt,
             prompt_markup=self.prompt_markup if item.prompt_markup is None else item.prompt_markup,
+            template_options=self.template_options if item.template_options is None else item.template_options,
             episode=item.episode,
             teacher=item.teacher,
         )
@@ -230,7 +295,11 @@ def source_name(item: DataSource) -> str:
     """The source's own name, or the last part of its path without the ending of a file."""
     if item.name is not None:
         return item.name
-    last = re.split(r"[/:]", item.path.rstrip("/"))[-1]
+    path = item.path if isinstance(item.path, str) else next(iter(item.path), "")
+    *folders, last = re.split(r"[/:]", path.rstrip("/"))
     if Path(last).suffix in FILES:
         last = Path(last).stem
+    if is_pattern(path):
+        # What all files share: `part-*.parquet` is `part`, and `maths/*.parquet` is `maths`.
+        last = re.split(r"[*?[]", last)[0].rstrip("._-") or (folders or [""])[-1]
     return re.sub(r"[^A-Za-z0-9._-]", "-", last) or "data"

@@ -183,7 +183,7 @@ class Config(Section):
         Raises:
             UserError: a key or a value of the source's `episode` or `teacher` is wrong; the message names the source.
         """
-        own = ("prompt_column", "answer_column", "system_prompt", "prompt_markup")
+        own = ("prompt_column", "answer_column", "system_prompt", "prompt_markup", "template_options")
         data = self.data.model_copy(update={key: getattr(source, key) for key in own})
         episode = self.episode.with_changes(source.episode, source.key)
         teacher = self.teacher.with_changes(source.teacher, source.key)

@@ -13,8 +13,8 @@ from common.network import without_password
 
 LOCAL: dict[str, Any] = {"local": True}
 SECRETS = ("sandbox.token",)  # no message shows their values
-# Names of the two forms that `data.train` has; pydantic puts them into its paths.
-FORMS = ("path", "list")
+# Names of the forms that `data.train` has; pydantic puts them into its paths.
+FORMS = ("path", "files", "list")
 
 
 def _as_word(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,13 @@ def _with_absolute_paths(values: Mapping[str, Any], prefix: str) -> dict[str, An
 
 def _absolute_if_there(value: Any) -> Any:
     if isinstance(value, list):
-        return [_with_paths(source, *map(_absolute_if_there, _paths(source))) for source in value]
-    return str(Path(value).absolute()) if value is not None and Path(value).exists() else value
+        return [
+            _with_paths(source, *map(_absolute_if_there, _paths(source)))
+            if isinstance(source, dict)
+            else _absolute_if_there(source)
+            for source in value
+        ]
+    return str(Path(value).absolute()) if value is not None and (Path(value).exists() or glob(value)) else value
 
 
 def _same_path(here: Any, there: Any) -> bool:
@@ -176,7 +182,9 @@ def _same_path(here: Any, there: Any) -> bool:
         return here == there or (not shorter.is_absolute() and longer.parts[-len(shorter.parts) :] == shorter.parts)
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
         return all(
-            isinstance(one, dict)
+            _same_path(one, other)
+            if isinstance(one, str)
+            else isinstance(one, dict)
             and isinstance(other, dict)
             and _with_paths(one) == _with_paths(other)
             and all(a == b or _same_path(a, b) for a, b in zip(_paths(one), _paths(other), strict=True))

@@ -29,6 +29,7 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
 # Keys of the section `data` that hold for sources which do not set them.
 READ_BY_SOURCES = (
     "config", "prompt_column", "answer_column", "answer_after", "id_column", "system_prompt", "prompt_markup",
+    "template_options",
 )  # fmt: skip
 # For each built-in simulated user, the option that limits its turns, and the default.
 TURN_OPTIONS = {"corrector": ("turns", 3), "llm": ("max_turns", 5)}

@@ -13,6 +13,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 
 from common.config.agent import IGNORABLE
+from common.config.data import CONTINUE, DECIDED_VARIABLES
 from generator.agents.exchange import App, Receive, Send
 from generator.agents.session import AgentRequest, RequestRefused
 from generator.chat_template import Message
@@ -187,11 +188,7 @@ class Dialect:
 
 
 # Variables of the template that are not the request's to set.
-FIXED_VARIABLES = {
-    "add_generation_prompt", "continue_final_message", "messages", "conversation", "tools", "documents", "padding",
-    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-    "markup", "prompt", "system", "before",
-}  # fmt: skip
+FIXED_VARIABLES = DECIDED_VARIABLES | {CONTINUE}
 
 
 class Chat(Dialect):

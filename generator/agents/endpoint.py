@@ -158,6 +158,8 @@ async def vllm_app(config: Config, client: Any) -> Any:
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([*words, "--disable-fastapi-docs"])
     arguments.model = config.model.path
     arguments.structured_outputs_config.reasoning_parser = reasoning or ""
+    # What the template is told, parsers of thoughts must know.
+    arguments.default_chat_template_kwargs = config.data.template_variables
     tasks = await client.get_supported_tasks()
     try:
         app = build_app(arguments, tasks)

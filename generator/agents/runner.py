@@ -38,6 +38,7 @@ from generator.engine.engine import Engine
 from generator.episode import Episode, EpisodeStep
 from generator.episode_runner import prepared
 from generator.parts import EpisodeParts
+from generator.prompts import Prompts
 from generator.rewards.registry import OWN
 from generator.tools.toolbox import encodable
 
@@ -55,8 +56,9 @@ class AgentRunner:
     def __init__(self, config: Config, engine: Engine, parts: EpisodeParts, endpoint: Endpoint | None) -> None:
         assert config.episode.agent is not None
         self.config, self.agent, self.parts = config.episode, config.episode.agent, parts
-        self.template = parts.chat_template(engine.tokenizer)
+        self.template = parts.chat_template(engine.tokenizer, config)
         self._data, self._endpoint = config.data, endpoint
+        self._prompts = Prompts(self.template, config.data)
         self._url = endpoint.url if endpoint is not None else ""
         if self.agent.environment is not None:
             self._program: Program = EnvironmentServer(self.agent.environment)
@@ -68,8 +70,8 @@ class AgentRunner:
         self._reward_range = config.sampler.tracker.reward_range
 
     async def prepare(self, task: Task) -> Episode:
-        """Make an episode that has only its prompt yet; raises `PromptTooLong`."""
-        return await prepared(task, self.template, self._data)
+        """Make an episode that has only its prompt yet; raises `UnusablePrompt`."""
+        return await prepared(task, self._prompts, self._data)
 
     async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
         """Run a prepared episode to its end, with its folder, which the caller removes.
@@ -79,7 +81,7 @@ class AgentRunner:
             sampling: temperature, top_p, top_k and seed.
 
         Raises:
-            PromptTooLong: see `prepare`.
+            UnusablePrompt: see `prepare`.
             Exception: the agent or the engine failed; the episode says nothing about the model.
         """
         assert self._endpoint is not None
@@ -178,6 +180,7 @@ class AgentRunner:
             ignore=tuple(self.agent.ignore),
             reward_range=self._reward_range if self._gives_reward else None,
             markup=self._data.prompt_markup,
+            template_options=self._data.template_variables,
         )
 
     def _task(self, task: Task, session: Session, folder: Path) -> AgentTask:
@@ -197,7 +200,9 @@ class AgentRunner:
 
     def _whole_row(self, task: Task) -> dict[str, Any]:
         """The row with its prompt and answer; a column `a.b` is still in it, within `a`."""
-        columns = {self._data.prompt_column: task.prompt, self._data.answer_column: task.answer}
+        columns = {self._data.prompt_column: task.prompt}
+        if self._data.answer_column is not None:
+            columns[self._data.answer_column] = task.answer
         return {name: value for name, value in columns.items() if name.partition(".")[0] not in task.row} | task.row
 
     def _response(self, episode: Episode) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class SessionLimits:
         ignore: fields of requests that are taken out instead of refused.
         reward_range: which rewards the agent may send; None: none.
         markup: whether special tokens in what the agent sends count as such.
+        template_options: variables of the chat template, unless a request sets them.
     """
 
     max_response_tokens: int
@@ -52,6 +53,7 @@ class SessionLimits:
     ignore: tuple[str, ...] = ()
     reward_range: tuple[float, float] | None = None
     markup: bool = False
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +414,7 @@ class Session:
     async def _tail(self, request: AgentRequest, parent: Node | None, known: int) -> np.ndarray:
         """Ids of the prompt behind what it continues."""
         messages = request.messages
-        options = {**request.variables, "markup": self.limits.markup}
+        options = {**self.limits.template_options, **request.variables, "markup": self.limits.markup}
         if parent is None:
             render = partial(self._template.prompt, messages, **options)
         else:

@@ -96,7 +96,8 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str])
         reports: a report on each source is appended here.
         notes: the reasons why tokens are not counted are appended here.
     """
-    from launcher.checks.rows import load_tokenizer, prompt_encoder, report_source
+    from generator.token_text import load_tokenizer
+    from launcher.checks.rows import PromptEncoder, report_source
 
     def find(context: Context) -> Iterator[Finding]:
         config, tokenizer = context.config, None
@@ -109,9 +110,10 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str])
         for source in (*config.data.sources("train"), *config.data.sources("heldout")):
             encode = None
             try:
-                encode = prompt_encoder(config, source, tokenizer) if tokenizer is not None else None
-            except UserError as error:
+                encode = PromptEncoder(config, source, tokenizer) if tokenizer is not None else None
+            except UserError as error:  # of the template, or of the tools
                 notes.append(f"{source.key}: {error}")
+                yield problem(notes[-1])
             report = report_source(source, config.data.max_prompt_tokens, encode, _track)
             reports.append(report)
             line = f"{report.key}: {report.data}"

@@ -32,12 +32,12 @@ from common.errors import UserError
 from common.messages import Kind, Task
 from common.process import Role
 from generator.engine.arguments import check_engine_names
-from generator.episode_runner import PromptTooLong
 from generator.parts import RunParts
+from generator.prompts import PromptNotSeen, UnusablePrompt
 from generator.task_runner import TaskRunner
+from generator.token_text import load_tokenizer
 from generator.users import conversation
 from launcher.checks.rewards import reward_names, score_empty
-from launcher.checks.rows import load_tokenizer
 from launcher.checks.vocabulary import vocabulary
 from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
 from sampler.prompt_traits import prompt_traits
@@ -117,7 +117,7 @@ async def _episodes(config: Config, data: RunData, log: Any) -> list[Finding]:
         longest = await _begin(runner, data.train, "train")
         if data.heldout is not None:
             longest = max(longest, await _begin(runner, data.heldout, "eval"))
-        template = parts.parts[0].chat_template(tokenizer)
+        template = next(own.chat_template(tokenizer, source) for source, own in parts.by_source.values())
     finally:
         await parts.close()
     facts = f"the first prompts have up to {longest} tokens; a turn ends with {' or '.join(template.ends)}"
@@ -133,18 +133,21 @@ async def _begin(runner: TaskRunner, prompts: PromptSet, kind: Kind) -> int:
     """Start the first episodes of each source as a generator does; returns the length of the longest prompt, in tokens.
 
     Raises:
-        UserError: all first prompts of a source are too long.
+        UserError: none of the first prompts of a source can be used, or the model would not see most of them whole.
     """
     longest = 0
     for start, end in pairwise(prompts.starts):
-        lengths, reason = [], ""
+        lengths: list[int] = []
+        lost, reason = 0, ""
         for i in range(start, min(start + PROMPTS, end)):
             try:
                 lengths.append(await _begin_one(runner, _task(prompts, i, kind), score=i == start))
-            except PromptTooLong as error:
-                reason = str(error)
-        if not lengths:
-            raise UserError(f"none of the first prompts of {prompts.source(start)} can be used: {reason}")
+            except UnusablePrompt as error:
+                lost += isinstance(error, PromptNotSeen)
+                reason = reason or f"{prompts.where(i)}: {error}"
+        if not lengths or lost > len(lengths):
+            few = "few" if lengths else "none"
+            raise UserError(f"{few} of the first prompts of {prompts.source(start)} can be used: {reason}")
         longest = max(longest, *lengths)
     return longest
 

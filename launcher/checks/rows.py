@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,11 @@ import numpy as np
 from common.answers import answer_kind, are_mixed
 from common.config import Config, Source
 from common.errors import UserError, one_line
-from common.model import end_ids, hub_answers
 from sampler.chat import Messages
+from sampler.hints import Hints
 from sampler.prompts import check_rows, missing_columns
-from sampler.rows import Rows, open_rows
+from sampler.rows import BadRow, CheckedRow, Rows, open_rows
 
-# Token ids of a prompt as a generator would render it, int32 [T].
-Encode = Callable[[str | Messages], np.ndarray]
 # Shows progress over rows: `track(rows, how many, what)`.
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
@@ -58,11 +55,13 @@ class SourceReport:
     Attributes:
         key, data: the source's key in the configuration, and what is read.
         problem: why no row can be used; empty if some can.
-        problems: how many rows cannot be used, by kind: `unreadable`, `prompt`, `answer`, `id`, `duplicate`.
+        problems: how many rows cannot be used, by kind: `unreadable`, `prompt`, `answer`, `id`, `duplicate`,
+            `template`.
         reasons: the same by error message.
         answers: usable rows by the kind of their answer.
         columns: how many rows have each column.
         too_long: prompts with more tokens than `data.max_prompt_tokens`; None if tokens are not counted.
+        hints: what was probably not meant, with the setting that helps.
         ids: ids of the usable rows, each with its column (None: the id is a hash of the prompt).
     """
 
@@ -79,6 +78,7 @@ class SourceReport:
     tokens: Lengths | None = None
     too_long: int | None = None
     ids: set[tuple[str | None, str]] = field(default_factory=set)
+    hints: list[str] = field(default_factory=list)
 
     @property
     def mixed(self) -> bool:
@@ -86,45 +86,91 @@ class SourceReport:
         return are_mixed(self.answers)
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model; raises `UserError` if it cannot be loaded."""
-    from transformers import AutoTokenizer  # slow to import
+@dataclass
+class Rendered:
+    """Counts of prompts that were rendered.
 
-    # Without a network the library would try each file for half a minute.
-    is_cut_off = not Path(path).is_dir() and not hub_answers()
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=is_cut_off)
-    except Exception as error:  # the library and the network raise many types, all about this path
-        reason = str(error).splitlines()[0][:200]
-        if is_cut_off:
-            reason = "it is no folder here, it is not in the cache, and the Hugging Face hub cannot be reached"
-        raise UserError(f"the tokenizer of {path} cannot be loaded: {reason}") from None
+    Attributes:
+        lengths: tokens of those that the model sees whole.
+        lost, first: how many it does not see whole, and where and why it does not see the first of them.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    lost: int = 0
+    first: str = ""
+
+    def rows(self, rows: Rows, source: Source, encode: PromptEncoder | None) -> Iterator[CheckedRow]:
+        """Every row of a source, counted; a prompt that the model would not see whole is a problem of its row."""
+        for row in check_rows(rows, source):
+            if row.problem is None and encode is not None:
+                try:
+                    self.lengths.append(len(encode(row.prompt)))
+                except BadRow as problem:
+                    row.problem = problem
+                    self.lost += 1
+                    self.first = self.first or f"{rows.where(row.number)}: {problem}"
+            yield row
+
+    def problem(self, limit: int) -> str:
+        """Why the source cannot be used; empty if it can.
+
+        Args:
+            limit: `data.max_prompt_tokens`.
+        """
+        shown = len(self.lengths)
+        if self.lost > shown:
+            return f"the model would not see {self.lost} of {self.lost + shown} prompts as they are ({self.first})"
+        if shown and min(self.lengths) > limit:
+            return (
+                f"all {shown} prompts are longer than data.max_prompt_tokens = {limit}: the shortest has "
+                f"{min(self.lengths)} tokens; raise it, with model.max_model_len"
+            )
+        return ""
 
 
-def prompt_encoder(config: Config, source: Source, tokenizer: Any) -> Encode:
-    """A function that gives a prompt's token ids, with the source's system prompt and tools; raises `UserError`."""
-    from generator.chat_template import ChatTemplate  # only with a tokenizer: it needs packages of the generator
-    from generator.formats import make_format
-    from generator.tools import Toolbox
+class PromptEncoder:
+    """Gives a prompt's token ids as generators render it, int32 [T]; raises `BadRow` where the model would not see it.
 
-    settings = config.for_source(source)
-    # Tools are described here and never called, so they need no sandbox.
-    toolbox = Toolbox(settings.episode, {"sandbox": lambda: None, "memory_mb": lambda: config.sandbox.memory_mb})
-    described = make_format(settings.episode.call_format).wrap is None
-    template = ChatTemplate(tokenizer, toolbox.schemas() if described else None, end_ids(config.model.path))
-    data = settings.data
+    Raises:
+        UserError: the source's tools cannot be made, or the tokenizer has no chat template that fits them.
+    """
 
-    def encode(prompt: str | Messages) -> np.ndarray:
-        return template.prompt(prompt, data.system_prompt, markup=data.prompt_markup)
+    def __init__(self, config: Config, source: Source, tokenizer: Any) -> None:
+        # They need packages of the generator.
+        from generator.parts import make_template
+        from generator.prompts import Prompts
+        from generator.tools import Toolbox
 
-    return encode
+        own = config.for_source(source)
+        # Tools are described here and never called, so they need no sandbox.
+        toolbox = Toolbox(own.episode, {"sandbox": lambda: None, "memory_mb": lambda: config.sandbox.memory_mb})
+        self._template = make_template(tokenizer, own, toolbox)
+        self._prompts = Prompts(self._template, own.data)
+
+    def __call__(self, prompt: str | Messages) -> np.ndarray:
+        from generator.prompts import PromptNotSeen
+
+        try:
+            return self._prompts.encode(prompt)
+        except PromptNotSeen as error:
+            raise BadRow(str(error), "template", error.reason) from None
+
+    def hints(self) -> Iterator[str]:
+        """What the template leaves out beside the texts of messages."""
+        if self._prompts.unseen_call:
+            yield f"{self._template.name} leaves out {self._prompts.unseen_call}; use another template"
+        if unseen := self._template.undescribed_tools():
+            yield (
+                f"{self._template.name} does not describe tools: unless prompts or data.system_prompt do, the model "
+                f"knows nothing of {', '.join(unseen)}"
+            )
 
 
-def report_source(source: Source, limit: int, encode: Encode | None, track: Track) -> SourceReport:
+def report_source(source: Source, limit: int, encode: PromptEncoder | None, track: Track) -> SourceReport:
     """Read all rows of a source.
 
     Args:
-        encode: see `prompt_encoder`; None: tokens are not counted.
+        encode: None: tokens are not counted.
         limit: `data.max_prompt_tokens`.
     """
     report = SourceReport(source.key, source.shown())
@@ -137,36 +183,39 @@ def report_source(source: Source, limit: int, encode: Encode | None, track: Trac
     return report
 
 
-def _read(report: SourceReport, rows: Rows, source: Source, limit: int, encode: Encode | None, track: Track) -> None:
+def _read(
+    report: SourceReport, rows: Rows, source: Source, limit: int, encode: PromptEncoder | None, track: Track
+) -> None:
     characters: list[int] = []
-    tokens: list[int] = []
+    rendered = Rendered()
     first_problem = ""
-    for row in track(check_rows(rows, source), len(rows), report.key):
+    hints = Hints(source, rows)
+    for row in track(rendered.rows(rows, source, encode), len(rows), report.key):
         report.rows += 1
+        hints.add(row)
         where = rows.where(row.number)
         for name in row.row or ():
             report.columns[name] = report.columns.get(name, 0) + 1
         if row.problem is not None:
-            reason, kind = str(row.problem), row.problem.problem
+            reason, general, kind = str(row.problem), row.problem.reason, row.problem.problem
             report.problems[kind] = report.problems.get(kind, 0) + 1
-            # A parser's details differ from row to row, so they are not part of the reason.
-            general, _, details = reason.partition(" (") if kind == "unreadable" else (reason, "", "")
-            first = f"{where}: {details.removesuffix(')')}" if details else where
-            report.reasons.setdefault(general, Occurrences()).add(first)
+            details = reason.removeprefix(general).strip(" ()")
+            report.reasons.setdefault(general, Occurrences()).add(f"{where}: {details}" if details else where)
             if not first_problem:
                 columns = missing_columns(row.row, source) if row.row is not None else ""
                 first_problem = f"{where}: {reason}" + (f"; {columns}" if columns else "")
             continue
         report.usable += 1
         report.ids.add((source.id_column, row.prompt_id))
-        report.answers.setdefault(answer_kind(row.answer), Occurrences()).add(where)
+        if row.answer is not None:
+            report.answers.setdefault(answer_kind(row.answer), Occurrences()).add(where)
         characters.append(_characters(row.prompt))
-        if encode is not None:
-            tokens.append(len(encode(row.prompt)))
-    if not report.usable:
+    report.hints += [*hints.lines(), *(encode.hints() if encode is not None else ())]
+    report.problem = rendered.problem(limit)
+    if not report.usable and not report.problem:
         report.problem = f"all {report.rows} rows are unusable ({first_problem})" if report.rows else "it is empty"
-    report.characters, report.tokens = Lengths.of(characters), Lengths.of(tokens)
-    report.too_long = None if encode is None else sum(count > limit for count in tokens)
+    report.characters, report.tokens = Lengths.of(characters), Lengths.of(rendered.lengths)
+    report.too_long = None if encode is None else sum(count > limit for count in rendered.lengths)
 
 
 def _characters(prompt: str | Messages) -> int:
@@ -197,6 +246,8 @@ def _facts(report: SourceReport, limit: int) -> Iterator[tuple[str, str]]:
             for kind, rows in report.answers.items()
         )
         yield "answers", ", ".join(kinds) + mixed
+    for hint in report.hints:
+        yield "warning", hint
     if report.characters is not None:
         yield "characters", _lengths(report.characters)
     if report.tokens is not None:

@@ -13,12 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from common.config import Config
 from common.errors import UserError
 from common.log import setup
-from launcher.checks.rows import load_tokenizer, prompt_encoder
+from generator.token_text import load_tokenizer
+from launcher.checks.rows import PromptEncoder
 from learner.model import load_policy
 from learner.prompt_states import prompt_states
+from sampler.chat import Messages
 from sampler.prompt_states import write_states
 from sampler.prompt_traits import MAX_PROMPTS
 from sampler.prompts import load_prompts
+from sampler.rows import BadRow
 
 
 class Found(NamedTuple):
@@ -42,16 +45,20 @@ def find_states(config: Config, output: Path, console: Console) -> Found:
     if len(prompts) > MAX_PROMPTS:
         raise UserError(f"data.train has {len(prompts):,} prompts, and states are used for at most {MAX_PROMPTS:,}")
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    rows: list[np.ndarray] = []
-    for part in prompts.parts:
-        rows += map(prompt_encoder(config, part.source, tokenizer), part.prompts())
+    rows: list[np.ndarray | None] = []
     limit = config.data.max_prompt_tokens
-    fits = np.array([len(row) <= limit for row in rows])
+    for part in prompts.parts:
+        encode = PromptEncoder(config, part.source, tokenizer)
+        rows += [_encoded(encode, prompt, limit) for prompt in part.prompts()]
+    fits = np.array([row is not None for row in rows])
     if not fits.any():
-        raise UserError(f"all {len(rows):,} prompts of data.train are longer than data.max_prompt_tokens = {limit}")
+        raise UserError(
+            f"all {len(rows):,} prompts of data.train are longer than data.max_prompt_tokens = {limit}, or do not fit "
+            "the chat template; see `spo data check`"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = load_policy(config).to(device)
-    kept = [row for row, short in zip(rows, fits.tolist(), strict=True) if short]
+    kept = [row for row in rows if row is not None]
     columns = TextColumn("reading prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(kept))
@@ -61,3 +68,12 @@ def find_states(config: Config, output: Path, console: Console) -> Found:
     ids = [prompt_id for prompt_id, short in zip(prompts.ids, fits.tolist(), strict=True) if short]
     write_states(output, ids, states)
     return Found(len(kept), states.shape[1], len(rows) - len(kept))
+
+
+def _encoded(encode: PromptEncoder, prompt: str | Messages, limit: int) -> np.ndarray | None:
+    """A prompt's token ids; None where generators would skip it."""
+    try:
+        token_ids = encode(prompt)
+    except BadRow:
+        return None
+    return token_ids if len(token_ids) <= limit else None

@@ -15,6 +15,7 @@ from generator.episode import Episode
 from generator.episode_runner import EpisodeRunner
 from generator.formats import make_format
 from generator.parts import EpisodeParts
+from generator.prompts import Prompts
 from generator.rewards import Outcome, Score, Scorer
 from generator.tools import Toolbox
 from generator.users import UserTurn, conversation
@@ -117,6 +118,7 @@ def runner(
     made = EpisodeRunner(config, engine, parts)
     # By default the tools are not described in the prompt, so that it stays short.
     made.template = template or TEMPLATE
+    made.prompts = Prompts(made.template, made.data)
     return made
 
 

@@ -151,6 +151,9 @@ def test_what_a_run_writes_has_absolute_paths_of_what_is_there(tmp_path: Path) -
     paths = [source["path"] for source in values["data"]["train"]]
     assert paths == [str(tmp_path / "a.jsonl"), "gsm8k", "reasoning_gym:chain_sum"]
     assert parse_config(values).data.sources("train")[0].name == "a"
+    (tmp_path / "part-0.jsonl").touch()
+    several = yaml.safe_load(dump_config(config(data={"train": ["part-*.jsonl", "gone.jsonl"]}), absolute=True))
+    assert several["data"]["train"] == [f"{tmp_path}/part-*.jsonl", "gone.jsonl"]
     hub = yaml.safe_load(dump_config(config(model={"path": "Qwen/Qwen3-8B"}), absolute=True))
     assert hub["model"]["path"] == "Qwen/Qwen3-8B"
 
@@ -171,6 +174,10 @@ def test_a_relative_path_agrees_with_an_absolute_one(here: str, there: str, agre
     ours, theirs = (config(data={"train": [{"path": path, "weight": 2}]}) for path in (here, there))
     assert bool(differences(ours, shared_values(theirs))) != agree
     assert differences(ours, shared_values(config(data={"train": [{"path": there, "weight": 3}]})))
+    ours, theirs = config(data={"train": ["a.jsonl", here]}), config(data={"train": ["a.jsonl", there]})
+    assert bool(differences(ours, shared_values(theirs))) != agree
+    options = {"template_options": {"enable_thinking": False}}
+    assert differences(config(data={"train": "a"}), shared_values(config(data={"train": "a"} | options)))
     ours, theirs = (config(teacher={"model": path}) for path in (here, there))
     assert bool(differences(ours, shared_values(theirs))) != agree
     ours, theirs = (config(data={"train": [{"path": "a", "teacher": {"model": path}}]}) for path in (here, there))

@@ -30,6 +30,22 @@ SECTIONS = [
     ("learner: {lrr: 1}", "unknown configuration key learner.lrr; did you mean learner.lr?"),
     ("lerner: {lr: 1}", "unknown configuration key lerner; did you mean learner?"),
     ("sampler: {tracker: {zzz: 1}}", "sampler.tracker.zzz; allowed: rho_min, rho_max, half_life, reward_range"),
+    ("data: {train: [a.jsonl, {path: b.jsonl}]}", "data.train[0] = 'a.jsonl' is a section, not a value"),
+    ("data: {train: t, template_options: {tools: []}}", "data.template_options: 'tools' is not the data's to set"),
+    ("data: {train: t, answer_column: null}", "data.train has no answers | episode.reward = 'exact' compares"),
+    (
+        "{data: {train: [{path: a, episode: {reward: code}}], answer_column: null}, episode: {reward: length}}",
+        "data.train[a] has no answers | 'code' compares with them",
+    ),
+    (
+        "{data: {train: t, answer_column: null}, episode: {reward: judge, reward_options: {judge: {model: m}}}}",
+        "'judge' compares with them",
+    ),
+    ("{data: {train: t, answer_column: null, answer_after: x}, episode: {reward: length}}", "answer_after = 'x' looks"),
+    (
+        "{data: {train: t, answer_column: null}, episode: {reward: length}, teacher: {context: 'a {answer}'}}",
+        "teacher.context names {answer}",
+    ),
     ("learner: {lr: fast}", "learner.lr = 'fast'"),
     ("learner: 3", "learner = 3 is a section, not a value; give one of its keys: lr, schedule"),
     ("run: {name: a b}", "run.name = 'a b'"),
@@ -219,7 +235,6 @@ SECTIONS = [
     ("data: {train: [{path: b, teacher: {weight: 2}}]}", "data.train[b].teacher.weight cannot be set for one source"),
     # Data.
     ("data: {train: []}", "data.train"),
-    ("data: {train: [a.jsonl]}", "data.train"),
     ("data: {train: [{path: b.jsonl, weight: 0}]}", "data.train[b.jsonl].weight = 0: input should be greater than 0"),
     ("data: {train: [{path: b.jsonl, weight: .nan}]}", "weight = nan: input should be a finite number"),
     ("data: {train: [{name: b}]}", "data.train[b].path is missing"),

@@ -26,7 +26,7 @@ def test_a_string_is_one_source_with_the_sections_settings() -> None:
         Source(
             key="data.train", name="maths", path="data/maths.parquet", split="train", config="hard", options={},
             weight=1.0, prompt_column="q", answer_column="answer", id_column="uid", answer_after="####",
-            system_prompt="be brief", prompt_markup=False, episode={}, teacher={},
+            system_prompt="be brief", prompt_markup=False, template_options={}, episode={}, teacher={},
         )
     ]  # fmt: skip
     (heldout,) = config.data.sources("heldout")
@@ -105,3 +105,33 @@ def test_a_local_copy_is_read_by_the_format_of_a_known_set(name: str) -> None:
     assert copy.path == "copy.parquet"
     for key in ("prompt_column", "answer_column", "answer_after", "id_column"):
         assert getattr(copy, key) == getattr(known, key)
+
+
+def test_rewards_that_compare_nothing_need_no_answers() -> None:
+    judged = {"template": "Is it kind? {text}", "base_url": "http://x", "model": "m"}
+    for episode in (
+        {"reward": {"format": 0.5, "module:mine": 0.5}},
+        {"reward": "code", "reward_options": {"code": {"tests": "cases"}}},
+        {"reward": "judge", "reward_options": {"judge": judged}},
+    ):
+        tree = {"model": {"path": "m"}, "data": {"train": "t", "answer_column": None}, "episode": episode}
+        assert parse_config(tree).data.sources("train")[0].answer_column is None
+
+
+@pytest.mark.parametrize(
+    ("train", "paths", "name"),
+    [
+        ("maths/*.parquet", "maths/*.parquet", "maths"),
+        ("data/part-*.jsonl", "data/part-*.jsonl", "part"),
+        (["data/a.jsonl", "b.jsonl"], ("data/a.jsonl", "b.jsonl"), "a"),
+        ([{"path": ["a.jsonl", "b.jsonl"], "name": "both"}], ("a.jsonl", "b.jsonl"), "both"),
+    ],
+)
+def test_several_files_are_one_source(train: Any, paths: Any, name: str) -> None:
+    (source,) = parse_config({"model": {"path": "m"}, "data": {"train": train}}).data.sources("train")
+    assert (source.path, source.name) == (paths, name)
+
+
+def test_template_options_of_a_source_replace_the_sections() -> None:
+    config = parse({"path": "a.jsonl"}, {"path": "b.jsonl", "template_options": {}}, template_options={"x": False})
+    assert [config.for_source(one).data.template_options for one in config.data.sources("train")] == [{"x": False}, {}]

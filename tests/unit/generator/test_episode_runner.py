@@ -18,8 +18,8 @@ from generator import episode_runner
 from generator.chat_template import ChatTemplate
 from generator.concurrency import LONG_TEXT, LONG_TOKENS
 from generator.engine.engine import Completion, EngineFailed
-from generator.episode_runner import PromptTooLong
 from generator.parts import EpisodeParts
+from generator.prompts import PromptTooLong
 from generator.users import UserTurn
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import (
@@ -322,9 +322,10 @@ def test_a_template_that_cannot_show_tool_results_is_refused() -> None:
         "{%- for m in messages -%}{%- if m.role == 'tool' -%}{{ raise_exception('no tools here') }}{%- endif -%}"
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{%- endfor -%}"
     )
-    parts = EpisodeParts(configured(tools=["calculator"]))
+    config = configured(tools=["calculator"])
+    parts = EpisodeParts(config)
     with pytest.raises(UserError, match="'tool' messages.*no tools here.*call_format=code"):
-        parts.chat_template(tokenizer)
+        parts.chat_template(tokenizer, config)
 
 
 def test_the_templates_end_of_turn_stops_generation() -> None:
@@ -391,7 +392,8 @@ def test_a_models_own_ends_of_text_stop_generation(tmp_path: Path) -> None:
     tokenizer, _ = shaped("qwen")
     ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>"])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    chat = EpisodeParts(configured({"model": {"path": str(tmp_path)}})).chat_template(tokenizer)
+    config = configured({"model": {"path": str(tmp_path)}})
+    chat = EpisodeParts(config).chat_template(tokenizer, config)
     engine = Stopping("hi<|im_start|>user", tokenizer=tokenizer)
     episode = play(engine, template=chat)
     assert engine.limits[0]["stop_token_ids"] == tuple(sorted(tokenizer.convert_tokens_to_ids(["<|im_start|>", END])))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -16,9 +18,11 @@ from common.errors import UserError
 from common.messages import Task
 from generator.episode_runner import EpisodeRunner
 from generator.parts import RunParts
-from launcher.checks.rows import load_tokenizer
+from generator.token_text import load_tokenizer
+from launcher.checks.prompts import check_first_prompts
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_tokenizer
+from tests.support.chat_templates import CARELESS, QWEN, STRICT, with_template
 from tests.support.episode import ScriptedEngine
 
 
@@ -115,13 +119,143 @@ def _tokens_of_an_episode(config: Config, source: str, prompt: str) -> int:
 def test_tokens_that_cannot_be_counted_are_a_note_and_no_error(tmp_path: Path) -> None:
     path = write_config(tmp_path, train=str(jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": 1})))
     (tmp_path / "model").mkdir()
-    for reason in ("tokenizer", "has no chat template"):
-        report = check_json(path)
-        assert reason in report["tokens_not_counted"]
-        assert report["sources"][0]["usable"] == 1
-        tokenizer = build_tokenizer()
-        tokenizer.chat_template = None
-        tokenizer.save_pretrained(tmp_path / "model")
+    report = check_json(path)
+    assert "tokenizer" in report["tokens_not_counted"]
+    assert report["sources"][0]["usable"] == 1
+
+
+def asks(*messages: tuple[str, Any], **columns: Any) -> dict[str, Any]:
+    """A row whose prompt is chat messages, each a role and a content."""
+    return {"prompt": [{"role": role, "content": content} for role, content in messages], "answer": 1} | columns
+
+
+def write_model(folder: Path, template: str | None = QWEN) -> Path:
+    with_template(template).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "refusal"),
+    [
+        (None, {}, "has no chat template; add one to its tokenizer_config.json"),
+        (QWEN, {"episode": {"tools": ["calculater"], "max_assistant_turns": 2}}, "did you mean calculator"),
+        (QWEN, {"data": {"template_options": {"enable_thinkng": True}}}, "did you mean enable_thinking"),
+        (QWEN, {"data": {"max_prompt_tokens": 8}}, r"all 1 prompts are longer than data.max_prompt_tokens = 8: the"),
+    ],
+    ids=["no template", "misspelt tool", "misspelt option", "too long"],
+)
+def test_what_no_generator_could_use_is_refused(
+    tmp_path: Path, template: str | None, settings: dict[str, Any], refusal: str
+) -> None:
+    model, path = write_model(tmp_path, template), tmp_path / "run.yaml"
+    data = {"train": str(jsonl(tmp_path / "a.jsonl", asks(("user", "What is 0+0?"))))} | settings.pop("data", {})
+    path.write_text(yaml.safe_dump({"model": {"path": str(model)}, "data": data, **settings}))
+    with pytest.raises(UserError, match=refusal):
+        check(path)
+    with pytest.raises(UserError, match=refusal):
+        check_first_prompts(load_config(path, (), {}))
+
+
+HUMANS = [asks(("human", f"What is {i}+{i}?")) for i in range(8)]
+ONE_BAD_ORDER = [*(asks(("user", f"{i}?")) for i in range(7)), asks(("user", "Be brief."), ("user", "9?"))]
+
+
+def test_a_row_that_the_template_refuses_is_skipped_and_most_of_them_refuse_the_run(tmp_path: Path) -> None:
+    model = write_model(tmp_path, STRICT)
+    (source,) = check_json(jsonl(tmp_path / "a.jsonl", *ONE_BAD_ORDER), "--tokenizer", model)["sources"]
+    ((reason, rows),) = source["reasons"].items()
+    assert (source["usable"], source["problems"], rows["count"]) == (7, {"template": 1}, 1)
+    assert "TemplateError: roles must alternate" in reason
+    assert rows["first"].endswith("a.jsonl line 8")
+    check_first_prompts(load_config(write_config(tmp_path, train=str(tmp_path / "a.jsonl")), (), {}))
+    write_model(tmp_path)
+    jsonl(tmp_path / "a.jsonl", *HUMANS, *ONE_BAD_ORDER[:7])
+    refusal = r"the model would not see 8 of 15 prompts as they are \(.*a.jsonl line 1: the text of message 1 .*'human'"
+    with pytest.raises(UserError, match=refusal):
+        check(tmp_path / "run.yaml")
+    with pytest.raises(UserError, match=refusal):
+        check_first_prompts(load_config(tmp_path / "run.yaml", (), {}))
+
+
+def test_prompts_are_read_until_one_fits_before_the_start(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    long = [asks(("user", f"{i} " + "x" * 100)) for i in range(100)]
+    path = write_config(
+        tmp_path, train=str(jsonl(tmp_path / "a.jsonl", *long, asks(("user", "0?")))), max_prompt_tokens=60
+    )
+    check_first_prompts(load_config(path, (), {}))
+    jsonl(tmp_path / "a.jsonl", *long)
+    with pytest.raises(UserError, match="all 100 prompts are longer than data.max_prompt_tokens = 60"):
+        check_first_prompts(load_config(path, (), {}))
+
+
+GAMES = [asks(("user", "Play."), seed=seed, level=seed // 2) for seed in range(4)]
+JSON_TEXT = json.dumps([{"role": "user", "content": "0?"}])
+CALLED = asks(("user", "a")) | {
+    "prompt": [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "weather"}}]},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "hint"),
+    [
+        ([asks(("user", "0?"), ("assistant", "Let me add.\n<think>"))], (), "continue_final_message: true"),
+        ([asks(("user", "0?"))], ("data.system_prompt=Be brief.",), "data.system_prompt is put before prompts of text"),
+        ([{"prompt": "<|im_start|>user\n0?<|im_end|>", "answer": 1}], (), "'<|im_start|>'.*data.prompt_column"),
+        ([{"prompt": "<start_of_turn>user\n0?", "answer": 1}], (), "'<start_of_turn>'.*data.prompt_markup"),
+        ([{"prompt": "[INST] 0? [/INST]", "answer": 1}], (), r"'\[INST\]'"),
+        ([{"prompt": JSON_TEXT, "answer": 1}], (), "reads as chat messages.*data.prompt_column"),
+        ([{"prompt": str(json.loads(JSON_TEXT)), "answer": 1}], (), "reads as chat messages"),
+        ([{"prompt": '{"from": "human", "value": "0?"}', "answer": 1}], (), "reads as chat messages"),
+        ([asks(("user", "<image>What is it?"))], (), "<image> stands for"),
+        ([asks(("user", "What is it?"), images=["a.png"])], (), "column 'images' stands for"),
+        (GAMES, (), "3 rows .*line 2.*'seed'.* differs; to keep such rows, set data.id_column=seed"),
+        ([asks(("user", f"{i}?"), answer=float(np.float32(i / 10))) for i in range(3)], (), "0.10000000149011612 in"),
+        ([asks(("human", "0?"))], (), "role 'human'"),
+    ],
+)
+def test_what_was_probably_not_meant_is_said_with_the_key_that_helps(
+    tmp_path: Path, rows: list[Any], options: tuple[str, ...], hint: str
+) -> None:
+    overrides = [word for option in options for word in ("-o", option)]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    (said,) = check_json(path, *overrides)["sources"][0]["hints"]
+    assert re.search(hint, said)
+    assert f"  warning     {said}" in check(path, *overrides)
+
+
+def test_plain_data_gets_no_hint(tmp_path: Path) -> None:
+    rows = [
+        asks(("system", ""), ("user", "What is 1 < 2 | 3?")),
+        {"prompt": '{"a": 1} is JSON; what role has it?', "answer": 0.5, "images": None},
+        {"prompt": "[1, 2]", "answer": 0.1, "image": []},
+        {"prompt": "same", "answer": 1.25},
+        {"prompt": "same", "answer": 1.25},
+    ]
+    assert check_json(jsonl(tmp_path / "a.jsonl", *rows))["sources"][0]["hints"] == []
+    meant = jsonl(tmp_path / "b.jsonl", asks(("user", "0?"), ("assistant", "So")), {"prompt": "<|x|>", "answer": 1})
+    options = "data.template_options={continue_final_message: true}", "data.prompt_markup=true"
+    assert check_json(meant, "-o", options[0], "-o", options[1])["sources"][0]["hints"] == []
+
+
+def test_what_a_template_leaves_out_beside_texts_is_a_hint(tmp_path: Path) -> None:
+    write_model(tmp_path, CARELESS)
+    data = {"train": str(jsonl(tmp_path / "a.jsonl", CALLED))}
+    tools = {"tools": ["calculator"], "max_assistant_turns": 2}
+    tree = {"model": {"path": str(tmp_path / "model")}, "data": data, "episode": tools}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    _, call, tool = check_json(tmp_path / "run.yaml")["sources"][0]["hints"]
+    assert "leaves out the call of 'weather' in message 2" in call
+    assert "does not describe tools: unless prompts or data.system_prompt do, the model knows nothing of calc" in tool
+
+
+def test_data_without_answers_gets_a_way_out(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two."})
+    with pytest.raises(UserError, match="set data.answer_column, or to null where the reward needs no answer"):
+        check(path)
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:

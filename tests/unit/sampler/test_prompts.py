@@ -347,3 +347,62 @@ def test_held_out_prompts_that_are_trained_on_are_counted(
         load_data(DataConfig.model_validate({"train": [train], "heldout": [other] if ids else [other, train]}), LOG)
     entries = [entry for entry in logs if entry["event"] == "held-out prompts are also trained on"]
     assert [(entry["prompts"], entry["of"]) for entry in entries] == ([shared] if shared else [])
+
+
+@pytest.mark.parametrize(
+    "given", ["part-*.*", "**/part-*", ["part-a.jsonl", "part-b.parquet"], ["part-a.*", "part-b.*"]]
+)
+def test_the_rows_of_several_files_are_those_of_one_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jsonl(Path("part-a.jsonl"), GOOD, {"prompt": "2"}, GOOD | {"prompt": "3"})
+    parquet(Path("part-b.parquet"), prompt=["1+1", "4"], answer=["2", "5"])
+    prompts, skipped, _ = load(given)
+    assert asked(prompts) == [("1+1", 2), ("3", 2), ("4", "5")]
+    assert skipped == {
+        "part-a.jsonl line 2": "no answer in column 'answer'",
+        "part-b.parquet row 1": "the same prompt as an earlier row",
+    }
+    assert [prompts.where(i) for i in range(3)] == [
+        "part-a.jsonl line 1",
+        "part-a.jsonl line 3",
+        "part-b.parquet row 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ("gone/*.jsonl", "data 'gone/.*' matches no file"),
+        (["a.jsonl", "gone-*.jsonl"], "data 'gone-.*' matches no file"),
+        (["a.jsonl", "b.jsonl"], "data file b.jsonl does not exist; did you mean a.jsonl"),
+        (["a.jsonl", "gsm8k"], "data gsm8k is not .*only such files are read together; .* list of sources"),
+        ("*", "only such files are read together"),
+    ],
+)
+def test_one_of_several_files_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any, refusal: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jsonl(Path("a.jsonl"), GOOD)
+    Path("notes.txt").touch()
+    with pytest.raises(UserError, match=refusal):
+        load(given)
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:
+    assert len(load(jsonl(tmp_path / "a[1].jsonl", GOOD))[0]) == 1
+
+
+def test_data_without_answers_is_read_where_none_are_asked_for(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two.", "answer": None})
+    prompts, skipped, _ = load(path, answer_column=None)
+    assert (asked(prompts), skipped) == ([("Write a line.", None), ("Write two.", None)], {})
+    assert [task.answer for task in sent(prompts)] == [None, None]
+
+
+def test_what_was_probably_not_meant_is_logged_at_the_start(tmp_path: Path) -> None:
+    _, _, logged = load(jsonl(tmp_path / "a.jsonl", chat(user("a"), {"role": "assistant", "content": "So"})))
+    (line,) = [event for event in logged if "continue_final_message" in event]
+    assert line.startswith(f"data.train: 1 rows (first: {tmp_path / 'a.jsonl'} line 1)")

@@ -1,0 +1,55 @@
+"""Renders the first prompts of each source before anything starts, as generators will render them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from common.config import Config, load_config
+from common.config.data import SIDES, Source
+from common.errors import UserError, reports_user_errors
+from generator.token_text import load_tokenizer
+from launcher.checks.rows import PromptEncoder, Rendered
+from sampler.rows import open_rows
+
+FIRST = 64  # prompts of each source; more only while all are too long
+
+
+def check_first_prompts(config: Config) -> None:
+    """Check that the model would see the prompts of a run.
+
+    Raises:
+        UserError: there is no chat template, a tool cannot be made, the template does not fit the tools; most of the
+            first prompts of a source would not be seen whole, or all of its prompts are too long.
+    """
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    for side in SIDES:
+        for source in config.data.sources(side):
+            try:
+                encode = PromptEncoder(config, source, tokenizer)
+            except UserError as error:
+                raise UserError(f"{source.key}: {error}" if source.episode else str(error)) from None
+            if problem := _problem(source, encode, config.data.max_prompt_tokens):
+                raise UserError(f"{source.key}: {problem}")
+
+
+def _problem(source: Source, encode: PromptEncoder, limit: int) -> str:
+    """Why a source cannot be used; empty if it can."""
+    rows, rendered = open_rows(source.path, source.split, source.options, source.config), Rendered()
+    all_too_long = False
+    for row in rendered.rows(rows, source, encode):
+        if row.problem is None:
+            all_too_long = rendered.lengths[-1] > limit and (all_too_long or len(rendered.lengths) == 1)
+        if len(rendered.lengths) + rendered.lost >= FIRST and not all_too_long:
+            break
+    return rendered.problem(limit)
+
+
+@reports_user_errors
+def main() -> None:
+    """Check the prompts of the run whose configuration is the only argument."""
+    check_first_prompts(load_config(Path(sys.argv[1]), ()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""All checks of `spo run` before it starts anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from common.config import Config, dump_config
+from common.errors import UserError
+from launcher.checks.rewards import check_with_rewards
+
+
+def check_before_start(config: Config) -> None:
+    """Check a run on this machine; raises `UserError`."""
+    with _prompts_checked(config):
+        check_with_rewards(config)
+
+
+@contextmanager
+def _prompts_checked(config: Config) -> Iterator[None]:
+    """Check prompts meanwhile, in a process of its own: the libraries that it imports would stay in this one's memory.
+
+    Raises:
+        UserError: by the end of the block; see `check_first_prompts`.
+    """
+    with tempfile.TemporaryDirectory(prefix="spo-check-") as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_config(config, absolute=True))
+        command = [sys.executable, "-m", "launcher.checks.prompts", str(file)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                yield
+                _, problems = process.communicate()
+            finally:
+                process.kill()
+    if process.returncode:
+        line = (problems.strip().splitlines() or ["the prompts could not be checked"])[-1]
+        raise UserError(line.removeprefix("error: "))
