@@ -224,7 +224,7 @@ class ChatTemplate:
         # What stands between two calls is their own (quotes, brackets), and does not end a turn.
         self._in_calls = {token for between in calls[1:-1] for token in between}
         call_end = self._first_end(calls[-1])
-        self._ends |= {call_end} - {None}
+        self._ends |= {call_end} if call_end is not None else set()
         # What the template writes before messages of all roles may also stand within a turn (harmony).
         with suppress(TemplateFailed):
             self._ends |= {self._end_before("tool")} - {before_user}

@@ -7,6 +7,7 @@ import re
 import secrets
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class TokenText:
         # Stands for markup in a text while it passes through a chat template, whose filters change no ASCII letters.
         self._mask = f"x{secrets.token_hex(8)}x"
         self._masked = re.compile(f"{self._mask}([0-9a-f]+);")
-        self._markup_and_blanks = re.compile(rf"\s*({self._any_markup.pattern})\s*")
+        self._between_markup = re.compile(f"({self._any_markup.pattern})")
         self._first_token = str(getattr(tokenizer, "bos_token", None) or "")
         self._encode = _encoder(tokenizer)
         self._encode_plain = _encoder(tokenizer, plain=list(self._tokens.values()), behind=self._mask)
@@ -178,16 +179,19 @@ class TokenText:
 
     def _hide_ends(self, text: str) -> str:
         """The text with pieces of markup hidden: the end of one where it starts, the start of one where it ends."""
-        sizes = range(min(self._longest - 1, len(text)), 0, -1)
-        if len(text) in sizes and text in self._pieces:
+        if text.isidentifier():
+            return text
+        size = min(self._longest - 1, len(text))
+        if len(text) == size and text in self._pieces:
             return self._hidden(text) if _PIECE.fullmatch(text) else text
-        for piece in (text[:size] for size in sizes if text[size - 1] in self._lasts):
-            if f"{piece}\0" in self._pieces and _PIECE.fullmatch(piece):
-                text = self._hidden(piece) + text[len(piece) :]
-                break
-        for piece in (text[-size:] for size in sizes if text[-size] in self._firsts):
-            if f"\0{piece}" in self._pieces and _PIECE.fullmatch(piece):
-                return text[: -len(piece)] + self._hidden(piece)
+        if not self._lasts.isdisjoint(text[:size]):
+            ends = (text[: i + 1] for i in range(size - 1, -1, -1) if text[i] in self._lasts)
+            piece = next((end for end in ends if f"{end}\0" in self._pieces and _PIECE.fullmatch(end)), "")
+            text = (self._hidden(piece) if piece else "") + text[len(piece) :]
+        if not self._firsts.isdisjoint(text[-size:]):
+            starts = (text[i:] for i in range(-size, 0) if text[i] in self._firsts)
+            piece = next((start for start in starts if f"\0{start}" in self._pieces and _PIECE.fullmatch(start)), "")
+            text = text.removesuffix(piece) + (self._hidden(piece) if piece else "")
         return text
 
     def _hidden(self, text: str) -> str:
@@ -204,12 +208,24 @@ class TokenText:
         return self._encode_plain(self.shown(text), before is not None)
 
     def _comparable(self, text: str) -> str:
-        return self._markup_and_blanks.sub(r"\1", unicodedata.normalize("NFC", text)).strip()
+        return "".join(piece.strip() for piece in self._between_markup.split(unicodedata.normalize("NFC", text)))
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern of these texts, the longest first; without any it matches nowhere."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+    return re.compile(_alternatives(sorted(texts)) or r"(?!)")
+
+
+def _alternatives(texts: Sequence[str]) -> str:
+    """A pattern of sorted texts that looks at each character once: thousands of them may begin alike."""
+    ends = (texts[0], texts[-1]) if texts else ("", "")
+    common = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False)))
+    rests = [text[len(common) :] for text in texts]
+    groups = [list(group) for _, group in groupby(filter(None, rests), key=lambda rest: rest[0])]
+    if not groups:
+        return re.escape(common)
+    optional = "?" if "" in rests else ""
+    return f"{re.escape(common)}(?:{'|'.join(map(_alternatives, groups))}){optional}"
 
 
 def _encoder(tokenizer: Any, plain: Sequence[Any] = (), behind: str = "") -> Callable[..., list[int]]:
