@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.progress import track as show_progress
 
-from common.checks.check import Check, Context, Finding, Need, When, examine, ok, problem, refuse_problems
+from common.checks.check import Check, Context, Finding, Need, When, examine, ok, problem, refuse_problems, warning
 from common.checks.list import CHECKS
 from common.checks.machine import Machine
 from common.config import load_config, parse_config
 from common.config.load import override as set_overrides
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.process import Role
 from common.scripts import OverrideOption
 
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 
 CONFIGS = (".yaml", ".yml")
+SLOW_ROWS = 256  # of each source, on which a reward of the user's own is tried
 
 
 @app.callback()
@@ -52,7 +53,8 @@ def check(
     override: OverrideOption = None,
 ) -> None:
     """Read every row of a run's data, and report on each source: how many rows can be used, what is wrong with the
-    others, columns, types of answers, lengths of prompts. Exit code 2 if a source has no usable row.
+    others, columns, types of answers, lengths of prompts; with a reward, the references that it fails on, or that no
+    answer can match. Exit code 2 if a source has no usable row, or the reward fails on most.
 
     - `spo data check my.yaml`
     - `spo data check data/maths.parquet -o data.prompt_column=problem`
@@ -70,7 +72,14 @@ def check(
     reports: list[SourceReport] = []
     notes: list[str] = []
     rows = rows_check(tokenizer or (config.model.path if is_config else None), reports, notes)
-    findings = examine([*CHECKS, rows], When.DATA, Context(Role.SAMPLER, Machine(), config))
+    has_reward = is_config or any(one.startswith("episode.reward") for one in override or ())
+    checks = [
+        *CHECKS,
+        rows,
+        *([Check("reward", _reward, When.DATA, (Role.SAMPLER,), Need.CONFIG)] if has_reward else []),
+    ]
+    findings = examine(checks, When.DATA, Context(Role.SAMPLER, Machine(), config))
+    rewards = [finding for finding in findings if finding.name == "reward"]
     note = notes[-1] if notes else ""
     trained = set().union(*(report.ids for report in reports if report.key.startswith("data.train")))
     heldout = [report.ids for report in reports if report.key.startswith("data.heldout")]
@@ -78,12 +87,14 @@ def check(
     if as_json:
         sources = [_plain(report) for report in reports]
         result = {"sources": sources, "heldout_also_trained_on": shared, "tokens_not_counted": note}
+        result["reward"] = [{"level": finding.level.value, "line": finding.line} for finding in rewards]
         sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     else:
         limit = config.data.max_prompt_tokens
         text = [line for report in reports for line in lines(report, limit)]
         text += [f"tokens are not counted: {note}"] if note else []
         text += [f"{shared:,} held-out prompts are also trained on"] if shared else []
+        text += [f"reward: {one_line(finding.line)}" for finding in rewards]
         sys.stdout.write("\n".join(text) + "\n")
     refuse_problems(findings)
 
@@ -120,6 +131,16 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str])
             yield problem(f"{line}: {report.problem}") if report.problem else ok(line)
 
     return Check("rows", find, When.DATA, (Role.SAMPLER,), Need.CONFIG)
+
+
+def _reward(context: Context) -> Iterator[Finding]:
+    """Try the reward of each source on its reference answers; all of them where that is quick."""
+    try:
+        from launcher.checks.rewards import try_sources  # needs packages of the generator
+    except ImportError as error:
+        yield warning(f"not tried, since {error.name} is not installed here")
+        return
+    yield from try_sources(context.config, SLOW_ROWS, all_if_quick=True, track=_track)
 
 
 def _track(rows: Iterable[Any], total: int, what: str) -> Iterator[Any]:

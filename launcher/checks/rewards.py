@@ -1,11 +1,15 @@
-"""Finds the agents, and scores an empty response to the first row of each source: what cannot work is named at once."""
+"""Finds the agents, and tries the rewards on the first rows of each source: what cannot work is named at once."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
+from common.checks.check import Finding, refuse_problems
 from common.checks.list import check_run
 from common.config import Config, EpisodeConfig
 from common.config.data import Source
@@ -16,11 +20,10 @@ from generator.agents.sandboxed import check_agents
 from generator.parts import SIDES, SharedParts
 from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
+from launcher.checks.references import START_ROWS, can_be_tried, compares_only, try_references
 from launcher.checks.vocabulary import check_vocabularies
 from sampler.prompts import Prompt, SourcePrompts, check_rows
 from sampler.rows import open_rows
-
-UNTRIED = {"judge", "agent"}  # rewards that call a server, or that only an agent gives
 
 
 def check_with_rewards(config: Config) -> None:
@@ -29,11 +32,28 @@ def check_with_rewards(config: Config) -> None:
     check_vocabularies(config)
     check_agents(config)
     asyncio.run(check_environments(config, get_logger()))
-    asyncio.run(_score_first_rows(config))
+    findings = try_sources(config, START_ROWS)
+    refuse_problems(findings)
+    for finding in findings:
+        get_logger().warning(finding.line)
 
 
-async def _score_first_rows(config: Config) -> None:
-    shared = SharedParts(config.sandbox)
+def try_sources(config: Config, rows: int, all_if_quick: bool = False, track: Any = None) -> list[Finding]:
+    """Findings about the rewards of each source, tried on its references.
+
+    Args:
+        rows: how many of each source, its first ones.
+        all_if_quick: try all rows of a source whose reward only compares answers.
+        track: shows progress over rows: `track(rows, how many, what)`.
+
+    Raises:
+        UserError: a reward cannot be made.
+    """
+    return asyncio.run(_try_sources(config, rows, all_if_quick, track or (lambda some, *_: some)))
+
+
+async def _try_sources(config: Config, rows: int, all_if_quick: bool, track: Any) -> list[Finding]:
+    shared, findings = SharedParts(config.sandbox), []
     try:
         for side in SIDES:
             for source in config.data.sources(side):
@@ -42,11 +62,13 @@ async def _score_first_rows(config: Config) -> None:
                     scorer = shared.scorer(own)
                 except UserError as error:
                     raise UserError(f"{source.key}: {error}" if source.episode else str(error)) from None
-                prompt = _first_prompt(source)
-                if prompt is not None:
-                    await score_empty(scorer, own.episode, prompt, side)
+                if can_be_tried(own.episode):
+                    limit = None if all_if_quick and compares_only(own.episode) else rows
+                    trial = await try_references(scorer, own.episode, _named_prompts(source, limit, track))
+                    findings += trial.findings(source.key)
     finally:
         await shared.close()
+    return findings
 
 
 async def score_empty(scorer: Scorer, episode: EpisodeConfig, prompt: Prompt, side: str) -> None:
@@ -55,7 +77,7 @@ async def score_empty(scorer: Scorer, episode: EpisodeConfig, prompt: Prompt, si
     Raises:
         UserError: a reward fails, as one does that cannot read the row.
     """
-    if not UNTRIED.isdisjoint(reward_names(episode)):
+    if not can_be_tried(episode):
         return
     limit = episode.max_response_tokens
     try:
@@ -71,11 +93,13 @@ def reward_names(episode: EpisodeConfig) -> list[str]:
     return list(episode.reward_weights)
 
 
-def _first_prompt(source: Source) -> Prompt | None:
-    """The first usable prompt; None where there is none, which the sampler says."""
+def _named_prompts(source: Source, limit: int | None, track: Any) -> Iterator[tuple[str, Prompt]]:
+    """The first usable prompts with the names of their rows; none where there is none, which the sampler says."""
     try:
         rows = open_rows(source.path, source.split, source.options, source.config)
     except UserError:
-        return None
-    usable = next((row for row in check_rows(rows, source) if row.problem is None), None)
-    return None if usable is None else SourcePrompts(source, rows, np.array([usable.number]), [usable.prompt_id])[0]
+        return
+    usable = (row for row in check_rows(rows, source) if row.problem is None)
+    for row in track(islice(usable, limit), len(rows) if limit is None else min(limit, len(rows)), "reward"):
+        prompts = SourcePrompts(source, rows, np.array([row.number]), [row.prompt_id])
+        yield prompts.where(0), prompts[0]

@@ -30,8 +30,6 @@ class Summary:
     finished: bool
     accuracy_before: float | None
     accuracy_after: float | None
-    reward_before: float | None
-    reward_after: float | None
     heldout_samples: int
     steps: int
     counters: dict[str, int]
@@ -45,6 +43,8 @@ class Summary:
     error: str | None = None
     left_out: int = 0
     batched: int = 0
+    reward_before: float | None = None
+    reward_after: float | None = None
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

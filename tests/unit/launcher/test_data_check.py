@@ -300,3 +300,80 @@ def test_without_a_network_only_the_cache_has_tokenizers(monkeypatch: pytest.Mon
     with pytest.raises(UserError, match="tokenizer of owner/name cannot be loaded: .* hub cannot be reached"):
         load_tokenizer("owner/name")
     assert asked == [True]
+
+
+# The reward, tried on the reference answers.
+
+
+def rewards_of(path: Path, reward: Any, folder: Path | None = None, **options: Any) -> list[dict[str, str]]:
+    config = (folder or path.parent) / "rewards.yaml"
+    episode = {"reward": reward, "reward_options": options, "reward_workers": 1}
+    data = {"train": str(path)}
+    config.write_text(yaml.safe_dump({"model": {"path": "none"}, "data": data, "episode": episode}))
+    result = CliRunner().invoke(app, ["data", "check", str(config), "--json"], standalone_mode=False)
+    assert result.exception is None or isinstance(result.exception, UserError)
+    found: list[dict[str, str]] = json.loads(result.stdout)["reward"]
+    assert (result.exception is not None) == any(finding["level"] == "problem" for finding in found)
+    return found
+
+
+def answers(folder: Path, *references: Any) -> Path:
+    rows = [{"prompt": f"question {i}", "answer": reference} for i, reference in enumerate(references)]
+    return jsonl(folder / "answers.jsonl", *rows)
+
+
+LONG = "x" * 120  # beyond the end that `boxed` looks at
+STREAM = {"inputs": ["1"], "outputs": ["1"]}
+TRIED = {
+    "all can be matched": ("boxed", (4, "B", "a b"), None),
+    "some": ("boxed", (LONG, 4, 5), ("warning", "no answer made of the", "for 1 of 3 rows tried: ", "line 1 ('xxx")),
+    "most": ("boxed", (4, LONG, LONG + "y"), ("problem", "for 2 of 3 rows tried: ", "line 2", "line 3")),
+    "with thinking": ("boxed_think", (4, "B"), None),
+    "in a sum": ({"exact": 0.5, "length": 0.5}, (4, "B"), None),
+    "no reference is read": ("length", (4, "B"), None),
+    "no tests": ("code", (4, STREAM), ("warning", "fails on 1 of 2 rows tried; ", "line 1: tests = '4'")),
+    "tests": ("code", (["assert f()"], {"fn_name": "f", "inputs": [[1]], "outputs": [1]}), None),
+    "a server is asked": ("judge", (4,), None),
+}  # fmt: skip
+
+
+@pytest.mark.integration  # starts a sandbox
+@pytest.mark.parametrize("case", TRIED)
+def test_references_are_tried_with_the_reward(case: str, tmp_path: Path) -> None:
+    reward, references, expected = TRIED[case]
+    judge = {"judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}}
+    found = rewards_of(answers(tmp_path, *references), reward, **(judge if reward == "judge" else {}))
+    if expected is None:
+        assert found == []
+        return
+    (finding,) = found
+    level, *words = expected
+    assert finding["level"] == level
+    assert all(word in finding["line"] for word in ("data.train: ", *words))
+
+
+@pytest.mark.integration  # starts scoring processes
+def test_references_are_tried_with_maths_and_a_reward_of_ones_own(tmp_path: Path) -> None:
+    deep = "(" * 3000 + "1" + ")" * 3000
+    (unread,) = rewards_of(answers(tmp_path, r"\$2", "15 dollars", "34.", deep), "math", math={"seconds": 0.3})
+    assert unread["level"] == "warning"
+    assert "the reward fails on 1 of 4 rows tried; " in unread["line"]
+    assert "line 4: reward 'math': ValueError: the reference answer '(((" in unread["line"]
+    here = "tests.support.some_rewards"
+    assert rewards_of(answers(tmp_path, 4, "B"), f"{here}:asynchronous_call") == []
+    (ignores,) = rewards_of(answers(tmp_path, 4, "B"), f"{here}:never")
+    assert ignores["level"] == "warning"
+    assert "right only if the reward ignores the reference" in ignores["line"]
+    (broken,) = rewards_of(answers(tmp_path, *range(9)), f"{here}:broken")
+    assert broken["level"] == "problem"
+    assert "the reward fails on 9 of 9 rows tried; " in broken["line"]
+    assert "some_rewards.py:" in broken["line"]
+    assert broken["line"].endswith("line 6 and 3 more")
+    assert broken["line"].count("KeyError") == 1
+
+
+def test_without_a_reward_no_reference_is_tried(tmp_path: Path) -> None:
+    path = answers(tmp_path, LONG)
+    assert check_json(path)["reward"] == []
+    with pytest.raises(UserError, match="no answer made of the reference"):
+        check(path, "-o", "episode.reward=boxed")
