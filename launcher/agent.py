@@ -124,9 +124,8 @@ def lines_of(record: dict[str, Any], messages: bool) -> Iterator[str]:
         yield f"request {message['request']}, {message['role']}: {message['content']}{calls}"
     yield "requests:"
     yield from (f"  {line}" for line in request_lines(record) or ["none"])
-    made = [one for one in record.get("requests", ()) if "sampled" in one]
-    later = [one for one in made[1:] if one.get("row") is not None]
-    if later:
+    trained = [one for one in record.get("requests", ()) if one.get("row") is not None]
+    if later := trained[1:]:
         kept, ids = sum(one["kept"] for one in later), sum(one["prompt"] for one in later)
         yield f"kept: {kept / ids:.1%} of the later requests' prompt ids"
     yield from (

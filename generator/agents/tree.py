@@ -38,7 +38,7 @@ class Node:
         kept: how many ids the parent's prompt and reply have.
         messages: what it adds to the parent's conversation.
         digest: of its whole conversation.
-        frame: of the tools and system messages that it is answered with.
+        frame: equal for requests with the same instructions: system messages, or without any the tools.
         turn: what was sampled; None until it has ended, and once it was dropped.
         reply: what the agent was given, as a chat message.
         children: requests that continue it, in order.
@@ -132,10 +132,8 @@ class Tree:
         """
         parent, known = None, 0
         digest = hashlib.blake2b(_packed(setting), digest_size=16)
-        frame = digest.copy()
-        for message in messages:
-            if message["role"] in SYSTEM:
-                frame.update(canonical(message, self.history))
+        system = [canonical(message, self.history) for message in messages if message["role"] in SYSTEM]
+        frame = hashlib.blake2b(b"".join(system) or _packed(setting), digest_size=16)
         for count, message in enumerate(messages, 1):
             digest.update(canonical(message, self.history))
             nodes = self._by_digest.get(digest.digest()) if message["role"] == "assistant" else None
@@ -209,9 +207,9 @@ class Tree:
 
         With `connected` these are the main conversation, which has the most requests (of equal ones, the most tokens),
         and those that are connected with it, directly or through others. Two conversations are connected if what the
-        model said in one was sent in the other, or if they have the same tools and system messages, and another
-        message in common. With `quoting` such a message is enough: what an agent asks beside the task, such as
-        for a title, often quotes the task.
+        model said in one was sent in the other, or if they have a message in common under the same instructions: the
+        same system messages, or none and the same tools. With `quoting` a message in common is enough: what an agent
+        asks beside the task, such as for a title, often quotes the task.
         """
         conversations = {root: list(root.conversation()) for root in self.nodes if root.parent is None and root.turn}
         if train == "all" or len(conversations) < 2:
@@ -246,19 +244,16 @@ def canonical(message: Message, history: History) -> bytes:
 
 @dataclass(slots=True)
 class _Texts:
-    """What the agent sent in a conversation, as system messages and as others, and what the model said there."""
+    """What the agent sent in a conversation, and what the model said there."""
 
     sent: set[str] = field(default_factory=set)
-    system: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> _Texts:
         texts = cls()
         for node in nodes:
-            for message in node.messages:
-                sent = texts.system if message["role"] in SYSTEM else texts.sent
-                sent.update(_leaves(message.get("content")))
+            texts.sent.update(text for message in node.messages for text in _leaves(message.get("content")))
             reply = node.reply or {}
             calls = [call["function"]["arguments"] for call in reply.get("tool_calls") or ()]
             texts.said.update(_leaves([reply.get("content"), *calls]))
@@ -273,16 +268,16 @@ def _links(texts: Mapping[Node, _Texts], quoting: bool) -> Mapping[Link, set[Lin
     """Link conversations with the texts that connect them, in time proportional to all texts.
 
     A text that was sent is linked with those of the same frame that sent it (if `quoting`, of any), and with those
-    whose model said it or a long part of it. A system message alone has nobody in common.
+    whose model said it or a long part of it.
     """
     links: defaultdict[Link, set[Link]] = defaultdict(set)
     said: defaultdict[str, set[Node]] = defaultdict(set)
     sent: defaultdict[str, set[bytes]] = defaultdict(set)
     for root, own in texts.items():
-        frame, alone = b"" if quoting else root.frame, b"%d" % root.number
-        for text, of in [(text, frame) for text in own.sent] + [(text, alone) for text in own.system]:
-            links[of, text].add(root)
-            sent[text].add(of)
+        frame = b"" if quoting else root.frame
+        for text in own.sent:
+            links[frame, text].add(root)
+            sent[text].add(frame)
         for text in own.said:
             said[text].add(root)
     by_start: defaultdict[str, list[str]] = defaultdict(list)

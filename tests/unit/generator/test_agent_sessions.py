@@ -400,9 +400,10 @@ async def test_a_request_that_waits_without_a_token_has_stalled_its_attempt(monk
 async def test_a_request_that_is_not_trained_on_says_why() -> None:
     rig = Rig("no<|im_end|>", "why not<|im_end|>", "2<|im_end|>")
     one = rig.session()
-    aide, titler = ({"role": "system", "content": text} for text in ("You solve", "You write titles"))
+    instructions = ("You solve", "You write titles", "You judge topics")
+    aide, titler, judge = ({"role": "system", "content": text} for text in instructions)
     task = {"role": "user", "content": "What is 1+1, and why?"}
-    for messages in ([titler, task], [titler, {"role": "user", "content": "new?"}], [aide, aide, aide, task]):
+    for messages in ([titler, task], [judge, {"role": "user", "content": "new?"}], [aide, aide, aide, task]):
         await Client(rig.layer, "/v1/chat/completions", one.key, {"messages": messages}).reply()
     await one.close()
     made = [(request["row"], request.get("quotes")) for request in one.requests_made()]

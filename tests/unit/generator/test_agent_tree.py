@@ -207,8 +207,10 @@ TASK = "Find out how many files there are"
 # What an agent asks beside [AIDE, TASK] and its calls, what the model says, and which settings train on it.
 BESIDE: dict[str, tuple[list[dict[str, Any]], str, Any, set[str]]] = {
     "a title that quotes the task": ([TITLER, user("Write a title:"), user(TASK)], "Files", None, {"quoting", "all"}),
-    "a title by the same instructions": ([AIDE, user("Write a title")], "Files", TOOLS, {"all"}),
-    "the task without tools": ([AIDE, user(TASK)], "Files", None, {"quoting", "all"}),
+    "the same instructions for another part": (
+        [AIDE, user("look elsewhere")], "Files", None, {"connected", "quoting", "all"},
+    ),
+    "the task without instructions": ([user(TASK)], "Files", None, {"quoting", "all"}),
     "a topic that shares nothing": ([TITLER, user("Is this new?")], "no", None, {"all"}),
     "another try": ([AIDE, user(TASK)], "About seven", TOOLS, {"connected", "quoting", "all"}),
     "a sub-agent that was asked by a call": (
