@@ -56,7 +56,13 @@ def fork(
     origin = {"step": version, "key": "run", "from": str(run), "to": str(new), "time": round(time.time())}
     (new / "changes.jsonl").write_text(json.dumps(origin) + "\n", encoding="utf-8")
     (new / "config.yaml").write_text(dump_config(config, absolute=True), encoding="utf-8")
-    typer.echo(f"{new} starts from step {version} of {run}; start it: spo run {new / 'config.yaml'} --resume")
+    newest = checkpoint_versions(run)[-1]
+    why = ""
+    if step is None and version < newest:
+        state = tracker_path(run, newest)
+        lack = "damaged" if state.exists() else "missing: the sampler had not written it yet"
+        why = f", since {state.relative_to(run)} of its newest step, {newest}, is {lack}"
+    typer.echo(f"{new} starts from step {version} of {run}{why}; start it: spo run {new / 'config.yaml'} --resume")
 
 
 def export(

@@ -135,6 +135,8 @@ class Evaluations:
             return None
         if not self._state.evaluations and self._config.before_training:
             return version
+        if not self._config.after_training:
+            version = min(version, self._run.steps - 1)
         due = version if version >= self._run.steps else version // every * every if every else BEFORE_FIRST_STEP
         return due if due > self._state.evaluated_to else None
 

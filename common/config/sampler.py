@@ -111,8 +111,9 @@ class SamplerConfig(Section):
 class EvalConfig(Section):
     """Held-out evaluations, each of one version of the weights, while training goes on."""
 
-    every: int = Field(10, ge=0, description="Learner steps between evaluations; 0: only at the start and the end.")
+    every: int = Field(10, ge=0, description="Learner steps between evaluations; 0: only before and after training.")
     before_training: bool = Field(True, description="Evaluate the version that training starts from too.")
+    after_training: bool = Field(True, description="Evaluate the last version too.")
     limit: int | None = Field(None, ge=1, description="Held-out prompts to use, of each data set; null: all.")
     samples: int = Field(1, ge=1, description="Responses a prompt, n; above 1 there are avg@n, maj@n and pass@k too.")
     by_column: str | None = Field(

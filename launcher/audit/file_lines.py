@@ -118,7 +118,11 @@ def evaluations_made(run: Evidence) -> str:
     if not run.redis.finished or run.data.heldout is None:
         return ""
     last = run.config.run.steps
-    missing = [] if last in run.folder.answers else [f"version {last} has no evaluation"]
+    missing = (
+        []
+        if last in run.folder.answers or not run.config.eval.after_training
+        else [f"version {last} has no evaluation"]
+    )
     return some([*missing, *run.folder.unfinished])
 
 

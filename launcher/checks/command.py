@@ -50,7 +50,10 @@ def doctor(
     ] = None,
     redis: Annotated[
         str | None,
-        typer.Option(metavar="embedded|URL", help="The --redis you will give to `spo run`; by default broker.url."),
+        typer.Option(
+            metavar="embedded|URL",
+            help="The --redis you will give to `spo run`; by default broker.url, where it is set or a role is given.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
     override: OverrideOption = None,
@@ -69,6 +72,8 @@ def doctor(
     if redis is not None and redis != EMBEDDED:
         overrides.append(f"broker.url={redis}")
     settings = load_config(config, overrides) if config else None
+    if redis is None and role is None and settings is not None and "url" not in settings.broker.model_fields_set:
+        redis = EMBEDDED  # as `spo run` does
     checks = [*CHECKS, *LAUNCHER_CHECKS]
     available = Need.OWN_REDIS if redis == EMBEDDED else Need.REDIS
     if settings is not None:

@@ -114,7 +114,9 @@ class PlainView:
             notice = supervisor.notices.unseen.popleft()
             self.log.warning(notice.line, process=notice.process)
         now = time.monotonic()
-        state = (phases.current, progress.version, len(progress.evaluations), progress.counters.get("counted"))
+        counters = progress.counters
+        evaluated = progress.evaluated if phases.current == "evaluation" else None
+        state = (phases.current, progress.version, len(progress.evaluations), counters.get("counted"), evaluated)
         if now < self._next or state == self._shown:
             return
         self._next, self._shown = now + self.every, state
@@ -123,6 +125,7 @@ class PlainView:
             "phase": phases.current,
             "step": f"{progress.version}/{progress.steps}",
             "reward": progress.rewards[-1] if progress.rewards else None,
+            "evaluated": evaluated,
             "heldout_accuracy": newest["accuracy"] if newest else None,
             "heldout_reward": newest.get("reward") if newest else None,
             "left": None if progress.seconds_left is None else duration(progress.seconds_left),

@@ -166,6 +166,12 @@ class Progress:
     def generating(self) -> bool:
         return any(process.get("state") == "running" for process in self.of_role("generator"))
 
+    @property
+    def evaluated(self) -> int:
+        """Answers so far of the evaluation that is not complete."""
+        complete = sum(int(evaluation["samples"]) for evaluation in self.evaluations)
+        return max(0, self.counters.get("evaluated", 0) - complete)
+
     def phase(self) -> str:
         """The run's phase: engine start, evaluation (before and after training) or training."""
         if not self.has_generated and not self.trained:

@@ -89,7 +89,8 @@ def next_steps(summary: Summary) -> str:
 
 
 def table(summary: Summary) -> RenderableType:
-    made = Table(title="run finished" if summary.finished else "run not finished", show_header=False)
+    ending = "finished" if summary.finished else "stopped" if summary.error is None else "not finished"
+    made = Table(title=f"run {ending}", show_header=False)
     made.add_column(style="bold")
     made.add_column()
     before, after = percent(summary.accuracy_before), percent(summary.accuracy_after)

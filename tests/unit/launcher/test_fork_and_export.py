@@ -57,6 +57,9 @@ def test_the_newest_pair_is_forked_under_the_new_name(first: Path, spo: Spo) -> 
     assert json.loads((new / "changes.jsonl").read_text())["from"] == str(first)
     asked = spo("status", new)
     assert (asked.returncode, "was not started yet: spo run" in asked.stderr) == (2, True), asked.stderr
+    # Why not from the newest checkpoint.
+    assert "from step 4 of" in ran.stdout
+    assert "since checkpoints/tracker/step_6.npz of its newest step, 6, is missing" in ran.stdout.replace("\n", "")
     assert spo("fork", "first", "third", "--step", 2, "-o", "run.steps=9").returncode == 0
     assert checkpoint(first.parent / "third", 2).exists()
 

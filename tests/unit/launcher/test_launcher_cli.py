@@ -16,8 +16,10 @@ import learner.cli
 import relay.cli
 import sampler.cli
 import sandbox_client.cli
+from common.checks.check import Check, Need, When, ok
 from common.config import load_config
 from launcher import chaos
+from launcher.checks import command as checks
 from launcher.cli import GROUPS
 from launcher.config_reference import reference
 from launcher.quickstart import command, inputs
@@ -89,6 +91,25 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
     assert ran.stderr.startswith("error: ")
     assert words in ran.stderr
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ([], True),
+        (["--redis", "embedded"], True),
+        (["-o", "broker.url=redis://127.0.0.1:1/0"], False),
+        (["--redis", "redis://127.0.0.1:1/0"], False),
+        (["--role", "sampler"], False),
+    ],
+)
+def test_the_doctor_looks_for_the_redis_that_a_run_would_use(
+    options: list[str], own: bool, spo: Spo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "CHECKS", (Check("queue", lambda _: ok("asked"), When.DOCTOR, needs=Need.REDIS),))
+    monkeypatch.setattr(checks, "_dry_run_checks", list)
+    ran = spo("doctor", "-c", CONFIG, *options)
+    assert ("will be started" in ran.stdout, "queue" in ran.stdout) == (own, not own)
 
 
 def test_help_teaches_by_examples(spo: Spo) -> None:

@@ -198,6 +198,14 @@ def test_warnings_are_shown_logged_once_and_left_on_the_screen(
     assert [line["step"] for line in lines if line["log_level"] == "info"] == ["1/4", "2/4"]
     warned = [(line["event"], line["process"]) for line in lines if line["log_level"] == "warning"]
     assert warned == [("judge is slow [bold]5[/bold]", "generator-1")]
+    with structlog.testing.capture_logs() as lines:
+        phases = PhaseTimer()
+        phases.enter("evaluation")
+        for answers in (5, 5, 8):
+            count(fake_broker, evaluated=answers)
+            progress.refresh()
+            plain.update(progress, supervisor, phases)
+    assert [line["evaluated"] for line in lines] == [5, 8]
 
 
 def test_the_closing_table_and_its_file_tell_the_same(
@@ -206,7 +214,7 @@ def test_the_closing_table_and_its_file_tell_the_same(
     phases = PhaseTimer()
     count(fake_broker, dispatched=9, counted=4)
     shown = text(table(summarize(read(fake_broker), phases, supervisor, tmp_path)))
-    assert "run not finished" in shown
+    assert "run stopped" in shown
     assert "9 dispatched, 4 counted: some are still on their way" in shown
     assert "degenerate groups" not in shown
 
