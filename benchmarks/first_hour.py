@@ -119,7 +119,7 @@ def steps(folder: Path) -> list[tuple[str, str, Callable[[], str]]]:
         ("own files", "train.jsonl, heldout.jsonl, even.py, even.yaml", lambda: write_files(folder)),
         (
             "check",
-            "spo doctor -c even.yaml --redis embedded",
+            "spo doctor -c even.yaml",
             # Without the number of checks, which grows.
             lambda: last("doctor", "-c", "even.yaml", "--redis", "embedded").partition(", ")[2],
         ),

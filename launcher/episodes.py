@@ -20,7 +20,8 @@ from launcher.folder.query import Query, page
 from launcher.folder.run_folder import RunFolder, model_of
 from launcher.page.episode import decoder, request_lines, row_starts, scored_facts
 
-COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags")
+COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags", "response")
+LONG = ("prompt", "reason", "response")
 STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow", "system": "bold"}
 # Lowest log-prob of each style: tokens that the model was sure of are green.
 LOGPROB_STYLES = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (-math.inf, "red"))
@@ -137,13 +138,15 @@ def listing(rows: list[dict[str, Any]]) -> Table:
     """A table of episodes; each row is an `episode_row`."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in COLUMNS:
-        # Prompt and reason are shortened if the terminal is narrow.
+        # Long texts are shortened if the terminal is narrow.
         is_number = column in ("step", "reward", "turns", "tokens")
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=column not in ("prompt", "reason"))
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=column not in LONG)
     for row in rows:
-        step, name, prompt, *rest, reason, flags = _cells(row)
+        step, name, prompt, *rest, reason, flags, response = _cells(row)
         style = "red" if {"skipped", "tool error"} & set(row["flags"]) else ""
-        table.add_row(step, name, _cut(prompt, "dim"), *rest, _cut(reason, style), Text(flags, style))
+        table.add_row(
+            step, name, _cut(prompt, "dim"), *rest, _cut(reason, style), Text(flags, style), _cut(response, "")
+        )
     return table
 
 
@@ -152,7 +155,7 @@ def _cut(text: str, style: str) -> Text:
 
 
 def plain_listing(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The same table as tab-separated lines, in which only the prompt is shortened."""
+    """The same table as tab-separated lines, in which only prompt and response are shortened."""
     yield "\t".join(COLUMNS)
     for row in rows:
         yield "\t".join(_cells(row))
@@ -162,7 +165,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     names = ("step", "task", "prompt", "reward", "turns", "tokens", "reason")
     values = {**row, "reward": number(row["reward"])}
     flags = ", ".join(flag for flag in row["flags"] if flag != "tokens")
-    return [*(one_line(str(values[name])) for name in names), flags]
+    return [*(one_line(str(values[name])) for name in names), flags, one_line(values["response"])]
 
 
 def episode_lines(episode: dict[str, Any]) -> Iterator[Text]:

@@ -194,6 +194,7 @@ def episode_row(index: EpisodeIndex, row: np.void, record: dict[str, Any]) -> di
         "task": str(record.get("task_id", "")),
         "prompt_id": str(record.get("prompt_id", "")),
         "prompt": prompt_text(record.get("input", ""))[:PROMPT_CHARS],
+        "response": str(record.get("output") or "")[:PROMPT_CHARS],
         "reward": None if np.isnan(row["reward"]) else float(f"{row['reward']:.7g}"),
         "turns": int(row["turns"]),
         "tokens": int(row["tokens"]),

@@ -294,7 +294,7 @@ def test_visible_text_has_nothing_a_terminal_acts_on(text: str) -> None:
 def test_what_an_agent_sends_is_no_users(run: Path) -> None:
     asked = [{"role": "user", "content": "1+1?", "request": 0}, {"role": "assistant", "content": "2", "request": 0}]
     keep(run, 40, "t40", {"messages": asked})
-    flags = {cells[1]: cells[-1] for cells in (line.split("\t") for line in output_of(run).splitlines())}
+    flags = {cells[1]: cells[-2] for cells in (line.split("\t") for line in output_of(run).splitlines())}
     assert (flags["t40"], flags["t3"]) == ("", "tool error, user")
 
 
@@ -347,8 +347,9 @@ def test_what_an_agent_gave_to_be_scored_is_shown(run: Path, scored: Any, lines:
 
 def test_the_table_fits_a_terminal_and_flags_what_is_special(run: Path) -> None:
     lines = [line.split("\t") for line in output_of(run).splitlines()]
-    flags = {cells[1]: cells[-1] for cells in lines[1:]}
+    flags = {cells[1]: cells[-2] for cells in lines[1:]}
     assert flags == {"e10-0": "eval", "t5": "skipped", "t3": "tool error, user", "t4": "", "t1": "", "t2": ""}
+    assert {cells[1]: cells[-1] for cells in lines[1:]} == dict.fromkeys(flags, "4") | {"t5": ""}
     console = Console(width=100, force_terminal=True, color_system=None)
     keep(run, 40, "t40", prompt="very long " * 50)
     with console.capture() as capture:
