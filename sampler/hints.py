@@ -109,7 +109,7 @@ class Hints:
             "rounded": f"{detail} in {answers} is a number of 32 bits, written out: store it as text or with 64 bits, "
             "or name another column by data.answer_column",
             "prefill": "the last message is the assistant's, which ends there: the model begins another; to have it "
-            "continued, set data.template_options={continue_final_message: true} (with data.prompt_markup=true for "
+            "continued, set data.template_options.continue_final_message=true (with data.prompt_markup=true for "
             "tags such as <think>), or leave it out",
             "system": "data.system_prompt is put before prompts of text alone, and these are chat messages: give them "
             "a system message, or remove data.system_prompt",

@@ -91,7 +91,7 @@ def matching_files(path: str | Sequence[str]) -> list[str]:
         return [path]
     files = sorted(glob(path, recursive=True))
     if not files:
-        raise UserError(f"data {path!r} matches no file; give a path that exists, or another pattern")
+        raise UserError(f"no file matches {path!r}; give a path that exists, or another pattern")
     return files
 
 

@@ -202,7 +202,7 @@ CALLED = asks(("user", "a")) | {
 @pytest.mark.parametrize(
     ("rows", "options", "hint"),
     [
-        ([asks(("user", "0?"), ("assistant", "Let me add.\n<think>"))], (), "continue_final_message: true"),
+        ([asks(("user", "0?"), ("assistant", "Let me add.\n<think>"))], (), "data.template_options.continue_final_message=true"),
         ([asks(("user", "0?"))], ("data.system_prompt=Be brief.",), "data.system_prompt is put before prompts of text"),
         ([{"prompt": "<|im_start|>user\n0?<|im_end|>", "answer": 1}], (), "'<|im_start|>'.*data.prompt_column"),
         ([{"prompt": "<start_of_turn>user\n0?", "answer": 1}], (), "'<start_of_turn>'.*data.prompt_markup"),
@@ -237,7 +237,7 @@ def test_plain_data_gets_no_hint(tmp_path: Path) -> None:
     ]
     assert check_json(jsonl(tmp_path / "a.jsonl", *rows))["sources"][0]["hints"] == []
     meant = jsonl(tmp_path / "b.jsonl", asks(("user", "0?"), ("assistant", "So")), {"prompt": "<|x|>", "answer": 1})
-    options = "data.template_options={continue_final_message: true}", "data.prompt_markup=true"
+    options = "data.template_options.continue_final_message=true", "data.prompt_markup=true"
     assert check_json(meant, "-o", options[0], "-o", options[1])["sources"][0]["hints"] == []
 
 

@@ -374,8 +374,8 @@ def test_the_rows_of_several_files_are_those_of_one_source(
 @pytest.mark.parametrize(
     ("given", "refusal"),
     [
-        ("gone/*.jsonl", "data 'gone/.*' matches no file"),
-        (["a.jsonl", "gone-*.jsonl"], "data 'gone-.*' matches no file"),
+        ("gone/*.jsonl", "no file matches 'gone/.*'"),
+        (["a.jsonl", "gone-*.jsonl"], "no file matches 'gone-.*'"),
         (["a.jsonl", "b.jsonl"], "data file b.jsonl does not exist; did you mean a.jsonl"),
         (["a.jsonl", "gsm8k"], "data gsm8k is not .*only such files are read together; .* list of sources"),
         ("*", "only such files are read together"),
