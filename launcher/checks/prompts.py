@@ -22,7 +22,10 @@ def check_first_prompts(config: Config) -> None:
         UserError: there is no chat template, a tool cannot be made, the template does not fit the tools; most of the
             first prompts of a source would not be seen whole, or all of its prompts are too long.
     """
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    try:
+        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    except UserError:
+        return  # the engine downloads it, or tells what is wrong with the model
     for side in SIDES:
         for source in config.data.sources(side):
             try:
