@@ -16,7 +16,7 @@ from common.files import tracker_is_whole, tracker_path
 from common.log import Timeline
 from common.masking import METRIC, RECENT, advice, recent_warning
 from common.messages import Batch, Step
-from common.streams.batches import BatchInbox, latest
+from common.streams.batches import STEPS_KEPT, BatchInbox, StepReader, latest
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.weights.server import SentStats
@@ -131,7 +131,7 @@ class Learner:
                 self._begin_checkpoint()
             self._finish_checkpoint()
             is_over = self._serve_until_finished()
-            if is_over and self.version < self.config.run.steps:
+            if is_over and self.version < max(step.version for step in StepReader(self.broker).read(STEPS_KEPT)):
                 raise UserError(
                     f"run {self.config.run.name!r} is finished, and the newest checkpoint in {self.checkpoints.folder} "
                     f"is of version {self.version}: Redis has freed the batches after it, so the last one cannot be "
@@ -254,11 +254,11 @@ class Learner:
         if metrics["batch/left_out"]:
             why = {"reason": rollouts.reason} if rollouts.reason else {}
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]), **why)
-            try:
-                self.left_out.add(len(batch.sample_ids), int(metrics["batch/left_out"]), rollouts.reason, self.saved)
-            except UserError:
-                self._finish_checkpoint()
-                raise
+        try:
+            self.left_out.add(len(batch.sample_ids), int(metrics["batch/left_out"]), rollouts.reason, self.saved)
+        except UserError:
+            self._finish_checkpoint()
+            raise
         self._watch_masking(metrics)
         with phases("publish"):
             self.publisher.wait()

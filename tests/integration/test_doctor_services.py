@@ -96,7 +96,7 @@ def test_a_redis_that_cannot_be_used_is_one_problem(careless: str, tmp_path: Pat
 def test_a_redis_that_may_lose_samples_is_named(careless: str) -> None:
     findings = redis_findings(careless.replace("//", "//:secret@"))
     assert levels(findings) == {"redis: disk": "warning", "redis: memory": "problem"}
-    assert "maxmemory-policy is allkeys-lru" in findings["redis: memory"].line
+    assert "maxmemory-policy allkeys-lru" in findings["redis: memory"].line
     assert all("secret" not in finding.line for finding in findings.values())
 
 
