@@ -33,6 +33,9 @@ REWARD = '[data-chart="reward"] .legend b'
 FOCUSED = "document.activeElement.className || document.activeElement.id"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 WIDTH = "document.documentElement.scrollWidth"
+# Titles of the tables that are wider than their card.
+CUT_TABLES = """[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth)
+    .map(box => box.parentElement.textContent.slice(0, 40))"""
 
 
 def drawn_panels(page: Page) -> set[str]:
@@ -277,6 +280,9 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(opened: Open, address: str)
     for card in page.locator("[data-chart]").all():
         card.scroll_into_view_if_needed()
     assert page.evaluate(WIDTH) <= 360
+    page.set_viewport_size({"width": 400, "height": 900})
+    assert page.evaluate(CUT_TABLES) == []
+    page.set_viewport_size({"width": 360, "height": 900})
     page.locator("#tab-episodes").click()
     page.locator(".list li").first.click()
     page.locator(".episode h2").wait_for()
