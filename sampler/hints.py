@@ -45,14 +45,12 @@ class Hints:
             self._compare(row, row.earlier)
         if row.problem is not None:
             return
-        text = row.prompt if isinstance(row.prompt, str) else None
-        if text is None:
+        if isinstance(row.prompt, str):
+            contents = [row.prompt]
+            self._look_at_text(row.prompt, row.number)
+        else:
+            contents = [str(message["content"]) for message in row.prompt]
             self._look_at_messages(row.prompt, row.number)
-        elif (turn := _TURNS.search(text)) and not self._source.prompt_markup:
-            self._note("turns", row.number, turn.group())
-        elif _is_conversation(text):
-            self._note("json", row.number)
-        contents = [text] if text is not None else [str(message["content"]) for message in row.prompt]
         if image := next(filter(None, map(_IMAGE.search, contents)), None):
             self._note("image", row.number, image.group())
         elif column := next((name for name, value in (row.row or {}).items() if value and _is_media(name)), None):
@@ -66,6 +64,12 @@ class Hints:
             f"{seen.rows:,} rows (first: {self._rows.where(seen.first)}): {self._text(kind, seen.detail)}"
             for kind, seen in self._seen.items()
         ]
+
+    def _look_at_text(self, text: str, number: int) -> None:
+        if (turn := _TURNS.search(text)) and not self._source.prompt_markup:
+            self._note("turns", number, turn.group())
+        elif _CONVERSATION.match(text):
+            self._note("json", number)
 
     def _look_at_messages(self, messages: Messages, number: int) -> None:
         if messages[-1]["role"] == "assistant" and not self._source.template_options.get(CONTINUE):
@@ -120,11 +124,6 @@ class Hints:
 
 def _is_media(column: str) -> bool:
     return _MEDIA_COLUMN.fullmatch(column) is not None
-
-
-def _is_conversation(text: str) -> bool:
-    """Whether a text is the JSON, or the Python, of chat messages."""
-    return _CONVERSATION.match(text) is not None
 
 
 def _is_rounded(answer: Any) -> bool:

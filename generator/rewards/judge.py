@@ -129,7 +129,7 @@ def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
     """A prompt as text: a list of messages turn by turn."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
+    return "\n\n".join(f"{message.get('role', '')}: {message.get('content') or ''}" for message in prompt)
 
 
 def _check_template(template: str) -> None:

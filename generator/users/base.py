@@ -77,7 +77,7 @@ class BadUserTurn(Exception):
 
 def last_answer(messages: list[Message]) -> str:
     """Text of the assistant's newest turn; empty if there is none."""
-    return next((str(message["content"]) for message in reversed(messages) if message["role"] == "assistant"), "")
+    return next((str(message["content"] or "") for message in reversed(messages) if message["role"] == "assistant"), "")
 
 
 def checked(turn: Any) -> UserTurn:

@@ -100,9 +100,9 @@ def other_side(system: str, messages: list[Message]) -> list[Message]:
     for position, message in enumerate(messages):
         follower = messages[position + 1]["role"] if position + 1 < len(messages) else ""
         if message["role"] == "assistant" and follower != "tool":
-            role, text = "user", spoken(str(message["content"]))[:MAX_SHOWN] or "(The assistant says nothing.)"
+            role, text = "user", spoken(str(message["content"] or ""))[:MAX_SHOWN] or "(The assistant says nothing.)"
         elif message["role"] == "user":
-            role, text = "assistant", str(message["content"])[:MAX_SHOWN]
+            role, text = "assistant", str(message["content"] or "")[:MAX_SHOWN]
         else:
             continue
         if seen[-1]["role"] == role:

@@ -202,7 +202,11 @@ CALLED = asks(("user", "a")) | {
 @pytest.mark.parametrize(
     ("rows", "options", "hint"),
     [
-        ([asks(("user", "0?"), ("assistant", "Let me add.\n<think>"))], (), "data.template_options.continue_final_message=true"),
+        (
+            [asks(("user", "0?"), ("assistant", "Let me add.\n<think>"))],
+            (),
+            "data.template_options.continue_final_message=true",
+        ),
         ([asks(("user", "0?"))], ("data.system_prompt=Be brief.",), "data.system_prompt is put before prompts of text"),
         ([{"prompt": "<|im_start|>user\n0?<|im_end|>", "answer": 1}], (), "'<|im_start|>'.*data.prompt_column"),
         ([{"prompt": "<start_of_turn>user\n0?", "answer": 1}], (), "'<start_of_turn>'.*data.prompt_markup"),

@@ -9,7 +9,7 @@ import pytest
 
 from generator.chat_api import ChatUnavailable
 from generator.rewards import Outcome
-from generator.rewards.judge import Judge, NoVerdict
+from generator.rewards.judge import Judge, NoVerdict, prompt_text
 from tests.support.http_double import Double, fails, says, serve
 
 ASKED = Outcome("Four.", response="Let me see. Four.", answer="4", row={"level": "easy"}, prompt="What is 2+2?")
@@ -81,3 +81,8 @@ def test_what_gives_no_number_is_an_error_never_a_zero(
         with pytest.raises(error, match=words):
             judge(double, **options)
         assert len(double.requests) == asked
+
+
+def test_a_message_that_only_calls_tools_is_shown_without_text() -> None:
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{}]}]
+    assert prompt_text(prompt) == "user: a\n\nassistant: "
