@@ -223,7 +223,9 @@ def end_ids(path: str) -> tuple[int, ...]:
     Empty where neither says so, or the model is neither a folder nor in the cache of the Hugging Face hub.
     """
     folder = Path(path) if Path(path).is_dir() else cached_folder(path)
-    for name in ("generation_config.json", "config.json") if folder else ():
+    if folder is None:
+        return ()
+    for name in ("generation_config.json", "config.json"):
         try:
             content = json.loads((folder / name).read_text())
             ids = content.get("eos_token_id", content.get("text_config", {}).get("eos_token_id"))
