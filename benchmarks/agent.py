@@ -221,13 +221,13 @@ async def _serve_vllm(config: Config, engine: Any) -> tuple[str, Callable[[], Aw
     import uvicorn
 
     from common.network import bound, listen
-    from generator.agents.endpoint import BACKLOG, vllm_app
+    from generator.agents.endpoint import vllm_app
     from sandbox_client.connections import ServerWithoutSignals
 
     app = await vllm_app(config, engine.llm)
     listener = bound(HOST, 0)
     port = listener.getsockname()[1]
-    listen(listener, HOST, port, BACKLOG)
+    listen(listener, HOST, port, 2048)
     server = ServerWithoutSignals(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     serving = asyncio.create_task(server.serve([listener]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -112,17 +112,16 @@ class Payload:
         return rows
 
 
-def expert_sums(experts: np.ndarray, known: np.ndarray, places: Sequence[int]) -> list[int]:
+def expert_sums(experts: np.ndarray, known: np.ndarray, places: np.ndarray) -> list[int]:
     """A checksum of the experts at each of some tokens, by which two records of them can be compared [N].
 
     Args:
         experts: ids of their experts [T, layers, k].
         known: tokens whose experts are known, bool [T]; the others have `NO_EXPERTS`.
-        places: of the tokens, [N].
+        places: positions of the tokens [N].
     """
     return [
-        zlib.crc32(np.ascontiguousarray(experts[place], EXPERT_IDS[1])) if known[place] else NO_EXPERTS
-        for place in places
+        zlib.crc32(experts[place].astype(EXPERT_IDS[1]).tobytes()) if known[place] else NO_EXPERTS for place in places
     ]
 
 

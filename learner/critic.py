@@ -210,6 +210,7 @@ class Critic:
         for _ in range(self.settings.updates):
             total = 0.0
             for number, micro in enumerate(micros):
+                assert micro.returns is not None
                 loss = (self._values(micro) - micro.returns).square().sum() / (2 * tokens)
                 total += float(loss.detach())
                 self.engine.set_gradient_accumulation_boundary(number == len(micros) - 1)

@@ -91,7 +91,7 @@ def _columns(micro: MicroBatch) -> dict[str, torch.Tensor]:
     }
     if micro.experts is not None and micro.known is not None:
         # A token's experts are those of the state that predicts it.
-        places = micro.predict[tokens].cpu()
+        places = micro.predict[tokens].cpu().numpy()
         columns["experts"] = torch.tensor(expert_sums(micro.experts.cpu().numpy(), micro.known.cpu().numpy(), places))
     if micro.teacher is not None:
         is_scored, scores = micro.teacher.scored, micro.teacher.logprobs

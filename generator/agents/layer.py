@@ -229,7 +229,8 @@ class SessionLayer:
         if session is None:
             self.strangers += 1
             return
-        refused = refused._replace(path=(_PATH.fullmatch(refused.path) or [None, None, refused.path])[2][:100])
+        within = _PATH.fullmatch(refused.path)
+        refused = refused._replace(path=(within[2] if within else refused.path)[:100])
         session.refused(refused)
         if not refused.is_limit:
             self._say_once("the endpoint refused an agent's request", answered=str(refused))

@@ -116,6 +116,6 @@ def _batch(outcome: Outcome) -> dict[str, list[Any]]:
     text: Any = outcome.response or outcome.text
     if not isinstance(outcome.prompt, str):
         text = [{"role": "assistant", "content": text}]
-    answers = {"answer": outcome.answer, outcome.answer_column: outcome.answer}
+    answers = {"answer": outcome.answer, outcome.answer_column or "answer": outcome.answer}
     columns = answers | outcome.row | {"prompts": outcome.prompt, "completions": text}
     return {name: [value] for name, value in columns.items()}

@@ -30,7 +30,7 @@ class Outcome:
         reward: what an agent gave as its own reward.
         folder: path of the folder in which an agent has left its files; empty: there is none.
         opened: tags, such as <think>, with which the chat template begins the assistant's turns; no part of the texts.
-        answer_column: name of the data's column with the reference answer.
+        answer_column: name of the data's column with the reference answer; None: it has none.
     """
 
     text: str
@@ -45,7 +45,7 @@ class Outcome:
     reward: float | None = None
     folder: str = ""
     opened: str = ""
-    answer_column: str = "answer"
+    answer_column: str | None = "answer"
 
     def __post_init__(self) -> None:
         # Only here, since every reward and every checker gets its answer from an outcome.

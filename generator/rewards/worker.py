@@ -103,7 +103,7 @@ def main(descriptor: int) -> None:
 def _result(work: Callable[..., float | str | None], *arguments: Any) -> dict[str, Any]:
     """What the work returns or raises. A process that it has forked ends here: it must neither answer nor read jobs."""
     process = os.getpid()
-    result: dict[str, float | str]
+    result: dict[str, float | str | None]
     code: Any = None
     try:
         result = {"value": work(*arguments)}
@@ -162,7 +162,7 @@ def _start(reward: Any) -> str:
     """File and line at which a user's reward begins; empty where it is not written in Python."""
     function = inspect.unwrap(reward.function if isinstance(reward, Function) else type(reward).score)
     callables = (function, getattr(function, "__func__", None), vars(type(function)).get("__call__"))
-    code = next((one.__code__ for one in callables if hasattr(one, "__code__")), None)
+    code: Any = next(filter(None, (getattr(one, "__code__", None) for one in callables)), None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 

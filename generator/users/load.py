@@ -71,7 +71,7 @@ def _checking(config: Config, name: Any, options: Any) -> Config:
     return config.model_copy(update={"episode": episode, "sampler": sampler})
 
 
-def _checker(scorer: Scorer, answer_column: str) -> Checker:
+def _checker(scorer: Scorer, answer_column: str | None) -> Checker:
     async def check(text: str, answer: Any, row: dict[str, Any]) -> Verdict:
         outcome = Outcome(text=text, response=text, answer=answer, row=row, answer_column=answer_column)
         score = (await scorer.score(outcome)).value

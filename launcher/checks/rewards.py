@@ -53,7 +53,8 @@ def try_sources(config: Config, rows: int, all_if_quick: bool = False, track: An
 
 
 async def _try_sources(config: Config, rows: int, all_if_quick: bool, track: Any) -> list[Finding]:
-    shared, findings = SharedParts(config.sandbox), []
+    shared = SharedParts(config.sandbox)
+    findings: list[Finding] = []
     try:
         for side in SIDES:
             for source in config.data.sources(side):

@@ -97,8 +97,8 @@ class Progress:
                 if not first:
                     self.pace.see(step.version)
                 if "batch/left_out" in step.metrics:
-                    counts = (step.metrics[name] for name in ("batch/left_out", "batch/samples"))
-                    self.left_out[step.version] = (*map(int, counts),)
+                    left_out, samples = (int(step.metrics[name]) for name in ("batch/left_out", "batch/samples"))
+                    self.left_out[step.version] = (left_out, samples)
                 if "reward/mean" in step.metrics:
                     self.rewards.append(step.metrics["reward/mean"])
                 if METRIC in step.metrics:
