@@ -112,8 +112,9 @@ async def played(runner: Any, task: Task) -> dict[str, Any]:
     except Exception as error:  # whatever an agent or a reward raises
         about["failed"] = f"{type(error).__name__}: {error}"
     about |= {"rows": [[row.length, row.sampled] for row in episode.rows if row.sampled]}
-    record = make_record(task, episode, runner.episodes(task).template, finished=not about["failed"])
-    return json.loads(open_record(record)) | about
+    packed = make_record(task, episode, runner.episodes(task).template, finished=not about["failed"])
+    record: dict[str, Any] = json.loads(open_record(packed))
+    return record | about
 
 
 def lines_of(record: dict[str, Any], messages: bool) -> Iterator[str]:

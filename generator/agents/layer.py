@@ -229,8 +229,8 @@ class SessionLayer:
         if session is None:
             self.strangers += 1
             return
-        within = _PATH.fullmatch(refused.path)
-        refused = refused._replace(path=(within[2] if within else refused.path)[:100])
+        match = _PATH.fullmatch(refused.path)  # the key may stand in front
+        refused = refused._replace(path=(match[2] if match else refused.path)[:100])
         session.refused(refused)
         if not refused.is_limit:
             self._say_once("the endpoint refused an agent's request", answered=str(refused))

@@ -153,7 +153,7 @@ async def _score(scorer: Scorer, config: Config, outcome: Outcome, side: Side) -
     """The reward of an outcome, and of an evaluation the answer that was compared."""
     if outcome.reason == "agent_failed":
         failure = config.episode.agent.failure if config.episode.agent else "retry"
-        if failure == "retry":
+        if isinstance(failure, str):
             raise ValueError("an agent's failure has no reward with episode.agent.failure = 'retry'")
         return Score(failure, {}, failure), ""
     return await scorer.score(outcome), await scorer.answer(outcome) if side == "heldout" else ""

@@ -176,7 +176,7 @@ def _request_line(request: dict[str, Any]) -> str:
         return f"{prompt}; dropped"
     row = request.get("row")
     because = {True: " (it quotes the task, under other instructions)", False: " (it shares nothing)"}
-    apart = because.get(request.get("quotes"), "")  # type: ignore[arg-type]
+    apart = because.get(request.get("quotes", ""), "")
     became = f"not trained on{apart}" if row is None else f"row {row + 1}" if isinstance(row, int) else "?"
     return f"{prompt}; {request['sampled']} sampled ({request.get('ended')}), {became}"
 
