@@ -175,8 +175,9 @@ def _request_line(request: dict[str, Any]) -> str:
     if "sampled" not in request:
         return f"{prompt}; dropped"
     row = request.get("row")
-    because = {True: " (it quotes the task, under other instructions)", False: " (it shares nothing)"}
-    apart = because.get(request.get("quotes", ""), "")
+    quotes = request.get("quotes")  # whatever a record has there
+    apart = " (it quotes the task, under other instructions)" if quotes is True else ""
+    apart = " (it shares nothing)" if quotes is False else apart
     became = f"not trained on{apart}" if row is None else f"row {row + 1}" if isinstance(row, int) else "?"
     return f"{prompt}; {request['sampled']} sampled ({request.get('ended')}), {became}"
 
