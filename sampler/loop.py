@@ -409,7 +409,8 @@ class Sampler:
             self.metrics.observe(self.ledger.broker, now)
             state = "waiting for memory" if self.memory.was_short else "running"
             state = state if self.is_settled else "waiting for the learner"
-            self.presence.status(state=state, outstanding=self.state.outstanding, **values)
+            evaluating, outstanding = self.state.evaluating, self.state.outstanding
+            self.presence.status(state=state, outstanding=outstanding, evaluating=evaluating, **values)
             if now or seconds - self._last_log > LOG_INTERVAL:
                 self._last_log = seconds
                 self.log.info("progress", **values)

@@ -170,6 +170,15 @@ class SamplerState:
         due = max(self.evaluations, default=None)
         return None if due is None or self.evaluations[due].complete else due
 
+    @property
+    def evaluating(self) -> str | None:
+        """Answers so far to the open evaluation, skipped tasks among them, of all: `3/9`; None if none is open."""
+        due = self.open_evaluation
+        if due is None:
+            return None
+        counts = self.evaluations[due]
+        return f"{counts.answered + counts.set_aside}/{counts.expected}"
+
     def evaluation_name(self, due: int) -> str:
         """Name of an evaluation, with which its task ids begin; each start has another one."""
         restarts = self.evaluations[due].restarts

@@ -238,6 +238,7 @@ class ProcessStatus(TypedDict, total=False):
     source: str
     sent_bytes: int
     variance_ratio: float | None
+    evaluating: str | None
 
 
 class EvaluationResult(TypedDict, total=False):

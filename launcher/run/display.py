@@ -115,7 +115,7 @@ class PlainView:
             self.log.warning(notice.line, process=notice.process)
         now = time.monotonic()
         counters = progress.counters
-        evaluated = progress.evaluated if phases.current == "evaluation" else None
+        evaluated = progress.evaluated
         state = (phases.current, progress.version, len(progress.evaluations), counters.get("counted"), evaluated)
         if now < self._next or state == self._shown:
             return
@@ -207,6 +207,8 @@ def figures(progress: Progress) -> Table:
         known = [reward for reward in rewards if not math.isnan(reward)]
         ends = (min(known), max(known))
         table.add_row("held-out reward", mean_reward(rewards[-1]), _curve(known, ends, mean_reward, "evaluations"))
+    if progress.evaluated:
+        table.add_row("held-out answers", one_line(progress.evaluated), "so far, of the evaluation under way")
     set_aside = progress.evaluations[-1].get("set_aside", 0) if progress.evaluations else 0
     if set_aside:
         table.add_row("held-out skipped", f"{set_aside:,}", "tasks of the newest evaluation; spo dead")

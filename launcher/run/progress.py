@@ -167,10 +167,9 @@ class Progress:
         return any(process.get("state") == "running" for process in self.of_role("generator"))
 
     @property
-    def evaluated(self) -> int:
-        """Answers so far of the evaluation that is not complete."""
-        complete = sum(int(evaluation["samples"]) for evaluation in self.evaluations)
-        return max(0, self.counters.get("evaluated", 0) - complete)
+    def evaluated(self) -> str | None:
+        """Answers so far to the open evaluation of all, such as `3/9`, as the sampler says; None if none is open."""
+        return next((process["evaluating"] for process in self.of_role("sampler") if process.get("evaluating")), None)
 
     def phase(self) -> str:
         """The run's phase: engine start, evaluation (before and after training) or training."""

@@ -10,6 +10,7 @@ import pytest
 
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
+from sampler.loop import Sampler
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, write_prompts
 from tests.support.sampler_driving import audited, drive, start, started
 
@@ -17,6 +18,14 @@ from tests.support.sampler_driving import audited, drive, start, started
 def rows(folder: Path, version: int) -> list[dict[str, Any]]:
     path = folder / f"default/validation_data/{version}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def shown_progress(sampler: Sampler) -> str | None:
+    """Answers of the evaluation under way, as `spo status` reads them."""
+    sampler.report(now=True)
+    sampler.presence.beat()
+    shown: str | None = sampler.ledger.broker.processes()["sampler"]["evaluating"]
+    return shown
 
 
 def test_training_goes_on_while_an_evaluation_is_answered(broker: Broker, tmp_path: Path) -> None:
@@ -52,18 +61,20 @@ def test_when_the_version_is_gone_the_evaluation_starts_again(
     dying.work(2)
     hung = dying.inbox.lease(0, 2, 0).deliveries
     sampler.round()
-    late = dying.inbox.lease(0, 1, 0).deliveries
+    begun, late = shown_progress(sampler), dying.inbox.lease(0, 1, 0).deliveries
     with monkeypatch.context() as patched:
         patched.setattr(broker, "dead_after", 0.0)  # no generator with the version has been seen for so long
         while sampler.state.evaluation_name(0) == "e0":
             sampler.round()
     assert sampler.state.evaluation_name(0) == "e0.1"
+    assert (begun, shown_progress(sampler)) == ("2/6", "0/6")
     assert dying.inbox.beat([delivery.entry_id for delivery in hung]).lost == {delivery.entry_id for delivery in hung}
     assert dying.finish(hung + late) == 0, "no sampler waits for these any more"
     drive(sampler, generator, learner)
     counters = audited(broker, sampler.config)
     assert counters["superseded"] == 4
     assert counters["ignored"] == 2
+    assert shown_progress(sampler) is None, "no evaluation is under way"
     assert counters["evaluated"] == 6 * len(broker.evaluations())
     assert [row["task_id"] for row in rows(tmp_path, 0)] == [f"e0.1-{n}" for n in range(6)]
 

@@ -199,13 +199,16 @@ def test_warnings_are_shown_logged_once_and_left_on_the_screen(
     warned = [(line["event"], line["process"]) for line in lines if line["log_level"] == "warning"]
     assert warned == [("judge is slow [bold]5[/bold]", "generator-1")]
     with structlog.testing.capture_logs() as lines:
-        phases = PhaseTimer()
-        phases.enter("evaluation")
-        for answers in (5, 5, 8):
-            count(fake_broker, evaluated=answers)
+        for phase, answers in (("evaluation", "5/9"), ("evaluation", "5/9"), ("training", "8/9"), ("training", None)):
+            phases = PhaseTimer()
+            phases.enter(phase)
+            beat(fake_broker, "sampler", evaluating=answers)
             progress.refresh()
             plain.update(progress, supervisor, phases)
-    assert [line["evaluated"] for line in lines] == [5, 8]
+            frame = text(render("runs/x", progress, supervisor, phases))
+            rows = [row.split()[3] for row in frame.splitlines() if "held-out answers" in row]
+            assert rows == ([answers] if answers else [])
+    assert [line.get("evaluated") for line in lines] == ["5/9", "8/9", None]
 
 
 def test_the_closing_table_and_its_file_tell_the_same(
