@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from launcher.folder.episodes import (
     CUT,
     EVAL,
@@ -34,6 +34,7 @@ SORTS = ("step", "reward", "turns", "tokens", "sampled", "seconds", "prompt")
 MOST_OPEN = 64  # files at once
 SEARCHED_BYTES = 48 << 20  # that one search reads at most
 PROMPT_CHARS = 240
+HASHED = re.compile(r"(.*/)?[0-9a-f]{16}", re.DOTALL)  # the id of a prompt whose row has none (`sampler/prompts.py`)
 COMPARISON = re.compile(r"\s*(<=|>=|==|=|!=|<|>)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 OPERATORS: dict[str, Callable[[Any, float], Any]] = {
@@ -183,6 +184,19 @@ def page(index: EpisodeIndex, query: Query, start: int, count: int, most_bytes: 
             if not needle or any(needle in text.casefold() for text in texts(record)):
                 listed.append(episode_row(index, row, record))
     return EpisodePage(listed, None if needle or words else len(positions), at if at < len(positions) else None)
+
+
+def prompt_texts(index: EpisodeIndex, ids: Iterable[str]) -> dict[str, str]:
+    """The beginning of each prompt's text by its id, of those whose id is a hash and of which an episode is kept."""
+    rows = index.rows()
+    texts: dict[str, str] = {}
+    with Lines() as lines:
+        for name in filter(HASHED.fullmatch, ids):
+            kept = np.flatnonzero(rows["prompt"] == word_hash(name))
+            record = record_of(lines.read(*index.place(rows[kept[-1]]))) if len(kept) else None
+            if record and (text := one_line(prompt_text(record.get("input", ""))[:PROMPT_CHARS])):
+                texts[name] = text
+    return texts
 
 
 def episode_row(index: EpisodeIndex, row: np.void, record: dict[str, Any]) -> dict[str, Any]:

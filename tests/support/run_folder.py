@@ -162,11 +162,16 @@ def full_run(folder: Path, steps: int = 12) -> Path:
     write_episodes(folder)
     add_evaluation(folder, 0, {"e10-0": [0.0], "e10-1": [0.5]})
     add_evaluation(folder, 10, {"e10-0": [1.0], "e10-1": [0.0]})
-    tracker = folder / "checkpoints" / "tracker"
-    tracker.mkdir(parents=True)
-    ids = np.array([b"p-t1", b"p-t2", b"p-t3"])
-    np.savez(tracker / "step_10.npz", prompt_ids=ids, visits=[5, 9, 1], alpha=[2.0, 1.0, 1.0], beta=[1.0, 1.0, 3.0])
+    add_tracker(folder, {"p-t1": 5, "p-t2": 9, "p-t3": 1})
     return folder
+
+
+def add_tracker(folder: Path, visits: Mapping[str, int]) -> None:
+    """The tracker of a checkpoint: how often each prompt was drawn."""
+    path = folder / "checkpoints/tracker/step_10.npz"
+    path.parent.mkdir(parents=True)
+    ids, values = np.array([name.encode() for name in visits]), np.linspace(1.0, 2.0, len(visits))
+    np.savez(path, prompt_ids=ids, visits=[*visits.values()], alpha=values, beta=np.ones(len(visits)))
 
 
 def write_episodes(folder: Path) -> None:

@@ -30,7 +30,7 @@ def panels(run: Run) -> list[dict[str, Any]]:
             throughput_panel(metrics),
             time_panel(run),
             staleness_panel(metrics),
-            tracker_panel(metrics, run.folder.path),
+            tracker_panel(metrics, run.folder.path, run.episodes),
             correction_panel(metrics),
             optimization_panel(metrics),
             lengths_panel(metrics),

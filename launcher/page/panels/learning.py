@@ -9,6 +9,7 @@ import numpy as np
 
 from launcher.folder.evaluations import PAIRS, Evaluation, Pair, has_partial_rewards, improvement, pairs
 from launcher.folder.metrics import Metrics
+from launcher.folder.query import prompt_texts
 from launcher.folder.run import Run
 from launcher.folder.statistics import Band, Curve, finite
 from launcher.folder.time_budget import accumulated, total_seconds
@@ -116,7 +117,8 @@ def _pair(run: Run, kind: str, pair: Pair, evaluated: tuple[Evaluation, Evaluati
         responses = int((evaluation.rows["prompt"] == row["prompt"]).sum())
         place = {"file": f"{path.parent.name}/{path.name}", "offset": offset}
         sides.append({**place, "version": evaluation.version, "reward": round(reward, 6), "responses": responses})
-    return {"kind": kind, "prompt_id": pair.prompt_id, "sides": sides}
+    prompt = prompt_texts(run.episodes, [pair.prompt_id]).get(pair.prompt_id, pair.prompt_id)
+    return {"kind": kind, "prompt_id": pair.prompt_id, "prompt": prompt, "sides": sides}
 
 
 def _curve_of(metrics: Metrics, evaluated: list[Evaluation], what: str) -> dict[str, Any]:

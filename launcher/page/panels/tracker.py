@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from common.files import tracker_path
+from launcher.folder.episodes import EpisodeIndex
 from launcher.folder.metrics import Metrics
+from launcher.folder.query import prompt_texts
 from launcher.folder.statistics import finite
 from launcher.page.charts import bars, curve, lines, number, panel, steps, table
 
@@ -19,7 +21,7 @@ REWARD_IN_BIN = "tracker/reward_where_value_is_0."
 LISTED = 12  # prompts drawn most, and as many drawn least
 
 
-def tracker_panel(metrics: Metrics, folder: Path) -> dict[str, Any]:
+def tracker_panel(metrics: Metrics, folder: Path, episodes: EpisodeIndex) -> dict[str, Any]:
     """Charts of values, calibration, variance ratio, and how often prompts were drawn."""
     values, visits = metrics.histogram("tracker/value_percent"), metrics.histogram("tracker/visits")
     ratio, low, high = (finite(metrics.series(f"tracker/variance_ratio{end}")) for end in ("", "_low", "_high"))
@@ -33,7 +35,7 @@ def tracker_panel(metrics: Metrics, folder: Path) -> dict[str, Any]:
         lines("variance", "Variance ratio, with two standard errors", saved, note=note),
         bars("visits", "How often prompts were drawn", visits, "times"),
         lines("solved", "Prompts by their answers so far", prompts, "share"),
-        drawn_prompts(folder),
+        drawn_prompts(folder, episodes),
     ]
     return panel("tracker", "Value tracker", charts, _words(metrics), NO_BATCH)
 
@@ -45,7 +47,7 @@ def calibration(metrics: Metrics) -> dict[str, Any]:
     return {"label": "mean reward", "x": [round(x, 2) for x, _ in known], "y": [y for _, y in known]}
 
 
-def drawn_prompts(folder: Path) -> dict[str, Any]:
+def drawn_prompts(folder: Path, episodes: EpisodeIndex) -> dict[str, Any]:
     """The prompts drawn most and least, from the tracker that was saved with the newest readable checkpoint."""
     missing = "These prompts are read from a checkpoint, and there is none yet (`learner.checkpoint_every`)."
     columns = ("prompt", "drawn", "value")
@@ -61,7 +63,9 @@ def drawn_prompts(folder: Path) -> dict[str, Any]:
         values = alpha / np.maximum(alpha + beta, 1e-12)
         rows = [[ids[i].decode(errors="replace"), int(visits[i]), number(float(values[i]))] for i in chosen]
         note = f"as of version {path.stem[5:]}, of {len(ids):,} prompts; choose one to see its episodes"
-        return table("prompts", "Prompts drawn most and least", columns, rows, missing, note)
+        texts = prompt_texts(episodes, [row[0] for row in rows])
+        listed = table("prompts", "Prompts drawn most and least", columns, rows, missing, note)
+        return listed | {"texts": [texts.get(row[0]) for row in rows]}  # in place of the ids
     return table("prompts", "Prompts drawn most and least", columns, [], missing)
 
 

@@ -21,7 +21,7 @@ export class Pairs {
   pair(run, pair, isOpen) {
     const place = h("div", {});
     const [before, after] = pair.sides.map((side) => number(side.reward));
-    const summary = h("summary", {}, h("span", { class: `reward ${pair.kind === "improved" ? "good" : "bad"}` }, `${before} → ${after}`), " ", h("span", { class: "id" }, pair.prompt_id));
+    const summary = h("summary", {}, h("span", { class: `reward ${pair.kind === "improved" ? "good" : "bad"}` }, `${before} → ${after}`), " ", h("span", { class: "id", title: pair.prompt_id }, pair.prompt));
     return h("details", { class: "pair", open: isOpen, ontoggle: (event) => { if (event.target.open && !place.hasChildNodes()) this.fill(place, run, pair); } }, summary, place);
   }
 

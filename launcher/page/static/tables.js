@@ -27,17 +27,17 @@ export class Table {
 
   rows() {
     const needle = this.filter.value.toLowerCase();
-    const fits = (cells) => !needle || cells.some((cell) => String(cell ?? "").toLowerCase().includes(needle));
+    const fits = ({ cells, text }) => !needle || [...cells, text].some((cell) => String(cell ?? "").toLowerCase().includes(needle));
     const { columns, rows } = this.isCompared ? this.compared() : this.listed();
     const head = h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name))));
-    const body = rows.filter((row) => fits(row.cells)).map((row) => h("tr", { class: row.differs ? "differs" : null }, row.cells.map((cell, i) => this.cell(cell, i, row))));
+    const body = rows.filter(fits).map((row) => h("tr", { class: row.differs ? "differs" : null }, row.cells.map((cell, i) => this.cell(cell, i, row))));
     replace(this.body, h("table", {}, head, h("tbody", {}, body)));
   }
 
   listed() {
     const several = this.parts.length > 1;
     const columns = several ? ["run", ...this.parts[0].columns] : this.parts[0].columns;
-    const rows = this.parts.flatMap((part) => part.rows.map((cells) => ({ run: part.run, cells: several ? [part.run, ...cells] : cells })));
+    const rows = this.parts.flatMap((part) => part.rows.map((cells, i) => ({ run: part.run, text: part.texts?.[i], cells: several ? [part.run, ...cells] : cells })));
     return { columns, rows };
   }
 
@@ -57,7 +57,7 @@ export class Table {
     const isNumber = typeof value === "number";
     if (column === "prompt") {
       const open = () => this.onPrompt(row.run, value);
-      return h("td", {}, h("button", { type: "button", class: "link", onclick: open }, value));
+      return h("td", {}, h("button", { type: "button", class: "link", title: value, onclick: open }, row.text ?? value));
     }
     // Short texts are not broken; long ones, such as paths, may be.
     const name = isNumber ? "number" : String(value ?? "").length < 20 ? "word" : null;

@@ -23,7 +23,15 @@ from launcher.page.html import STATIC
 from launcher.page.saved import save
 from tests.support.dashboard import Dashboard, Open, served
 from tests.support.episode_rows import keep
-from tests.support.run_folder import PANELS, finished_run, full_run, make_run, write_episodes, write_step
+from tests.support.run_folder import (
+    PANELS,
+    add_tracker,
+    finished_run,
+    full_run,
+    make_run,
+    write_episodes,
+    write_step,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -36,6 +44,15 @@ WIDTH = "document.documentElement.scrollWidth"
 # Titles of the tables that are wider than their card.
 CUT_TABLES = """[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth)
     .map(box => box.parentElement.textContent.slice(0, 40))"""
+
+# Words of headings that are broken into several lines.
+BROKEN_WORDS = """[...document.querySelectorAll('th')].flatMap(head =>
+    [...head.textContent.matchAll(/[^\\s-]+/g)].filter(({ 0: word, index }) => {
+      const range = document.createRange();
+      range.setStart(head.firstChild, index);
+      range.setEnd(head.firstChild, index + word.length);
+      return range.getClientRects().length > 1;
+    }).map(([word]) => word))"""
 
 
 def drawn_panels(page: Page) -> set[str]:
@@ -62,6 +79,21 @@ def test_every_panel_is_drawn(page: Page) -> None:
     row.get_by_role("button", name="p-t2").click()
     page.locator(".pager", has_text="1–1 of 1").wait_for()
     assert page.locator(".list .prompt").all_inner_texts() == ["How much is 2 + 2?"]
+
+
+def test_a_hashed_prompt_is_listed_and_found_by_its_text(opened: Open, tmp_path: Path) -> None:
+    folder, hashed = make_run(tmp_path / "mine"), "00112233445566aa"
+    keep(folder, 10, "t1", prompt_id=hashed, prompt="How much is 2 + 2?")
+    add_tracker(folder, {hashed: 1} | {f"p{i}": 1 for i in range(20)})
+    with served(folder, "Report") as pages:
+        for address in (pages["live"], pages["saved"]):
+            page = opened(address)
+            card = page.locator('[data-chart="prompts"]')
+            card.scroll_into_view_if_needed()
+            card.get_by_label("Filter the rows").fill("2 + 2")
+            assert card.locator("td button").all_inner_texts() == ["How much is 2 + 2?"]
+            card.locator(f'button[title="{hashed}"]').click()
+            page.locator(".pager", has_text="1–1 of 1").wait_for()
 
 
 def open_tokens(page: Page) -> None:
@@ -282,6 +314,7 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(opened: Open, address: str)
     assert page.evaluate(WIDTH) <= 360
     page.set_viewport_size({"width": 400, "height": 900})
     assert page.evaluate(CUT_TABLES) == []
+    assert page.evaluate(BROKEN_WORDS) == []
     page.set_viewport_size({"width": 360, "height": 900})
     page.locator("#tab-episodes").click()
     page.locator(".list li").first.click()

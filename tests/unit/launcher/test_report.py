@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.support.run_folder import (
     SavedPage,
     add_evaluation,
     add_summary,
+    add_tracker,
     change_config,
     finished_run,
     full_run,
@@ -104,6 +106,28 @@ def test_prompts_are_chosen_by_how_much_their_reward_changed(tmp_path: Path) -> 
     (worse,) = pairs(run.episodes, first, last, -1)
     # Of the responses with rewards 0 and 1 both are as near to their mean: the first.
     assert (worse.prompt_id, worse.rewards, worse.after["reward"]) == ("a", (1.0, 0.5), 0.0)
+
+
+def test_a_prompt_whose_id_is_a_hash_is_shown_by_its_text(spo: Spo, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    long, chat, asked = "00112233445566aa", "maths/00112233445566bb", "00112233445566dd"
+    unseen, named = "00112233445566cc", "row-7"
+    keep(folder, 10, "t1", prompt_id=long, prompt="How\n much \x1b[31m" + "is " * 100)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    keep(folder, 11, "t2", prompt_id=chat, prompt=messages)
+    keep(folder, 11, "t3", prompt_id=named, prompt="Its id says more")
+    for version in (0, 10):
+        add_evaluation(folder, version, {asked: [version / 10], named: [1 - version / 10]})
+    add_tracker(folder, {long: 5, chat: 4, unseen: 3, named: 2})
+    charts = report_of(spo, folder).charts
+    drawn = charts["prompts"]
+    assert [row[0] for row in drawn["rows"]] == [long, chat, unseen, named], "the ids stay in the data"
+    text, *others = drawn["texts"]
+    assert re.fullmatch(r"How much \\x1b\[31mis( is)+", text)
+    assert 200 < len(text) < 250
+    assert others == ["2 + 2?", None, None]
+    shown = [(pair["prompt_id"], pair["prompt"]) for pair in charts["pairs"]["pairs"]]
+    assert shown == [(asked, f"question {asked}"), (named, named)]
 
 
 def test_a_broken_file_takes_away_what_it_had_and_no_more(tmp_path: Path) -> None:
