@@ -155,7 +155,10 @@ def cached_folder(name: str) -> Path | None:
     """The folder in the Hugging Face hub's cache that a name was last loaded from; None where there is none."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(name, "config.json")
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # a path, which is no name of the hub's
+        return None
     return Path(config).parent if isinstance(config, str) else None
 
 
