@@ -148,6 +148,10 @@ class Evidence:
         """The newest version that the learner has announced."""
         return max((step.version for step in self.redis.steps), default=self.start.version)
 
+    def unchanged_since(self, *keys: str) -> int:
+        """The first batch from which on these settings are those of the configuration."""
+        return max(self.folder.changed.get(key, 0) for key in keys)
+
     def total(self, counter: str) -> int:
         """What the commits after a restoration added to a counter."""
         return sum(entry.counters.get(counter, 0) for entry in self.journal[self.start.commits :])

@@ -125,7 +125,7 @@ class FolderRecords:
         torn: lines that cannot be read: file and number.
         not_written: versions of which metrics may be lost, because the disk was full.
         served: versions that the learner has served, in order, by its timeline.
-        changed: settings that have changed since the run began.
+        changed: the last step before each setting that has changed since the run began took its present value.
         since: of each folder of episodes and of `metrics`, the version before which files may have been removed
             (`run.keep_versions` and the like).
     """
@@ -138,13 +138,15 @@ class FolderRecords:
     torn: list[str] = field(default_factory=list)
     not_written: set[int] = field(default_factory=set)
     served: list[int] = field(default_factory=list)
-    changed: frozenset[str] = frozenset()
+    changed: Mapping[str, int] = field(default_factory=dict)
     since: dict[str, int] = field(default_factory=dict)
 
 
 def read_folder(folder: Path, keep: Keep) -> FolderRecords:
     changes = RunFolder(folder, folder.name).changes()
-    records = FolderRecords(read_metrics(folder), changed=frozenset(change["key"] for change in changes))
+    records = FolderRecords(
+        read_metrics(folder), changed={change["key"]: int(change.get("step") or 0) for change in changes}
+    )
     if records.metrics.unreadable:
         records.torn.append(f"{records.metrics.unreadable} of metrics.jsonl")
     for version, path in episode_files(folder, "rollouts"):

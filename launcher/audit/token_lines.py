@@ -78,7 +78,10 @@ def critics_returns(run: Evidence) -> str:
     """A critic's returns and advantages follow from its values and the rewards, as `learner/gae.py` computes them."""
     if not run.config.algorithm.has_critic:
         return ""
-    return some(problem for number in run.folder.trained for problem in _judged(run, number))
+    first = run.unchanged_since(
+        *(f"critic.{name}" for name in ("gamma", "gae_lambda", "return_lambda", "warmup_steps"))
+    )
+    return some(problem for number in run.folder.trained if number >= first for problem in _judged(run, number))
 
 
 def _judged(run: Evidence, number: int) -> Iterator[str]:
@@ -121,7 +124,9 @@ def _normalised(number: int, estimates: np.ndarray, advantages: np.ndarray, clip
 def _rewards(values: np.ndarray, returns: np.ndarray, gamma: float, lambda_: float) -> np.ndarray:
     """The reward at each token of a row, from G_t = r_t + gamma ((1 - lambda) V_(t+1) + lambda G_(t+1)) [M]."""
     later = (1 - lambda_) * np.append(values[1:], 0.0) + lambda_ * np.append(returns[1:], 0.0)
-    return returns - gamma * later
+    rewards = returns - gamma * later
+    # Most tokens earn nothing; what rounding leaves there would add up in the estimates of a long row.
+    return np.where(np.abs(rewards) < 4 * ROUNDED, 0.0, rewards)
 
 
 def _gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lambda_: float) -> np.ndarray:
@@ -141,13 +146,13 @@ def critics_metrics(run: Evidence) -> str:
     names = ("lr", "loss", "grad_norm", "value_mean")
     written = {name: metrics.series(f"critic/{name}", "learner").at() for name in names}
     rate = run.config.critic.rate(run.config.learner.lr)
-    may_change = {"critic.lr", "learner.lr"} & run.folder.changed
+    first = run.unchanged_since("critic.lr", "learner.lr")
     wrong = []
     for version in metrics.series("batch/samples", "learner").versions.tolist():
         lr, loss, norm, mean = (written[name].get(version) for name in names)
         if loss is None or norm is None or lr is None or (loss > 0) != (norm > 0) or not loss:
             wrong.append(f"version {version}: loss {loss}, gradient {norm}, learning rate {lr}")
-        elif not may_change and not math.isclose(lr, rate, rel_tol=1e-6):
+        elif version > first and not math.isclose(lr, rate, rel_tol=1e-6):
             wrong.append(f"version {version}: learning rate {lr:g}, not {rate:g}")
         elif (expected := _mean_value(run, version - 1)) is not None and abs((mean or 0.0) - expected) > 1e-4:
             wrong.append(f"version {version}: mean value {mean}, by its tokens {expected:.6g}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import fakeredis
 import pytest
+import torch
 
 from common.config import Config, dump_config
 from common.files import Keep, remove_oldest
@@ -22,6 +23,9 @@ from launcher.audit.evidence import Evidence
 from launcher.audit.lines import REWARDS, audit
 from launcher.audit.records import read_redis
 from launcher.audit.rewards import Scored, score_again
+from learner.gae import gae, normalised, returns
+from learner.token_record import DIGITS
+from learner.world import World
 from sampler.metrics_file import NOT_WRITTEN
 from sampler.prompts import load_data
 from tests.support.agents import agent_config, kept_line
@@ -477,6 +481,70 @@ def test_a_step_that_learned_nothing_needs_no_scores(run: RunRecords) -> None:
     assert problems(run.redis, run.config()).keys() == {"each token of a step had its teacher's score"}
     metric("learner", "batch/left_out", lambda _: 0.0, **{"actor/skipped_steps": 1.0})(run)
     assert problems(run.redis, run.config()) == {}
+
+
+def other_accuracy(run: RunRecords) -> None:
+    """Each evaluation's accuracy is that of another `eval.right_from`."""
+    run.set(evaluations=[result | {"accuracy": 0.125} for result in run.redis.evaluations])
+    run.lines("metrics.jsonl", lambda records: [
+        record | {"values": record["values"] | {"validation/accuracy": 0.125}}
+        if "validation/accuracy" in record["values"] else record for record in records
+    ])  # fmt: skip
+
+
+CHANGES: dict[str, tuple[Callable[[RunRecords], None], str]] = {
+    "critic.gamma": (trained_column("values", lambda one: one / 2), JUDGED),
+    "critic.gae_lambda": (trained(lambda line: {"token_advantages": line["token_advantages"][::-1]}), JUDGED),
+    "critic.return_lambda": (trained_column("returns", lambda one: 1 - one), JUDGED),
+    "critic.warmup_steps": (trained_column("token_advantages", lambda one: -one), JUDGED),
+    "critic.lr": (metric("learner", "critic/lr", lambda rate: rate / 2), LEARNED),
+    "eval.right_from": (other_accuracy, "each evaluation's figures are those of its answers"),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_what_came_before_a_setting_changed_is_not_judged_by_it(run: RunRecords, key: str) -> None:
+    mutate, line = CHANGES[key]
+    mutate(run)
+    for step, is_good in ((1, False), (100, True)):
+        (run.folder / "changes.jsonl").write_text(json.dumps({"key": key, "step": step}) + "\n")
+        assert (line not in problems(run.redis, run.config())) == is_good
+
+
+def test_rounding_does_not_add_up_in_the_estimates_of_long_rows(run: RunRecords) -> None:
+    """With one-step returns and a long horizon, thousands of rounded numbers are in the first token's estimate."""
+    config, length = run.config(), 4000
+    critic = config.critic.model_copy(update={"gamma": 0.9995, "gae_lambda": 1.0, "return_lambda": 0.0})
+    rewards = {sample: reward for entry in run.redis.journal for _, reward, _, sample in entry.rewards}
+    noise = torch.Generator().manual_seed(0)
+
+    def long(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows = torch.arange(len(lines)).repeat_interleave(length)
+        values = 0.5 + 0.01 * torch.randn(len(rows), generator=noise)
+        earned = torch.zeros(len(rows), dtype=torch.float64)
+        earned[length - 1 :: length] = torch.tensor([float(rewards[line["task_id"]]) for line in lines])
+        columns = {
+            "values": values,
+            "returns": returns(earned, values, rows, critic.gamma, critic.return_lambda),
+            "token_advantages": normalised(
+                [gae(earned, values, rows, critic.gamma, critic.gae_lambda)],
+                World(0, 1, torch.device("cpu")),
+                config.sampler.advantage.clip,
+            )[0],
+        }
+        of_rows = {name: column.reshape(-1, length).tolist() for name, column in columns.items()}
+        others = {name: [0] * length for name in ("token_ids", "token_versions", "logprobs", "rollout_logprobs")}
+        return [
+            line
+            | others
+            | {"teacher_logprobs": None}
+            | {name: [round(one, DIGITS) for one in of_rows[name][number]] for name in of_rows}
+            for number, line in enumerate(lines)
+        ]
+
+    for path in (run.folder / "training_data").iterdir():
+        run.lines(f"training_data/{path.name}", long)
+    assert JUDGED not in problems(run.redis, config.model_copy(update={"critic": critic}))
 
 
 @pytest.mark.parametrize(("served", "is_good"), [([0, 9, 2], True), ([0, 2, 9], False), ([0, 8, 2], False)])
