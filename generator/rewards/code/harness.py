@@ -31,6 +31,7 @@ from generator.rewards.code.peer import Over, Peer
 
 MAX_REASON = 160  # characters
 START = "import sys; TEXT = sys.argv.pop(); exec(TEXT)"
+PROGRAM = "solution"  # the module of which tests import the program's names
 
 
 class ProgramPeer(Peer):
@@ -40,7 +41,7 @@ class ProgramPeer(Peer):
         if operation == "start":
             return None
         if operation == "load":
-            self.module = sys.modules["solution"] = types.ModuleType("solution")
+            self.module = sys.modules[PROGRAM] = types.ModuleType(PROGRAM)
             exec(compile(arguments[0], "<program>", "exec", dont_inherit=True), vars(self.module))
             return None
         if operation == "names":
@@ -110,7 +111,12 @@ class Examiner:
             node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         )
         standard = getattr(sys, "stdlib_module_names", ())
-        program_names = []
+        program_names = [
+            alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module == PROGRAM
+            for alias in node.names
+        ]
         for name, uses in Counter(names).items():
             if name != self.job["entry_point"] and hasattr(builtins, name):
                 continue
@@ -130,6 +136,8 @@ class Examiner:
         self.peer.ask("load", [self.job["code"]])
         values = self.peer.ask("names", [tuple(names)])
         namespace.update({name: values[name] for name in names if name in values})
+        module = sys.modules[PROGRAM] = types.ModuleType(PROGRAM)
+        vars(module).update({name: values[name] for name in names if name in values})
         if self.job["entry_point"]:
             # Without it a test would call Python's own.
             namespace.setdefault(self.job["entry_point"], None)

@@ -246,6 +246,11 @@ FORMS = {
         WRONG_ADD,
     ),
     "pytest": ("from solution import add\n\ndef test_a():\n    assert add(1, 2) == 3", ADD, WRONG_ADD),
+    "pytest, by another name": (
+        "from solution import add as plus\n\ndef test_a():\n    assert plus(1, 2) == 3",
+        ADD,
+        WRONG_ADD,
+    ),
     "pytest, a list": (["def test_a(): assert add(1, 2) == 3", "def test_b(): assert add(4, 3) == 7"], ADD, WRONG_ADD),
     "MBPP, a text": ("assert add(1, 2) == 3\nassert add(3, 4) == 7", ADD, WRONG_ADD),
     "a list as Python writes it": ("['assert add(1, 2) == 3']", ADD, WRONG_ADD),
