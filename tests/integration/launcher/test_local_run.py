@@ -39,7 +39,7 @@ from tests.support.sampler import make_config
 FOREVER = "time.sleep(600)"
 UNTIL_FINISHED = "while not broker.finished(): time.sleep(0.01)"
 SAVE = """
-
+from common.files import checkpoint
 folder = checkpoint(config.run.folder, config.run.steps)
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "checkpoint.json").touch()
