@@ -18,7 +18,6 @@ from common.messages import Task
 from common.payload import open_record
 from common.scripts import ConfigArgument, OverrideOption
 from launcher.page.episode import request_lines, scored_facts
-from sampler.prompts import load_data
 
 app = typer.Typer(help="Try the agent of a configuration.", no_args_is_help=True)
 
@@ -59,6 +58,8 @@ def try_(
 
 
 def _task(config: Config, row: int, log: Any) -> Task:
+    from sampler.prompts import load_data  # needs the sampler's packages
+
     prompts = load_data(config.data, log).train
     agents = [one.name for one in config.data.sources("train") if config.for_source(one).episode.agent is not None]
     places = [i for i in range(len(prompts)) if prompts.source(i) in agents]

@@ -30,7 +30,7 @@ def _prompts_checked(config: Config) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="spo-check-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config, absolute=True))
-        command = [sys.executable, "-m", "launcher.checks.prompts", str(file)]
+        command = [sys.executable, "-P", "-m", "launcher.checks.prompts", str(file)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
                 yield
