@@ -103,7 +103,7 @@ def prepared(folder: Path, real_broker: Broker, monkeypatch: pytest.MonkeyPatch)
         "A package is not installed": without_torch,
         "A wrong password": protected,
         "A run of another release": lambda: broker.redis.set(broker.key("release"), "0.0.1"),
-        "A run that is finished": lambda: begun(finished=True),
+        "A run that is finished": lambda: begun(steps=load_config("my.yaml").run.steps, finished=True),
         "A key that cannot change": lambda: begun(steps=5),
         "A port that is in use": taken,
         "Two runs in one folder": lambda: locked(folder / "runs/mine", ""),
