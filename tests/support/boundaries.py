@@ -207,7 +207,7 @@ def unzipped(data: bytes) -> Any:
 
 def reward_result(data: bytes) -> None:
     ((kind, value),) = frames.unpack_result(data, 1).items()
-    assert isinstance(value, str) or (kind == "value" and math.isfinite(value))
+    assert isinstance(value, str) or (kind == "value" and (value is None or math.isfinite(value)))
 
 
 def packed(*values: Message) -> list[bytes]:
@@ -268,7 +268,7 @@ JOBS = unframed(
     [0, {"rewards": {"exact": {"options": {1: 2}}}, "memory_mb": 4096}],
     [1, "score", "exact", "4", "<call>", {"a": [1]}, {"level": {"a": [2.5]}}, "2+2", 9, 16, "stop", [0.5]],
 )
-RESULTS = unframed({"job": 1, "value": 0.5}, {"job": 1, "value": "ready"}, {"job": 1, "error": "KeyError: 'answer'"})
+RESULTS = unframed({"job": 1, "value": 0.5}, {"job": 1, "value": None}, {"job": 1, "error": "KeyError: 'answer'"})
 STEPS = packed(Step(version=4, drift=0.1, metrics={"loss": 0.5}, checkpoint=True))
 
 JSON: dict[str, Any] = {"read": from_json, "write": to_json}
