@@ -72,7 +72,7 @@ class RedisServer:
         command = [find_redis_server(), *arguments, *more]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         client = redis.Redis(port=self.port)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         is_up = False
         while not is_up:
             assert time.monotonic() < deadline, "redis-server did not start"

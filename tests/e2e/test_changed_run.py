@@ -73,7 +73,7 @@ def test_a_run_is_fixed_extended_changed_and_forked(folder: Path) -> None:
         twice = run(folder, own)
         assert (twice.returncode, "is in use by process" in twice.stderr) == (2, True)
         log += extended.stdout
-        assert extended.wait(timeout=60) == 0, log[-20:]
+        assert extended.wait(timeout=600) == 0, log[-20:]
     figures = summary(folder, "first")
     assert (figures["steps"], figures["counters"]["batched"]) == (4, 4 * 4)
     assert figures["counters"]["dispatched"] == figures["counters"]["counted"]

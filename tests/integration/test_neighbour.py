@@ -165,6 +165,6 @@ def pull(address: str, password: bytes | None) -> str:
 
 def ask(port: int, method: str, path: str, body: bytes | None) -> int:
     """Status of a request without the token."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request(method, path, body=body)
     return connection.getresponse().status

@@ -57,7 +57,7 @@ def test_a_folder_goes_with_its_process_or_with_the_next(tmp_path: Path) -> None
     assert not left.exists()
     assert (its_own / "kept").exists()
     for process in (living, last):
-        process.communicate("", timeout=60)
+        process.communicate("", timeout=600)
     assert not its_own.exists()
     assert not third.exists()
 
@@ -70,7 +70,7 @@ def test_a_folder_for_sockets_has_a_short_path_and_goes_with_its_process(length:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/{uuid.uuid4()}")  # as vLLM names its sockets
     assert (folder.parent == temporary) == (length <= 43)
-    process.communicate("", timeout=60)
+    process.communicate("", timeout=600)
     assert not folder.exists()
     assert length <= 43 or not list(temporary.iterdir())
 

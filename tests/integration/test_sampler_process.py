@@ -81,7 +81,7 @@ def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, r
         with Others(real_broker, config) as others:
             for _ in range(4):
                 for _ in range(rng.randrange(20, 60)):
-                    others.answered.acquire(timeout=60)
+                    others.answered.acquire(timeout=600)
                 process.kill()
                 process.wait()
                 process = spawn(config)

@@ -51,7 +51,7 @@ def entries(versions: range) -> list[Entry]:
 def live(folder: Path, *trackers: str) -> None:
     """A sampler begins, sends what there is, and ends."""
     command = [sys.executable, "-c", LIFE, str(folder), *trackers]
-    done = subprocess.run(command, env=os.environ | offline(folder), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ | offline(folder), capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failed" not in done.stdout, done.stdout
 
@@ -100,7 +100,7 @@ class Recorder:
 
     def has_got(self) -> None:
         """Wait for what comes next."""
-        assert self.got.acquire(timeout=60)
+        assert self.got.acquire(timeout=600)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_tracker_that_was_away_gets_what_it_missed(tmp_path: Path, recorder: R
         file.append(entries(range(1, 3)))
         follows.wake()
         for _ in range(3):
-            assert recorder.tried.acquire(timeout=60)
+            assert recorder.tried.acquire(timeout=600)
         file.append(entries(range(3, 5)))
         recorder.is_away = False
         recorder.has_got()

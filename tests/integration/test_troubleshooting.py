@@ -150,7 +150,7 @@ def test_a_command_of_the_page_shows_the_line_of_the_page(
 def test_a_process_that_refuses_ends_the_whole_run_with_its_line(folder: Path) -> None:
     (trouble,) = [trouble for trouble in HERE if trouble.lines[0].startswith("error: sampler: ")]
     command = [sys.executable, "-P", "-m", "launcher.cli", *trouble.command[1:]]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 2
     (line,) = [line for line in ended.stderr.splitlines() if not is_log(line)]
     assert matches(trouble.lines[0], line), line

@@ -14,7 +14,7 @@ from pathlib import Path
 from generator.engine.vllm_plugin import ENTRY_POINT
 from tests.support.ports import free_port
 
-PATIENCE = 500.0  # seconds until the test gives up
+PATIENCE = 600.0  # seconds until the test gives up
 READY = "Application startup complete"
 
 

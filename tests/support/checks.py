@@ -69,7 +69,7 @@ def run_file(folder: Path, **sections: Any) -> Path:
 def start(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m ...` to its end."""
     words = [sys.executable, "-m", *map(str, command)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | QUIET | environment)
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, env=os.environ | QUIET | environment)
 
 
 def refusal_of(module: str, *arguments: object, **environment: str) -> str:

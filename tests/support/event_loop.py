@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-DEADLINE = 120.0
+DEADLINE = 600.0
 
 
 def in_event_loop(test: Callable[..., Awaitable[None]]) -> Any:

@@ -29,7 +29,7 @@ from generator.services import Services
 from tests.support.episode import TOKENIZER, completion
 from tests.support.streams import tasks
 
-DEADLINE = 120.0
+DEADLINE = 600.0
 
 
 class PretendEngine:

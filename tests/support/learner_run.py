@@ -76,7 +76,7 @@ class Run:
         return [step.version for step in self.steps() if not step.metrics]
 
     def wait(self, condition: Callable[[], bool], process: Forked) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not condition():
             assert process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
@@ -96,12 +96,12 @@ class Run:
         """Train to the end, which leaves nothing in Redis."""
         self.wait_for(STEPS, ranks[0])
         self.broker.finish()
-        assert [process.wait(timeout=60) for process in ranks] == [0] * len(ranks), self.log.read_text()
+        assert [process.wait(timeout=600) for process in ranks] == [0] * len(ranks), self.log.read_text()
         assert self.left() == (0, 0)
 
     def errors(self, *ranks: Forked, code: int = 2) -> list[str]:
         """The lines that say why ranks end with this code."""
-        assert [process.wait(timeout=120) for process in ranks] == [code] * len(ranks), self.log.read_text()
+        assert [process.wait(timeout=600) for process in ranks] == [code] * len(ranks), self.log.read_text()
         assert "Traceback" not in self.log.read_text()
         return [line for line in self.log.read_text().splitlines() if line.startswith("error:")]
 

@@ -147,7 +147,7 @@ class BridgeRedis:
         arguments += ["--dir", str(folder), "--save", "", "--logfile", str(log)]
         process = machines.start("hub", [find_redis_server(), *arguments], log)
         self.client = redis.Redis(unix_socket_path=file_socket, password=PASSWORD)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not os.path.exists(file_socket):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, "redis-server did not start"
@@ -158,7 +158,7 @@ class BridgeRedis:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def wait(process: subprocess.Popen[bytes], logs: Mapping[str, Path], seconds: float = 200.0) -> int:
+def wait(process: subprocess.Popen[bytes], logs: Mapping[str, Path], seconds: float = 800.0) -> int:
     """The exit code of a process that should end by itself; its group stays ours until the machines are closed."""
     try:
         return process.wait(timeout=seconds)

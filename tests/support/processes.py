@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 
-def ended(pid: int, seconds: float = 120.0) -> bool:
+def ended(pid: int, seconds: float = 600.0) -> bool:
     """Whether a process has ended, or does so in time."""
     return one_ended([pid], seconds)
 

@@ -46,7 +46,7 @@ class SandboxServer:
         assert self.process.stderr is not None
         with self.process.stderr:
             self.log += [json.loads(line) for line in self.process.stderr if line.startswith("{")]
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=600)
 
 
 def workers_of(pid: int) -> list[psutil.Process]:

@@ -23,7 +23,7 @@ from generator.teacher.loop import Teacher
 from generator.teacher.scores import Scores
 from tests.support.streams import Crew
 
-DEADLINE = 120.0
+DEADLINE = 600.0
 
 
 def constant(token_ids: np.ndarray, top_k: int) -> Scores:

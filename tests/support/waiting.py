@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-PATIENCE = 120.0  # seconds until a test gives up; nothing waits that long
+PATIENCE = 600.0  # seconds until a test gives up; nothing waits that long
 
 
 def eventually(holds: Callable[[], object]) -> None:

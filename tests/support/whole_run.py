@@ -120,7 +120,7 @@ def started(
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
+            process.communicate(timeout=600)
 
 
 def wait_for_version(broker: Broker, version: int, process: subprocess.Popen[str]) -> None:

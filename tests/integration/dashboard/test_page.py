@@ -401,7 +401,7 @@ def test_the_command_prints_the_address_and_ends_by_ctrl_c(browser: Browser, tmp
         assert page.url.partition("#")[0] == bare, "the token does not stay in the address"
         process.send_signal(signal.SIGINT)
         page.locator(".connection.lost").wait_for()
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
         assert (process.returncode, errors) == (0, "")
     finally:
         process.kill()

@@ -45,7 +45,7 @@ def test_killed_or_stopped_it_goes_on_and_ends_the_same(runs, own_redis):
 
     stopped.wait_for(3, processes[stopped])
     processes[stopped].send_signal(signal.SIGTERM)
-    assert processes[stopped].wait(timeout=60) == 0, stopped.log.read_text()
+    assert processes[stopped].wait(timeout=600) == 0, stopped.log.read_text()
     assert stopped.left() == (1, 12), "and what only the newest checkpoint holds"
     assert (stopped.checkpoints / "step_3").is_dir()
 
@@ -128,7 +128,7 @@ def test_a_learner_killed_at_its_last_checkpoint_writes_it_after_the_run_was_dec
         process.kill()
         process.wait()
     process = run.start(**variables)
-    assert process.wait(timeout=120) == 0, run.log.read_text()
+    assert process.wait(timeout=600) == 0, run.log.read_text()
     assert run.starts() == [0, 3]
     assert (run.checkpoints / f"step_{STEPS}" / "hf" / "config.json").is_file()
     assert run.left() == (0, 0)
@@ -237,14 +237,14 @@ def test_a_stopped_learner_has_the_exit_code_a_job_asks_for(runs):
     run.send(0)
     run.wait_for(1, in_the_middle)
     in_the_middle.send_signal(signal.SIGTERM)
-    assert in_the_middle.wait(timeout=60) == 143, run.log.read_text()
+    assert in_the_middle.wait(timeout=600) == 143, run.log.read_text()
     assert (run.checkpoints / "step_1").is_dir()
 
     at_the_end = run.start("--unfinished-code=143")
     run.send(*range(1, STEPS))
     run.wait_for(STEPS, at_the_end)
     at_the_end.send_signal(signal.SIGTERM)
-    assert at_the_end.wait(timeout=60) == 143, "others still evaluate"
+    assert at_the_end.wait(timeout=600) == 143, "others still evaluate"
     run.finish(run.start("--unfinished-code=143"))
 
 
@@ -263,4 +263,4 @@ def test_in_a_full_redis_it_saves_early_and_frees_batches(runs):
     process = run.start()
     run.wait(lambda: sum(step.version == 3 for step in run.steps()) == 3, process)
     run.broker.finish()
-    assert process.wait(timeout=60) == 0, run.log.read_text()
+    assert process.wait(timeout=600) == 0, run.log.read_text()

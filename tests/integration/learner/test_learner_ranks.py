@@ -50,7 +50,7 @@ def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
     stopped = pair(run)
     run.wait_for(2, stopped[0])
     stopped[1].send_signal(signal.SIGTERM)  # of one rank ends all, behind a checkpoint
-    assert [process.wait(timeout=60) for process in stopped] == [0, 0], run.log.read_text()
+    assert [process.wait(timeout=600) for process in stopped] == [0, 0], run.log.read_text()
     ranks = pair(run)
     run.wait_for(STEPS, ranks[0])
     manifest = served_manifest(run)
@@ -73,7 +73,7 @@ def test_killed_ranks_that_divide_sequences_end_the_same(runs):
     killed.wait_for(3, ranks[0])
     for rank in ranks:
         rank.kill()
-        rank.wait(timeout=60)
+        rank.wait(timeout=600)
     for run in (straight, killed):
         run.finish(*pair(run))
         left_out = {step.version: step.metrics["batch/left_out"] for step in run.steps() if step.metrics}

@@ -206,7 +206,7 @@ def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: asyncio.Runner) 
         worker.kill()
         with pytest.raises(SandboxUnavailable, match=r"ended \(SIGKILL\)"):
             await task
-        assert psutil.wait_procs(family, timeout=60)[1] == []
+        assert psutil.wait_procs(family, timeout=600)[1] == []
         assert output(await sandbox.run_code(program("print(1)"))) == "1\n"
 
     use(loop, ONE, kill)
@@ -225,7 +225,7 @@ def test_a_worker_killed_while_bubblewrap_starts_leaves_nothing(loop: asyncio.Ru
         bwrap.parent().kill()
         with pytest.raises(SandboxUnavailable, match="ended"):
             await task
-        assert psutil.wait_procs([bwrap], timeout=60)[1] == []
+        assert psutil.wait_procs([bwrap], timeout=600)[1] == []
 
     use(loop, Settings(workers=1, bwrap=str(stuck)), kill)
 

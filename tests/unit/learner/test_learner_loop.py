@@ -31,7 +31,7 @@ from learner.weight_copy import WeightCopy, copy_weights
 from learner.world import World
 from tests.support.learner import learner_config
 
-DEADLINE = 60.0
+DEADLINE = 600.0
 PROMPT = ScoredPrompt([1, 2, 3], [-2.0, -3.0])
 ENDPOINT = {"address": "tcp://127.0.0.1:5555"}
 # What a learner that began with version 1 has announced; a start has no metrics.

@@ -38,7 +38,7 @@ class Thread(SequenceGroup):
 def on_threads(size: int, act: Any) -> list[Any]:
     """What `act(group)` returns on each of so many ranks."""
     sent: dict[int, torch.Tensor] = {}
-    barrier = Barrier(size, timeout=60)
+    barrier = Barrier(size, timeout=600)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: act(Thread(rank, size, None, sent, barrier)), range(size)))
 
