@@ -159,7 +159,7 @@ def main() -> None:
     print("| way | GB/s | of plain ZeroMQ | s of CPU a GB: sender | receiver |\n|---|---|---|---|---|")
     for way, rate in result.transfers.items():
         cpu = f"{result.sender_cpu[way]:.2f} | {result.receiver_cpu[way]:.2f}"
-        print(f"| {way} | {rate:.2f} | {rate / result.transfer:.2f} | {cpu} |")
+        print(f"| {way} | {rate:.3g} | {rate / result.transfer:.2f} | {cpu} |")
 
 
 if __name__ == "__main__":

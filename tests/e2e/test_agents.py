@@ -81,7 +81,7 @@ def test_agents_of_each_kind_are_judged_once(tmp_path: Path, own_redis: RedisSer
     with started(tmp_path / "run.log", *command, environment=importing(tmp_path, CLAUDE)) as process:
         wait_for_version(broker, 1, process)
         kill(broker, "generator")
-        assert process.wait(timeout=850) == 0, (tmp_path / "run.log").read_text()[-3000:]
+        assert process.wait(timeout=1500) == 0, (tmp_path / "run.log").read_text()[-3000:]
 
     counters = settled_counters(broker)
     assert counters["batched"] == STEPS * BATCH

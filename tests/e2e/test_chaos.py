@@ -26,7 +26,7 @@ def test_the_counts_agree_whatever_fails(tmp_path: Path, task: str, run: str, mo
     schedule = ("--minutes", "2", "--steps", STEPS, "--seed", "2")
     command = ("chaos", "--task", task, *more, *schedule, "--plain", "--output", tmp_path / "runs")
     with started(tmp_path / "chaos.log", *command, *settings, environment=cache_of_quickstart(tmp_path)) as process:
-        code = process.wait(timeout=850)
+        code = process.wait(timeout=1500)
     log = (tmp_path / "chaos.log").read_text()
     assert code == 0, log[-4000:]
     result = json.loads((tmp_path / "runs" / run / "chaos.json").read_text())

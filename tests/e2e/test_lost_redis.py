@@ -64,7 +64,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumed]:
     with started(folder / "quickstart.log", *command, environment=environment) as quickstart:
         wait_for_pair(run, quickstart)
         run.broker.redis.flushall()
-        assert quickstart.wait(timeout=850) == 2
+        assert quickstart.wait(timeout=1500) == 2
     assert "Redis has lost run 'quickstart-1'" in (folder / "quickstart.log").read_text()
     again = spo("run", run.folder / "config.yaml", "--resume", *here, **environment)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]

@@ -67,7 +67,7 @@ def test_each_source_is_judged_its_own_way_once(tmp_path: Path, own_redis: Redis
     with started(tmp_path / "run.log", *command) as process:
         wait_for_version(broker, 1, process)
         kill(broker, "generator")
-        assert process.wait(timeout=850) == 0, (tmp_path / "run.log").read_text()[-3000:]
+        assert process.wait(timeout=1500) == 0, (tmp_path / "run.log").read_text()[-3000:]
 
     counters = settled_counters(broker)
     assert counters["batched"] == STEPS * BATCH

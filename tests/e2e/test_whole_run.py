@@ -78,7 +78,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
         batches = [Batch.unpack(fields[b"batch"]) for _, fields in broker.redis.xrange(broker.key("batches"))]
         server.kill()
         server.start()
-        assert launcher.wait(timeout=850) == 0, (base / "launcher.log").read_text()[-3000:]
+        assert launcher.wait(timeout=1500) == 0, (base / "launcher.log").read_text()[-3000:]
     yield Ended(base, broker, batches)
     server.kill()
 

@@ -52,7 +52,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "built", "."]
-    subprocess.run(build, cwd=copy, check=True, timeout=850)
+    subprocess.run(build, cwd=copy, check=True, timeout=1500)
     (wheel,) = (copy / "built").glob("*.whl")
     return set(zipfile.ZipFile(wheel).namelist())
 

@@ -11,7 +11,7 @@ from tests.support.forked import Forked
 from tests.support.ports import free_port
 
 
-def on_ranks(count: int, act: Callable[..., object], *arguments: Any, folder: Path, timeout: float = 540) -> None:
+def on_ranks(count: int, act: Callable[..., object], *arguments: Any, folder: Path, timeout: float = 1500) -> None:
     """Call `act(world, *arguments)` on `count` ranks; fails with their output unless all succeed.
 
     Args:

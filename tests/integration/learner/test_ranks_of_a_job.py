@@ -75,7 +75,7 @@ def test_pods_of_a_job_are_ranks_by_completion_index(
         )
     try:
         for pod in pods:
-            output = pod.communicate(timeout=850)[0]
+            output = pod.communicate(timeout=1500)[0]
             assert pod.returncode == 0, output
     finally:
         for pod in pods:
