@@ -1,4 +1,4 @@
-"""Tries a reward on reference answers: an answer made of the reference must score more than an empty one."""
+"""Tries a reward on reference answers: one made of the reference must score the most, and an empty one the least."""
 
 from __future__ import annotations
 
@@ -6,29 +6,62 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
-from common.checks.check import Finding, problem, warning
-from common.config import EpisodeConfig
+from common.checks.check import Finding, ok, problem, warning
+from common.config import Config, EpisodeConfig
 from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
 from generator.rewards.registry import BUILTIN
+from generator.rewards.rules import last_boxed
 from sampler.prompts import Prompt
 
 FAILURES = (RewardFailed, WorkerDied, TimeoutError, ValueError)
-UNTRIED = {"judge", "agent"}  # rewards that call a server, or that only an agent gives
+UNTRIED = {"judge": "it would ask a server", "agent": "only an agent gives it"}
 COMPARE = {"exact", "boxed", "boxed_think", "math"}  # built-in rewards that compare an answer with the reference
-# In these forms a right answer is written for the reward to read.
+# In these forms a right answer is written for the reward to read; {} is the reference.
 FORMS = (
-    r"\boxed{{{}}}",
+    r"\boxed{{}}",
     "{}",
     "<answer>{}</answer>",
-    r"<think>\n</think>\n\boxed{{{}}}",
+    "<think>\n</think>\n\\boxed{{}}",
     "The answer is {}.",
     "#### {}",
+    "Answer: {}",
+    "<think>\n</think>\n<answer>\n{}\n</answer>",
+    "```\n{}\n```",
 )
 AT_ONCE = 8  # rows
 SHOWN = 5  # rows named in a line
 START_ROWS = 16  # of each source, tried before a run
+EITHER = "right only if the reward ignores the reference (data.answer_column: null says so)"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What one row's answers score.
+
+    Attributes:
+        where: the row's name in messages.
+        reference: as messages show it.
+        empty: of an empty answer.
+        right: the most of an answer made of the row's reference.
+        wrong: of another row's reference, in the form in which the row's own scores the most; None: all are the same.
+        least: the least of all these.
+        failure: why the reward failed on an answer in another form, with that answer; empty: it did not.
+    """
+
+    where: str
+    reference: str
+    empty: float
+    right: float
+    wrong: float | None
+    least: float
+    failure: str
+
+    @property
+    def shown(self) -> str:
+        return f"{self.where} ({self.reference})"
 
 
 @dataclass(slots=True)
@@ -36,19 +69,21 @@ class Trial:
     """What came of trying a reward.
 
     Attributes:
+        is_known: the reward is built in and compares answers, so it reads one of the `FORMS`.
+        right_from: the reward from which an answer counts as right.
         rows: how many were tried.
         raised: why the reward failed, by row.
-        unmatched: the reference, by row for which no answer made of it scores more than an empty one.
-        is_known: the reward is built in and compares answers, so it reads one of the `FORMS`.
+        scores: of the rows whose references were compared.
     """
 
+    is_known: bool
+    right_from: float
     rows: int = 0
     raised: dict[str, str] = field(default_factory=dict)
-    unmatched: dict[str, str] = field(default_factory=dict)
-    is_known: bool = False
+    scores: list[Scores] = field(default_factory=list)
 
     def findings(self, key: str) -> Iterator[Finding]:
-        """A problem for what most rows have, a warning for what some have.
+        """A problem for what most rows have and no form of an answer explains; else warnings.
 
         Args:
             key: of the source in the configuration.
@@ -56,21 +91,51 @@ class Trial:
         if self.raised:
             (first, reason), *_ = self.raised.items()
             others = _named(list(self.raised)[1:])
-            line = f"{key}: the reward fails on {len(self.raised):,} of {self.rows:,} rows tried; {first}: {reason}"
+            line = f"{key}: the reward fails on {self._share(self.raised)}; {first}: {reason}"
             yield self._finding(self.raised, f"{line}{f'; also on {others}' if others else ''}")
-        if self.unmatched:
-            count = f"{len(self.unmatched):,} of {self.rows:,}"
-            named = _named([f"{row} ({reference})" for row, reference in self.unmatched.items()])
-            line = (
-                f"{key}: no answer made of the reference scores more than an empty one for {count} rows tried: {named}"
+        # A reward that gives every answer the same may be meant so.
+        silent = [row for row in self.scores if row.least < row.empty and self.right_from <= row.empty]
+        if silent:
+            what = f"an empty answer counts as right (reward {silent[0].empty:g}), and others score less"
+            yield self._finding(silent, f"{key}: {what}, for {self._rows(silent)}")
+        unmatched = [row for row in self.scores if row.right <= row.empty and row not in silent]
+        if unmatched:
+            line = f"{key}: no answer made of the reference scores more than an empty one for {self._rows(unmatched)}"
+            yield (
+                self._finding(unmatched, line) if self.is_known else warning(f"{line}; {EITHER}, or wants another form")
             )
-            if self.is_known:
-                yield self._finding(self.unmatched, line)
-            else:
-                yield warning(f"{line}; right only if the reward ignores the reference, or wants an unusual form")
+        failed = [row for row in self.scores if row.failure]
+        if failed:
+            yield warning(f"{key}: the reward fails on some answers, {self._rows(failed)}: {failed[0].failure}")
+        matched = [row for row in self.scores if row.empty < row.right]
+        yield from self._doubts(key, matched)
 
-    def _finding(self, rows: Mapping[str, str], line: str) -> Finding:
-        return problem(line) if 2 * len(rows) > self.rows else warning(line)
+    def _doubts(self, key: str, matched: Sequence[Scores]) -> Iterator[Finding]:
+        """Warnings about rows of which an answer made of the reference scores more than an empty one."""
+        low = [row for row in matched if row.right < self.right_from]
+        if low:
+            most = max(row.right for row in low)
+            yield warning(
+                f"{key}: an answer made of the reference scores at most {most:g} for {self._rows(low)}, which does not "
+                f"count as right in evaluations: set eval.right_from, now {self.right_from:g}, if none can score more"
+            )
+        alike = [row for row in matched if row.wrong is not None and row.right <= row.wrong]
+        if self._are_most(alike):
+            yield warning(
+                f"{key}: another row's reference scores as much as the row's own for {self._rows(alike)}; {EITHER}"
+            )
+
+    def _rows(self, rows: Sequence[Scores]) -> str:
+        return f"{self._share(rows)}: {_named([row.shown for row in rows])}"
+
+    def _share(self, rows: Sequence[object] | Mapping[str, str]) -> str:
+        return f"{len(rows):,} of {self.rows:,} rows tried"
+
+    def _are_most(self, rows: Sequence[object] | Mapping[str, str]) -> bool:
+        return 2 * len(rows) > self.rows
+
+    def _finding(self, rows: Sequence[object] | Mapping[str, str], line: str) -> Finding:
+        return problem(line) if self._are_most(rows) else warning(line)
 
 
 def _named(rows: Sequence[str]) -> str:
@@ -78,9 +143,18 @@ def _named(rows: Sequence[str]) -> str:
     return ", ".join(rows[:SHOWN]) + more
 
 
+def not_tried(episode: EpisodeConfig, key: str) -> Finding | None:
+    """What of a source's reward is not tried; None if all is."""
+    names = episode.reward_weights.keys()
+    for name, why in UNTRIED.items():
+        if name in names:
+            return ok(f"{key}: the reward is not tried on references, since {name!r} is a part of it: {why}")
+    return ok(f"{key}: of 'code' the tests are read, and no program is run") if "code" in names else None
+
+
 def can_be_tried(episode: EpisodeConfig) -> bool:
     """Whether no part of the reward asks a server or an agent."""
-    return UNTRIED.isdisjoint(episode.reward_weights)
+    return UNTRIED.keys().isdisjoint(episode.reward_weights)
 
 
 def compares_only(episode: EpisodeConfig) -> bool:
@@ -88,44 +162,114 @@ def compares_only(episode: EpisodeConfig) -> bool:
     return bool(COMPARE & episode.reward_weights.keys()) and BUILTIN.keys() - {"code"} >= episode.reward_weights.keys()
 
 
-async def try_references(scorer: Scorer, episode: EpisodeConfig, rows: Iterable[tuple[str, Prompt]]) -> Trial:
-    """Score an empty answer and answers made of the reference, for each row; each has a name for messages."""
-    trial = Trial(is_known=compares_only(episode))
-    names = episode.reward_weights.keys()
-    forms = FORMS if "code" not in names and (COMPARE | (names - BUILTIN.keys()) | {"reasoning_gym"}) & names else ()
+async def try_references(scorer: Scorer, config: Config, rows: Iterable[tuple[str, Prompt]]) -> Trial:
+    """Score an empty answer, and answers made of the row's reference and of another's, for rows and their names.
+
+    Args:
+        config: as `Config.for_source` makes it.
+    """
+    trial = Trial(compares_only(config.episode), config.right_from)
+    forms = _forms(config.episode)
     remaining = iter(rows)
     while chunk := list(islice(remaining, AT_ONCE)):
-        results = await asyncio.gather(*(_try_row(scorer, episode, prompt, forms) for _, prompt in chunk))
-        for (where, _), (failure, unmatched) in zip(chunk, results, strict=True):
-            trial.rows += 1
-            if failure:
-                trial.raised[where] = failure
-            elif unmatched:
-                trial.unmatched[where] = unmatched
+        prompts = [prompt for _, prompt in chunk]
+        results = await asyncio.gather(
+            *(_Row(scorer, config, where, prompt).scores(forms, prompts) for where, prompt in chunk),
+            return_exceptions=True,
+        )
+        trial.rows += len(chunk)
+        for (where, _), result in zip(chunk, results, strict=True):
+            if isinstance(result, FAILURES):
+                trial.raised[where] = str(result)
+            elif isinstance(result, BaseException):
+                raise result
+            elif result is not None:
+                trial.scores.append(result)
     return trial
 
 
-async def _try_row(scorer: Scorer, episode: EpisodeConfig, prompt: Prompt, forms: Iterable[str]) -> tuple[str, str]:
-    """Why the reward fails, and the reference if it matches nothing; each empty if that is not so."""
+class _Row:
+    """One row, whose answers are scored."""
 
-    async def score(text: str) -> float:
-        limit = episode.max_response_tokens
-        outcome = Outcome(text, response=text, answer=prompt.answer, row=prompt.row, prompt=prompt.prompt, limit=limit)
-        return (await scorer.score(outcome)).value
+    def __init__(self, scorer: Scorer, config: Config, where: str, prompt: Prompt) -> None:
+        self.scorer, self.where, self.prompt = scorer, where, prompt
+        self.limit, self.most = config.episode.max_response_tokens, config.sampler.tracker.reward_range[1]
 
-    try:
-        empty = await score("")
-    except FAILURES as error:
-        return f"{error} (with an empty response)", ""
-    reference = Outcome("", answer=prompt.answer).answer_text.strip()
-    failure, has_score = "", False
-    for form in forms:
+    async def scores(self, forms: Sequence[str], others: Sequence[Prompt]) -> Scores | None:
+        """None if nothing is compared with the row's reference. Raises `FAILURES`."""
         try:
-            if await score(form.format(reference)) > empty:
-                return "", ""
-            has_score = True
+            empty = await self._score("")
         except FAILURES as error:
-            failure = failure or str(error)
-    if failure and not has_score:
-        return failure, ""
-    return "", (repr(reference[:60]) if forms else "")
+            raise ValueError(f"{error} (with an empty response)") from None
+        reference = _texts(self.prompt)
+        if not forms or not reference:
+            return None
+        scores: dict[tuple[str, str], float] = {}
+        failure = ""
+        for form in forms:
+            for text in reference:
+                answer = form.replace("{}", text)
+                try:
+                    scores[form, text] = await self._score(answer)
+                except FAILURES as error:
+                    failure = failure or f"{error} (with the answer {answer[:60]!r})"
+            if self.most in scores.values():  # no other form can score more
+                break
+        if not scores:
+            raise ValueError(failure)
+        form, text = max(scores, key=scores.__getitem__)
+        wrong = await self._wrong(form, reference, others)
+        values = [empty, *scores.values(), *([] if wrong is None else [wrong])]
+        return Scores(self.where, repr(reference[0][:60]), empty, scores[form, text], wrong, min(values), failure)
+
+    async def _wrong(self, form: str, reference: Sequence[str], others: Sequence[Prompt]) -> float | None:
+        """What another row's reference scores in a form; None where there is none, or the reward fails on it."""
+        for other in others:
+            texts = _texts(other)
+            if texts and not {*texts} & {*reference}:
+                try:
+                    return await self._score(form.replace("{}", texts[-1]))
+                except FAILURES:
+                    return None
+        return None
+
+    async def _score(self, text: str) -> float:
+        row = self.prompt
+        outcome = Outcome(text, text, row.answer, row.row, row.prompt, limit=self.limit)
+        return (await self.scorer.score(outcome)).value
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    """A row's reference, and the answer within it where it is a solution (GSM8K's, MATH's); empty: there is none."""
+    if prompt.answer is None:
+        return []
+    text = Outcome("", answer=prompt.answer).answer_text.strip()
+    if isinstance(prompt.answer, list) and len(prompt.answer) == 1:
+        within = Outcome("", answer=prompt.answer[0]).answer_text
+    else:
+        within = text.rpartition("####")[2] if "####" in text else last_boxed(text) or ""
+    return list(dict.fromkeys(filter(None, [text, within.strip()])))
+
+
+def _forms(episode: EpisodeConfig) -> list[str]:
+    """Forms of answers for the reward to read; none if no part of it compares them with a reference."""
+    names = episode.reward_weights.keys()
+    if "code" in names or not (COMPARE | (names - BUILTIN.keys()) | {"reasoning_gym"}) & names:
+        return []
+    named = [form for name in names for option in episode.reward_options.get(name, {}).values() for form in _of(option)]
+    return list(dict.fromkeys([*FORMS, *named]))
+
+
+def _of(option: Any) -> list[str]:
+    """Forms that a reward's option names: tags in their order, a tag, or words before the answer."""
+    if isinstance(option, list) and option and all(isinstance(tag, str) for tag in option):
+        *begin, end = option
+        return [
+            f"{''.join(begin)}{{}}{end}",
+            rf"{''.join(begin)}\boxed{{{{}}}}{end}",
+            rf"{''.join(option)}\boxed{{{{}}}}",
+        ]
+    if not isinstance(option, str) or not option:
+        return []
+    tag = option.strip("<>/")
+    return [option] if "{}" in option else [f"{option} {{}}", f"<{tag}>{{}}</{tag}>"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.checks.check import Finding, refuse_problems
+from common.checks.check import Finding, Level, refuse_problems
 from common.checks.list import check_run
 from common.config import Config, EpisodeConfig
 from common.config.data import Source
@@ -20,7 +20,7 @@ from generator.agents.sandboxed import check_agents
 from generator.parts import SIDES, SharedParts
 from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
-from launcher.checks.references import START_ROWS, can_be_tried, compares_only, try_references
+from launcher.checks.references import START_ROWS, can_be_tried, compares_only, not_tried, try_references
 from launcher.checks.vocabulary import check_vocabularies
 from sampler.prompts import Prompt, SourcePrompts, check_rows
 from sampler.rows import open_rows
@@ -35,7 +35,7 @@ def check_with_rewards(config: Config) -> None:
     findings = try_sources(config, START_ROWS)
     refuse_problems(findings)
     for finding in findings:
-        get_logger().warning(finding.line)
+        (get_logger().info if finding.level is Level.OK else get_logger().warning)(finding.line)
 
 
 def try_sources(config: Config, rows: int, all_if_quick: bool = False, track: Any = None) -> list[Finding]:
@@ -63,9 +63,11 @@ async def _try_sources(config: Config, rows: int, all_if_quick: bool, track: Any
                     scorer = shared.scorer(own)
                 except UserError as error:
                     raise UserError(f"{source.key}: {error}" if source.episode else str(error)) from None
+                if note := not_tried(own.episode, source.key):
+                    findings.append(note)
                 if can_be_tried(own.episode):
                     limit = None if all_if_quick and compares_only(own.episode) else rows
-                    trial = await try_references(scorer, own.episode, _named_prompts(source, limit, track))
+                    trial = await try_references(scorer, own, _named_prompts(source, limit, track))
                     findings += trial.findings(source.key)
     finally:
         await shared.close()

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,38 @@ def broken(text: str, answer: Any, row: dict[str, Any]) -> float:
 def never(text: str, answer: Any) -> float:
     """Compares texts with a number, as if the data had numbers."""
     return float(text == 4)
+
+
+def always(text: str, answer: Any) -> float:
+    return 1.0
+
+
+def within(text: str, answer: str) -> float:
+    """Looks for the wrong one in the other."""
+    return float(text in answer)
+
+
+def boxes(text: str, answer: str) -> float:
+    return float("boxed" in text)
+
+
+def solved(text: str, answer: str | list[str]) -> float:
+    """Takes the answer out of a solution."""
+    return float(text == re.split(r"#### |\\boxed\{|\}", str(np.ravel(answer)[0]))[1 if len(answer) > 1 else 0])
+
+
+def numbers(text: str, answer: str) -> float:
+    return float(int(text or 0) == int(answer))
+
+
+def half(text: str, answer: str) -> float:
+    return 0.5 * (text == answer)
+
+
+def marked(text: str, answer: str, mark: str | int = "", end: str | None = None) -> float:
+    """Wants the answer in a form of its own."""
+    form = f"<{mark}>{{}}</{mark}>" if end is None else str(mark)
+    return float(text == form.replace("{}", answer))
 
 
 def odd_rows_fail(text: str, row: dict[str, Any]) -> float:

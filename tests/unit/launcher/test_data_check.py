@@ -328,32 +328,34 @@ def answers(folder: Path, *references: Any) -> Path:
 
 LONG = "x" * 120  # beyond the end that `boxed` looks at
 STREAM = {"inputs": ["1"], "outputs": ["1"]}
-TRIED = {
+OPTIONS = {
+    "judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"},
+    "format": {"tags": ["<why>", "</why>", "<so>", "</so>"]},
+}
+TRIED: dict[str, Any] = {
     "all can be matched": ("boxed", (4, "B", "a b"), None),
     "some": ("boxed", (LONG, 4, 5), ("warning", "no answer made of the", "for 1 of 3 rows tried: ", "line 1 ('xxx")),
     "most": ("boxed", (4, LONG, LONG + "y"), ("problem", "for 2 of 3 rows tried: ", "line 2", "line 3")),
     "with thinking": ("boxed_think", (4, "B"), None),
     "in a sum": ({"exact": 0.5, "length": 0.5}, (4, "B"), None),
     "no reference is read": ("length", (4, "B"), None),
-    "no tests": ("code", (4, STREAM), ("warning", "fails on 1 of 2 rows tried; ", "line 1: tests = '4'")),
-    "tests": ("code", (["assert f()"], {"fn_name": "f", "inputs": [[1]], "outputs": [1]}), None),
-    "a server is asked": ("judge", (4,), None),
+    "no tests": ("code", (4, STREAM), ("ok", "'code'"), ("warning", "fails on 1 of 2 rows", "line 1: tests = '4'")),
+    "tests": ("code", (["assert f()"], {"fn_name": "f", "inputs": [[1]], "outputs": [1]}), ("ok", "no program is run")),
+    "a server is asked": ("judge", (4,), ("ok", "'judge' is a part of it: it would ask a server")),
+    "part of a sum": ({"exact": 0.5, "format": 0.25}, (4, 5), ("warning", "at most 0.5 for 2 of 2 rows", "right_from")),
+    "tags around it": ({"math": 0.5, "format": 0.5}, (4, 5), None),
 }  # fmt: skip
 
 
 @pytest.mark.integration  # starts a sandbox
 @pytest.mark.parametrize("case", TRIED)
 def test_references_are_tried_with_the_reward(case: str, tmp_path: Path) -> None:
-    reward, references, expected = TRIED[case]
-    judge = {"judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}}
-    found = rewards_of(answers(tmp_path, *references), reward, **(judge if reward == "judge" else {}))
-    if expected is None:
-        assert found == []
-        return
-    (finding,) = found
-    level, *words = expected
-    assert finding["level"] == level
-    assert all(word in finding["line"] for word in ("data.train: ", *words))
+    reward, references, *expected = TRIED[case]
+    options = {name: OPTIONS[name] for name in ([reward] if isinstance(reward, str) else reward) if name in OPTIONS}
+    found = rewards_of(answers(tmp_path, *references), reward, **options)
+    for finding, (level, *words) in zip(found, filter(None, expected), strict=True):
+        assert finding["level"] == level
+        assert all(word in finding["line"] for word in ("data.train: ", *words))
 
 
 @pytest.mark.integration  # starts scoring processes
@@ -363,17 +365,47 @@ def test_references_are_tried_with_maths_and_a_reward_of_ones_own(tmp_path: Path
     assert unread["level"] == "warning"
     assert "the reward fails on 1 of 4 rows tried; " in unread["line"]
     assert "line 4: reward 'math': ValueError: the reference answer '(((" in unread["line"]
-    here = "tests.support.some_rewards"
-    assert rewards_of(answers(tmp_path, 4, "B"), f"{here}:asynchronous_call") == []
-    (ignores,) = rewards_of(answers(tmp_path, 4, "B"), f"{here}:never")
-    assert ignores["level"] == "warning"
-    assert "right only if the reward ignores the reference" in ignores["line"]
-    (broken,) = rewards_of(answers(tmp_path, *range(9)), f"{here}:broken")
+    (broken,) = rewards_of(answers(tmp_path, *range(9)), f"{HERE}:broken")
     assert broken["level"] == "problem"
     assert "the reward fails on 9 of 9 rows tried; " in broken["line"]
     assert "some_rewards.py:" in broken["line"]
     assert broken["line"].endswith("line 6 and 3 more")
     assert broken["line"].count("KeyError") == 1
+
+
+HERE = "tests.support.some_rewards"
+SOLUTION = "3 + 1 = <<3+1=4>>4.\n#### 4"
+IGNORES = "right only if the reward ignores the reference (data.answer_column: null says so)"
+OWN: dict[str, Any] = {
+    "matches": ("asynchronous_call", (4, "B"), {}, []),
+    "matches what a solution ends with": ("solved", (SOLUTION, ["B"], r"Thus \boxed{5}."), {}, []),
+    "a form that an option names": ("marked", (4, "B"), {"mark": "so"}, []),
+    "another form": ("marked", (4, "B"), {"mark": "<so> {} </so>", "end": ""}, []),
+    "a form that nothing names": ("marked", (4, "B"), {"mark": 7}, ["warning", "scores more than", "2 of 2", IGNORES]),
+    "never": ("never", (4, "B"), {}, ["warning", "scores more than an empty one", "2 of 2", "line 1 ('4')", IGNORES]),
+    "silence is worth most": ("shorter", (4, "B"), {}, ["problem", "empty answer counts as right (reward 1)"]),
+    "silence is worth as much": ("within", (4, "B"), {}, ["problem", "empty answer counts as right (reward 1)"]),
+    "all are worth the same": ("always", (4, "B"), {}, ["warning", "scores more than an empty one", IGNORES]),
+    "any answer": ("boxes", (4, "B"), {}, ["warning", "another row's reference scores as much", "2 of 2", IGNORES]),
+    "all answers are the same": ("boxes", (4, 4), {}, []),
+    "fails on some texts": ("numbers", (4, 5), {}, ["warning", "fails on some answers, 2 of 2", r"'\\boxed{4}')"]),
+    "a part": ("half", (4, "B"), {}, ["warning", "at most 0.5 for 2 of 2 rows", "eval.right_from, now 1"]),
+}  # fmt: skip
+
+
+@pytest.mark.integration  # starts scoring processes
+@pytest.mark.parametrize("case", OWN)
+def test_a_right_answer_scores_the_most_and_an_empty_one_the_least(case: str, tmp_path: Path) -> None:
+    name, references, options, expected = OWN[case]
+    found = rewards_of(answers(tmp_path, *references), f"{HERE}:{name}", **{f"{HERE}:{name}": options})
+    assert [finding["level"] for finding in found] == expected[:1]
+    assert all(words in finding["line"] for finding in found for words in expected[1:])
+
+
+@pytest.mark.integration  # starts scoring processes
+def test_without_references_nothing_is_compared(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two."})
+    check(path, "-o", "data.answer_column=null", "-o", f"episode.reward={HERE}:shorter")
 
 
 def test_without_a_reward_no_reference_is_tried(tmp_path: Path) -> None:
