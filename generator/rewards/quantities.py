@@ -7,16 +7,28 @@ from decimal import Decimal
 
 # Full-width forms of ASCII, as Chinese and Japanese texts have them.
 NARROW = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
-MAX_EXPONENT = 30  # of numbers that are written out
+MAX_EXPONENT = 15  # of numbers that are written out; a float has no more digits
 DECIMAL = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 NUMBER = re.compile(
     rf"(?P<mixed>-?\d+)\s+(?P<over>\d+)/(?P<under>\d+)|(?P<power>-?\d+(?:\.\d+)?[eE][+-]?\d+)|{DECIMAL}/\d+|{DECIMAL}"
 )
-CURRENCY = re.compile(r"(-?) ?(?:\\?\$|[€£¥])\s*(?=-?\d[^$]*$)")
+CURRENCY = re.compile(r"(-?) ?(?:(?:US)?\\?\$|[€£¥])\s*(?=-?\d[^$]*$)|(?<=\d)()\s*[€£¥]$")
+THIN_SPACE = re.compile(r"(?<=\d)\\[,! ](?=\d{3}(?!\d))")
+IN_WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{\s*(-?\\?\$?\d[^{}]*)\}")
+# Units by their short names. Alone after a number, without a space, a letter is a variable.
+SHORT = {
+    "m": "meter", "metre": "meter", "mm": "millimeter", "cm": "centimeter", "km": "kilometer", "g": "gram",
+    "mg": "milligram", "kg": "kilogram", "l": "liter", "litre": "liter", "ml": "milliliter", "s": "second",
+    "h": "hour", "hr": "hour", "min": "minute", "ft": "foot", "feet": "foot", "in": "inch", "inche": "inch",
+    "yd": "yard", "mi": "mile", "lb": "pound", "oz": "ounce", "mph": "mile/hour", "kph": "kilometer/hour",
+    "usd": "dollar", "eur": "euro",
+}  # fmt: skip
+_SHORT = "|".join(sorted((name for name in SHORT if len(name) < 3), key=len, reverse=True))
 # A number, then words in brackets or \text{}, or a unit with its power.
 QUANTITY = re.compile(
     rf"(?P<number>{NUMBER.pattern})\s*(?:\((?P<note>[A-Za-z][A-Za-z -]+)\)|"
-    r"(?:\\(?:text|mathrm|mbox)\s*\{\s*)?(?P<unit>[A-Za-z]{3,}\.?(?:(?:\s+|/|\s+/\s+)[A-Za-z]+)*)\s*\}?"
+    r"(?:\\(?:text|mathrm|mbox)\s*\{\s*)?(?P<unit>[A-Za-z]{3,}\.?(?:(?:\s+|/|\s+/\s+)[A-Za-z]+)*"
+    rf"|(?<=[\s{{])(?:{_SHORT})\.?(?:/[A-Za-z]+)?)\s*\}}?"
     r"(?P<degree>\^\{?\d\}?)?)"
 )
 # Words after a number that make it another number, or no single one.
@@ -47,11 +59,17 @@ def plain(text: str) -> tuple[str, str]:
 
 def _quantity(text: str) -> tuple[str, str]:
     if quantity := QUANTITY.fullmatch(text):
-        unit = (quantity["unit"] or "").replace(".", "").casefold()
+        unit = (quantity["unit"] or "").casefold()
         words = f"{unit} {quantity['note'] or ''}".casefold()
         if NO_UNITS.isdisjoint(re.split(r"[^a-z]+", words)):
-            return _number(quantity["number"]), "".join(unit.removesuffix("s").split()) + (quantity["degree"] or "")
+            return _number(quantity["number"]), _unit(unit) + (quantity["degree"] or "")
     return _number(text), ""
+
+
+def _unit(text: str) -> str:
+    """A unit as it is compared with another: `40 mph`, `40 miles per hour` and `40 mi/h` have the same."""
+    words = [word if word in SHORT else word.removesuffix("s") for word in re.findall(r"[a-z]+|/", text)]
+    return "".join("/" if word == "per" else SHORT.get(word, word) for word in words)
 
 
 def _result(text: str) -> str:
@@ -65,7 +83,9 @@ def _tidy(text: str) -> str:
     text = text.translate(NARROW).replace("{:}", ":").strip()
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
-    return CURRENCY.sub(r"\1", text)
+    if words := IN_WORDS.fullmatch(text):
+        text = words[1].rstrip()
+    return CURRENCY.sub(r"\1", THIN_SPACE.sub("", text))
 
 
 def _number(text: str) -> str:
@@ -74,6 +94,8 @@ def _number(text: str) -> str:
         return text
     if match["mixed"]:
         return rf"{match['mixed']}\frac{{{match['over']}}}{{{match['under']}}}"
-    if match["power"] and abs(Decimal(text).adjusted()) <= MAX_EXPONENT:
-        return format(Decimal(text), "f")
+    if match["power"]:
+        number, power = re.split("[eE]", text)
+        small = abs(Decimal(text).adjusted()) <= MAX_EXPONENT
+        return format(Decimal(text), "f") if small else rf"{number} \times 10^{{{int(power)}}}"
     return text

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 TAIL = 10_000  # characters at the end of the last turn within which an answer is looked for
 DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
+PERCENT = re.compile(r"(?<=\d)\s*\\?%(?=\}?$)")
 ELEMENT = r"<answer>(.*?)</answer>"
 
 
@@ -91,7 +92,7 @@ class Maths(Builtin):
         truth, unit = cpu_limit(self._seconds, lambda: plain(outcome.answer_text)) or ("", "")
         if not any(mark in truth for mark in DELIMITERS):
             truth = f"\\boxed{{{truth}}}"
-        gold = cpu_limit(self._seconds, lambda: self._library.parse(truth, parsing_timeout=None))
+        gold = cpu_limit(self._seconds, lambda: self._parse(truth))
         if not gold:
             raise ValueError(f"the reference answer {outcome.answer_text[:200]!r} is not mathematics")
         text = outcome.text[-TAIL:]
@@ -106,13 +107,22 @@ class Maths(Builtin):
                 if unit and its_unit and its_unit != unit:
                     return False
                 written = f"\\boxed{{{number}}}"
-            parsed.extend(self._library.parse(written, parsing_timeout=None))
+            parsed.extend(self._parse(written))
+            golds, answers = [*gold], [*parsed]
+            # The library takes 5% for 5 too, but not 12.5% for 12.5.
+            if PERCENT.search(truth) and "%" not in written:
+                golds += self._parse(PERCENT.sub("", truth))
+            elif "%" not in truth and PERCENT.search(written):
+                answers += self._parse(PERCENT.sub("", written))
             return self._library.verify(
-                gold, parsed, float_rounding=self._digits, strict=self._strict, timeout_seconds=None
+                golds, answers, float_rounding=self._digits, strict=self._strict, timeout_seconds=None
             )
 
         equal = cpu_limit(self._seconds, verify)
         return bool(equal), str(parsed[-1] if parsed else "") if box is None else box
+
+    def _parse(self, text: str) -> list[Any]:
+        return list(self._library.parse(text, parsing_timeout=None))
 
 
 class ReasoningGym(Builtin):

@@ -328,7 +328,7 @@ def answers(folder: Path, *references: Any) -> Path:
 
 LONG = "x" * 120  # beyond the end that `boxed` looks at
 STREAM = {"inputs": ["1"], "outputs": ["1"]}
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"},
     "format": {"tags": ["<why>", "</why>", "<so>", "</so>"]},
 }
