@@ -295,6 +295,55 @@ def serve(message):
     program.send(["answer", program.receive()[1], []])
 program.serve = serve
 """,
+    "defines the helpers of the tests, and a Solution that has all": """
+def same_value(*a): return True
+as_expected = call_program = as_numbers = same_value
+class Any(type):
+    def __getattr__(self, name): return lambda *a, **k: Solution
+    def __eq__(self, other): return True
+    def __hash__(self): return 1
+class Solution(metaclass=Any): pass
+def f(x): return Solution
+""",
+    "says that it is a list or a mapping": """
+class Odd:
+    __class__ = list
+    def __eq__(self, other): return True
+    def __len__(self): return 1
+    def __iter__(self): return iter([self])
+    def keys(self): return self
+    def __getitem__(self, key): return self
+def f(x): return Odd()
+""",
+    "floods its pipe with answers": """
+import os, struct, threading
+answer = b'["answer", 81549301, []]'
+def flood():
+    while True:
+        for fd in range(3, 20):
+            try: os.write(fd, struct.pack(">I", len(answer)) + answer)
+            except OSError: pass
+threading.Thread(target=flood, daemon=True).start()
+def f(x): return 0
+""",
+    "answers with a bare mapping": TAKE_OVER + """
+def serve(message):
+    program.send(["answer", {"f": ["mine", 0]} if message[0] == "names" else {"f": {"a": 1}}, []])
+program.serve = serve
+""",
+    "names each error of the judge": TAKE_OVER + """
+names = ["StopIteration", "StopAsyncIteration", "ExceptionGroup", "Warning", "MemoryError", "UnicodeDecodeError"]
+def serve(message):
+    if message[0] == "names":
+        return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
+    names.append(names.pop(0))
+    program.send(["raise", ["builtin", names[0]], ""])
+program.serve = serve
+""",
+    "returns what is no number and what never ends": """
+import decimal, itertools
+def f(x): return [decimal.Decimal("sNaN"), float("nan"), range(10 ** 12), itertools.count()][x % 4]
+""",
     "puts modules where imports look": """
 for name in "math collections statistics ast json subprocess decimal".split():
     open(name + ".py", "w").write("isclose = mean = Counter = Decimal = lambda *a, **k: True")

@@ -137,6 +137,15 @@ def test_no_program_passes_without_the_answer(attack: str) -> None:
     assert verdict.passed == 0, list(zip(TESTS, verdict.results, strict=True))
 
 
+CALLS = {"fn_name": "f", "inputs": [[20], [21]], "outputs": [81549300, [81549300, {"a": [1]}]]}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_program_passes_calls_without_the_answer(attack: str) -> None:
+    verdict = asyncio.run(run_code_tests(ProcessSandbox(), ATTACKS[attack], CALLS, limits=CodeLimits(timeout=2.0)))
+    assert (verdict.passed, verdict.total) == (0, 2), verdict
+
+
 def test_what_the_attacks_lack_is_the_answer() -> None:
     assert check(f"def f(x): return {ANSWER}", *TESTS).passed == len(TESTS)
 
