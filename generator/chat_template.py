@@ -31,6 +31,7 @@ _OPENED_TOKENS = 32  # within which opened tags are looked for
 # A conversation to render after, where what was said before does not matter.
 _ASKED: Message = {"role": "user", "content": "u"}
 _ANSWER: Message = {"role": "assistant", "content": _PLACEHOLDER}
+_ARGUMENTS = {"answer": _PLACEHOLDER}  # of a call
 EXCHANGE: Sequence[Message] = (_ASKED, {"role": "assistant", "content": ""})
 
 
@@ -314,7 +315,7 @@ class ChatTemplate:
 
     def _render(self, messages: list[Message], variables: dict[str, Any], *, asks: bool = True) -> str:
         options = {"tools": self._tools, "add_generation_prompt": asks, **self._options, **variables}
-        taken = [_as_taken(message, self._no_content) for message in messages]
+        taken = [_as_taken(message, self._no_content, self._takes_text) for message in messages]
         try:
             return str(self._tokenizer.apply_chat_template(taken, **options, tokenize=False))
         except Exception as error:  # errors of its own, of Jinja's, or of the expressions in it
@@ -323,15 +324,26 @@ class ChatTemplate:
     @cached_property
     def _no_content(self) -> str | None:
         """What stands for the content that a message with calls lacks: null, or "" where the template minds null."""
-        shown = {}
-        for content in (None, ""):
-            turn = {**_calling([{}]), "content": content}
-            try:
-                shown[content] = str(self._tokenizer.apply_chat_template([_ASKED, turn], tokenize=False))
-            except Exception:  # see `_render`
-                continue
-        null, empty = shown.get(None), shown.get("", "")
-        return None if null is not None and null.count("None") <= empty.count("None") else ""
+        null, empty = (self._shown_call(content, self._takes_text) for content in (None, ""))
+        return None if null is not None and null.count("None") <= (empty or "").count("None") else ""
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Whether arguments of calls must be JSON text: the template fails on mappings, or writes Python's."""
+
+        def shows(as_text: bool) -> bool:
+            tried = filter(None, (self._shown_call(content, as_text) for content in (None, "")))
+            return any(_PLACEHOLDER in shown and str(_ARGUMENTS) not in shown for shown in tried)
+
+        return shows(as_text=True) and not shows(as_text=False)
+
+    def _shown_call(self, content: str | None, as_text: bool) -> str | None:
+        """What the template makes of a turn that calls a tool; None if it fails."""
+        turn = _as_taken({**_calling([{}]), "content": content}, content, as_text)
+        try:
+            return str(self._tokenizer.apply_chat_template([_ASKED, turn], tokenize=False))
+        except Exception:  # see `_render`
+            return None
 
     def _name(self) -> str:
         folder = Path(self._tokenizer.name_or_path)
@@ -345,7 +357,7 @@ def _calling(results: Sequence[Message]) -> Message:
         {
             "id": _call_id(i),
             "type": "function",
-            "function": {"name": result.get("name") or "unknown", "arguments": {"answer": _PLACEHOLDER}},
+            "function": {"name": result.get("name") or "unknown", "arguments": _ARGUMENTS},
         }
         for i, result in enumerate(results)
     ]
@@ -370,21 +382,24 @@ def _call_id(number: int) -> str:
     return f"call{number:05}"  # Mistral's templates want nine letters and digits
 
 
-def _as_taken(message: Message, no_content: str | None) -> Message:
-    """A message as templates take it: the arguments of calls as mappings, and `no_content` for a content of null."""
+def _as_taken(message: Message, no_content: str | None, as_text: bool) -> Message:
+    """A message as a template takes it: arguments as JSON text or mappings, and `no_content` for a content of null."""
     if not message.get("tool_calls"):
         return message
     content = no_content if message.get("content", "") is None else message.get("content", "")
-    return {**message, "content": content, "tool_calls": [_with_mapping(call) for call in message["tool_calls"]]}
+    return {**message, "content": content, "tool_calls": [_with_arguments(c, as_text) for c in message["tool_calls"]]}
 
 
-def _with_mapping(call: Any) -> Any:
-    """A call whose arguments are no longer JSON, if they were."""
+def _with_arguments(call: Any, as_text: bool) -> Any:
+    """A call whose arguments are JSON text, or a mapping if they can be."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and not as_text:
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments or "{}")
+            arguments = parsed if isinstance(parsed, dict) else arguments
+    elif isinstance(arguments, dict) and as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": function | ({"arguments": arguments} if "arguments" in function else {})}

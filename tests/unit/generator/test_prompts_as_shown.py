@@ -23,6 +23,11 @@ def said(role: str, content: Any, **keys: Any) -> dict[str, Any]:
     return {"role": role, "content": content} | keys
 
 
+# Writes CALL for each call, of a message without content alone.
+CALLS = CARELESS.replace(
+    "{{ m.content }}",
+    "{% if m.content is none %}{% for call in m.tool_calls %}CALL{% endfor %}{% else %}{{ m.content }}{% endif %}",
+)
 OF_USERS = "({} if m.role == 'user' else m.content)"
 USER, SYSTEM = said("user", "What is 0+0?"), said("system", "Be brief.")
 CALLING, TOLD = said("assistant", None, tool_calls=[CALL]), said("tool", "8", name="weather")
@@ -81,8 +86,22 @@ def test_a_content_of_null_never_reads_as_text() -> None:
     assert "None" not in shown(with_template(QWEN), [USER, CALLING, TOLD, USER])
 
 
-def test_the_arguments_of_calls_reach_the_template_as_mappings() -> None:
-    assert '{"name": "weather", "arguments": {"town": "0"}}' in shown(with_template(QWEN), [USER, CALLING, TOLD, USER])
+@pytest.mark.parametrize("arguments", ['{"town": "0"}', {"town": "0"}])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (QWEN, '{"name": "weather", "arguments": {"town": "0"}}'),
+        (CALLS.replace("CALL", "{{ '```' + call.function.arguments + '```' }}"), '```{"town": "0"}```'),  # DeepSeek-R1
+        (CALLS.replace("CALL", "```{{ call.function.arguments }}```"), '```{"town": "0"}```'),
+        (CALLS.replace("CALL", "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"), "town=0"),
+    ],
+)  # fmt: skip
+def test_the_arguments_of_calls_reach_the_template_as_it_takes_them(
+    template: str, expected: str, arguments: Any
+) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    prompt = [USER, said("assistant", None, tool_calls=[call]), TOLD, USER]
+    assert expected in shown(with_template(template), prompt)
 
 
 BYTES, BYTES_BACK = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
