@@ -33,7 +33,11 @@ def _plain(message: Any, number: int) -> dict[str, Any]:
     plain: dict[str, Any] = without_nulls(message)
     role, content = plain.get("role"), plain.get("content")
     if not isinstance(role, str) or not role:
-        raise NotAMessage(f"{name} has no role; its keys are {', '.join(map(str, plain)) or 'none'}")
+        keys = ", ".join(map(str, plain)) or "none"
+        raise NotAMessage(f"{name} has no role; its keys are {keys}, and a message needs role and content")
+    calls = plain.get("tool_calls", [])
+    if not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+        raise NotAMessage(f"{name} ({role}) has tool_calls of type {type(calls).__name__}, and not a list of calls")
     if isinstance(content, list):
         content = _joined(content, name)
     if content is None and plain.get("tool_calls"):
@@ -59,7 +63,9 @@ def _joined(parts: list[Any], name: str) -> str:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str) or not (isinstance(part, str) or kind in TEXT_PARTS):
+        if not isinstance(part, str) and kind not in TEXT_PARTS:
             raise NotAMessage(f"{name} has a part of type {str(kind)[:40]!r}; only parts of type 'text' can be read")
+        if not isinstance(text, str):
+            raise NotAMessage(f"{name} has a part of type {kind!r} without text")
         texts.append(text)
     return "".join(texts)

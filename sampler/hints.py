@@ -18,7 +18,8 @@ ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipytho
 # Where the turns of a conversation begin or end in the templates of common models.
 _TURNS = re.compile(r"<\|[A-Za-z_]+\|>|<｜[^｜<>]+｜>|</?(?:start|end)_of_turn>|\[/?INST\]")
 _IMAGE = re.compile(r"<image>|<\|image[^<>|]*\|>|<video>|<audio>")
-_CONVERSATION = re.compile(r"""\s*\[?\s*\{[^{}\[\]]*["'](role|from)["']\s*:\s*["']""")
+_KEY = r"""(?=.*["'](?:{})["']\s*:)"""
+_CONVERSATION = re.compile(rf"\s*\[?\s*\{{{_KEY.format('role|from')}{_KEY.format('content|value')}", re.DOTALL)
 _MEDIA_COLUMN = re.compile(r"(images?|videos?|audios?|pixel_values)", re.IGNORECASE)
 
 
@@ -55,6 +56,8 @@ class Hints:
             self._note("image", row.number, image.group())
         elif column := next((name for name, value in (row.row or {}).items() if value and _is_media(name)), None):
             self._note("image", row.number, f"column {column!r}")
+        if (row.row or {}).get("tools"):
+            self._note("tools", row.number)
         if _is_rounded(row.answer):
             self._note("rounded", row.number, str(row.answer))
 
@@ -110,6 +113,8 @@ class Hints:
             f"{prompts}, not text (json.loads), or name another by data.prompt_column",
             "image": f"{detail} stands for what a model of images sees, and SPO's models read text alone: leave such "
             "rows out, or name a column of text by data.prompt_column",
+            "tools": "column 'tools' is not shown to the model, whose tools are those of episode.tools, the same for "
+            "all rows of a source; only an agent or a tool of your own may read it",
             "rounded": f"{detail} in {answers} is a number of 32 bits, written out: store it as text or with 64 bits, "
             "or name another column by data.answer_column",
             "prefill": "the last message is the assistant's, which ends there: the model begins another; to have it "

@@ -247,9 +247,10 @@ def read_prompt(row: dict[str, Any], source: Source) -> str | Messages:
     prompt = column_value(row, source.prompt_column)
     if isinstance(prompt, str) and prompt.strip():
         return prompt
-    if prompt in (None, "", []):
+    if prompt is None or prompt == [] or isinstance(prompt, str):
         raise BadRow(f"no prompt in column {source.prompt_column!r}", "prompt")
-    reason = ""
+    keys = f" ({', '.join(map(str, prompt))})" if isinstance(prompt, dict) else ""
+    reason = f", but a value of type {type(prompt).__name__}{keys}"
     if isinstance(prompt, list):
         _check_finite(prompt, source.prompt_column, "prompt")
         try:
@@ -324,8 +325,14 @@ def missing_columns(row: dict[str, Any], source: Source) -> str:
         return ""
     settings = " and ".join(f"data.{key}" for key in missing)
     without = ", or to null where the reward needs no answer" if "answer_column" in missing else ""
-    columns = ", ".join(map(str, row)) or "none"
+    columns = ", ".join(_columns(row)) or "none"
     return f"there is no column {', '.join(map(repr, missing.values()))}; there are {columns}; set {settings}{without}"
+
+
+def _columns(row: dict[str, Any]) -> Iterator[str]:
+    """Names of the columns, and `a.b` for each key in a column of mappings."""
+    for name, value in row.items():
+        yield from (f"{name}.{key}" for key in value) if isinstance(value, dict) and value else (str(name),)
 
 
 def _row_id(row: dict[str, Any], prompt: str | Messages, source: Source) -> str:

@@ -20,14 +20,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.config.data import FILES, NOT_READ, matching_files, misspelt_set
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.files import near_file
 from common.gym_families import make_family, score_answer
+from common.model import LFS
 from sampler.chat import Messages
 
 CHUNK = 4096
 BOM = codecs.BOM_UTF8  # Windows' editors begin files with it
 PREFIX = "reasoning_gym:"
+# How files begin that are not what their names say.
+BEGINNINGS = {
+    b"\x1f\x8b": "is compressed by gzip; unpack it",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it",
+    LFS: "is a Git LFS pointer, not the data; run `git lfs pull` in its folder",
+}
+ONE_LIST = "; the file begins like one JSON list: write each of its items on a line of its own"
 CHECKED = 4  # items of a family whose own answers are verified when it is opened
 
 
@@ -104,20 +112,24 @@ class JsonLines(Rows):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         try:
-            row = json.loads(self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)].decode())
+            line = self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)].decode()
+            row = json.loads(line, object_pairs_hook=_mapping)
         except UnicodeDecodeError as error:
             text = f"not UTF-8 text (byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
             raise BadRow(text, reason="not UTF-8 text") from None
         except ValueError as error:
-            raise BadRow(f"not JSON ({error})", reason="not JSON") from None
+            raise BadRow(f"not JSON ({error}){self._hint()}", reason="not JSON") from None
         except RecursionError:
             raise BadRow("not JSON that can be read (lists or objects nested too deep)") from None
         if not isinstance(row, dict):
-            raise BadRow("not a JSON object")
+            raise BadRow(f"not a JSON object{self._hint()}", reason="not a JSON object")
         return row
 
     def where(self, i: int) -> str:
         return f"{self._path} line {self._lines.item(i)}"
+
+    def _hint(self) -> str:
+        return ONE_LIST if self._data[self._starts.item(0)] == ord("[") else ""
 
     def _scan(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Bounds of the rows in bytes, flat int64 [2N], and their line numbers, int64 [N]."""
@@ -128,6 +140,16 @@ class JsonLines(Rows):
         ends = np.append(ends, size)
         filled = [i for i in range(len(starts)) if self._data[starts.item(i) : ends.item(i)].strip()]
         return np.stack([starts[filled], ends[filled]], axis=1).ravel(), np.array(filled, np.int64) + 1
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; raises `BadRow` where a key is there twice, since nobody knows which value is meant."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRow(f"a key is there twice ({twice[:100]!r})", reason="a key is there twice")
+    return values
 
 
 class ArrowRows(Rows):
@@ -289,14 +311,28 @@ def _open(path: str, split: str, options: Mapping[str, Any] | None, config: str 
         if not file.is_file():
             raise UserError(f"data file {path} does not exist{near_file(file, FILES)}")
         try:
+            _check_file(file)
             return JsonLines(file) if file.suffix == ".jsonl" else ArrowRows(pq.read_table(file), path)
         except (OSError, pa.ArrowException) as error:
-            raise UserError(f"data file {path} cannot be read: {error}") from None
+            raise UserError(f"data file {path} cannot be read: {one_line(str(error))}") from None
     if file.is_file() or file.suffix in NOT_READ:
         raise UserError(
             f"data file {path} is of an unknown kind; use *.jsonl, *.parquet, {PREFIX}FAMILY, or a Hugging Face dataset"
         )
     return open_dataset(path, split, config)
+
+
+def _check_file(file: Path) -> None:
+    """Raise `UserError` for a file whose name does not say what it is, or with two columns of one name."""
+    with file.open("rb") as opened:
+        beginning = opened.read(max(map(len, BEGINNINGS)))
+    for start, what in BEGINNINGS.items():
+        if beginning.startswith(start):
+            raise UserError(f"data file {file} {what}")
+    if file.suffix == ".parquet":
+        names = pq.read_schema(file).names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"data file {file} has several columns {twice!r}; rename or drop all but one")
 
 
 def open_dataset(path: str, split: str, config: str | None) -> ArrowRows:

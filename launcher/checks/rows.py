@@ -199,8 +199,7 @@ def _read(
         if row.problem is not None:
             reason, general, kind = str(row.problem), row.problem.reason, row.problem.problem
             report.problems[kind] = report.problems.get(kind, 0) + 1
-            details = reason.removeprefix(general).strip(" ()")
-            report.reasons.setdefault(general, Occurrences()).add(f"{where}: {details}" if details else where)
+            report.reasons.setdefault(general, Occurrences()).add(where + reason.removeprefix(general))
             if not first_problem:
                 columns = missing_columns(row.row, source) if row.row is not None else ""
                 first_problem = f"{where}: {reason}" + (f"; {columns}" if columns else "")

@@ -66,7 +66,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
     assert source["problems"] == {"duplicate": 1, "unreadable": 2, "answer": 1, "prompt": 1}
     assert source["reasons"]["the same prompt as an earlier row"] == {"count": 1, "first": f"{path} line 2"}
     assert source["reasons"]["not JSON"]["count"] == 2
-    assert source["reasons"]["not JSON"]["first"].startswith(f"{path} line 4: ")
+    assert source["reasons"]["not JSON"]["first"].startswith(f"{path} line 4 (")
     assert source["columns"] == {"prompt": 5, "answer": 6, "level": 1}
     assert {kind: rows["count"] for kind, rows in source["answers"].items()} == {"number": 1, "text": 1, "boolean": 1}
     assert source["answers"]["boolean"]["first"] == f"{path} line 8"
@@ -191,6 +191,7 @@ def test_prompts_are_read_until_one_fits_before_the_start(tmp_path: Path) -> Non
 
 GAMES = [asks(("user", "Play."), seed=seed, level=seed // 2) for seed in range(4)]
 JSON_TEXT = json.dumps([{"role": "user", "content": "0?"}])
+PARTS_TEXT = json.dumps([{"content": [{"type": "text", "text": "0?"}], "role": "user"}])
 CALLED = asks(("user", "a")) | {
     "prompt": [
         {"role": "user", "content": "Weather?"},
@@ -214,6 +215,9 @@ CALLED = asks(("user", "a")) | {
         ([{"prompt": JSON_TEXT, "answer": 1}], (), "reads as chat messages.*data.prompt_column"),
         ([{"prompt": str(json.loads(JSON_TEXT)), "answer": 1}], (), "reads as chat messages"),
         ([{"prompt": '{"from": "human", "value": "0?"}', "answer": 1}], (), "reads as chat messages"),
+        ([{"prompt": PARTS_TEXT, "answer": 1}], (), "reads as chat messages"),
+        ([asks(("user", "0?"), tools=[{"type": "function"}])], (), "column 'tools' is not shown .*episode.tools"),
+        ([asks(("user", "0?"), tools='[{"type": "function"}]')], (), "column 'tools' is not shown"),
         ([asks(("user", "<image>What is it?"))], (), "<image> stands for"),
         ([asks(("user", "What is it?"), images=["a.png"])], (), "column 'images' stands for"),
         (GAMES, (), "3 rows .*line 2.*'seed'.* differs; to keep such rows, set data.id_column=seed"),
@@ -234,7 +238,8 @@ def test_what_was_probably_not_meant_is_said_with_the_key_that_helps(
 def test_plain_data_gets_no_hint(tmp_path: Path) -> None:
     rows = [
         asks(("system", ""), ("user", "What is 1 < 2 | 3?")),
-        {"prompt": '{"a": 1} is JSON; what role has it?', "answer": 0.5, "images": None},
+        {"prompt": '{"a": 1} is JSON; what role has it?', "answer": 0.5, "images": None, "tools": []},
+        {"prompt": '{"role": "admin"} is JSON, is it not?', "answer": 0.5},
         {"prompt": "[1, 2]", "answer": 0.1, "image": []},
         {"prompt": "same", "answer": 1.25},
         {"prompt": "same", "answer": 1.25},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import gzip
+import io
 import json
 import math
 from decimal import Decimal
@@ -170,19 +172,28 @@ def test_keys_that_arrow_fills_with_null_are_dropped(tmp_path: Path) -> None:
         (chat(user([{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}])), "part of type 'image'"),
         (chat(user([{"type": "image_url", "image_url": {"url": "x"}}])), "message 1 has a part of type 'image_url'"),
         (chat(user("a"), {"role": "assistant", "content": None}), "message 2 (assistant) has no content"),
-        (chat({"from": "human", "value": "a"}), "message 1 has no role; its keys are from, value"),
+        (chat({"from": "human", "value": "a"}), "keys are from, value, and a message needs role and content"),
+        (chat(user([{"type": "text", "text": None}])), "message 1 has a part of type 'text' without text"),
+        (chat(user("a"), CALLING | {"tool_calls": json.dumps([call(town=0)])}), "has tool_calls of type str"),
+        (
+            chat(user("a"), CALLING | {"tool_calls": ["weather"]}),
+            "has tool_calls of type list, and not a list of calls",
+        ),
         (chat(user({"text": "a"})), "message 1 (user) has content of type dict"),
         (chat(user("a"), user("  ")), "message 2 (user) is empty"),
         (chat({"role": "system", "content": ""}), "all messages are empty"),
         (chat("a"), "message 1 is a str"),
         ({"answer": "2"}, "no prompt in column 'prompt'"),
-        ({"prompt": "  ", "answer": "x"}, "column 'prompt'"),
+        ({"prompt": "  ", "answer": "x"}, "no prompt in column 'prompt'"),
         ({"prompt": "three"}, "no answer in column 'answer'"),
         ({"prompt": "1+1", "answer": "again"}, "the same prompt as an earlier row"),
         ("{broken", "not JSON"),
         ('{"prompt": "p', "not JSON"),
         ("[1, 2]", "not a JSON object"),
         *(({"prompt": prompt, "answer": 1}, "neither text nor chat") for prompt in (5, True, {"text": "x"}, ["x"])),
+        ({"prompt": {"messages": [user("a")]}, "answer": 1}, "but a value of type dict (messages)"),
+        ('{"prompt": "p", "prompt": "q", "answer": 1}', "a key is there twice ('prompt')"),
+        ('{"prompt": [{"role": "user", "content": "a", "content": "b"}], "answer": 1}', "twice ('content')"),
         ('{"prompt": "p", "answer": 18446744073709551616}', "column 'answer' holds an integer of more than 64 bits"),
         ('{"prompt": "p", "answer": 1, "seed": [{"n": -9223372036854775809}]}', "column 'seed' holds an integer"),
         ('{"prompt": "half \\ud800", "answer": 1}', "column 'prompt' holds half a surrogate pair"),
@@ -230,6 +241,14 @@ def test_a_wrong_column_is_refused_with_those_there_are(tmp_path: Path, columns:
     path = jsonl(tmp_path / "a.jsonl", {"question": "1+1", "truth": 2, "level": 1}, {"question": "1+2", "truth": 3})
     with pytest.raises(UserError, match=f"all 2 rows .*line 1: no .* no column {missing}; .*question, truth, level"):
         load(path, **columns)
+
+
+def test_a_missing_column_may_be_a_key_in_another(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "1+1", "reward_model": {"style": "rule", "ground_truth": "2"}})
+    with pytest.raises(
+        UserError, match=r"there are prompt, reward_model\.style, reward_model\.ground_truth; set data\.a"
+    ):
+        load(path)
 
 
 def test_answers_of_different_types_are_named(tmp_path: Path) -> None:
@@ -292,12 +311,31 @@ def test_a_row_that_changes_while_in_use_ends_the_run(tmp_path: Path) -> None:
         prompts[0]
 
 
+def with_two_columns() -> bytes:
+    """A Parquet file with two columns of one name."""
+    buffer = io.BytesIO()
+    columns = [pa.array([text]) for text in ("p", "q", "1")]
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "prompt", "answer"]), buffer)
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("gone.jsonl", None, "does not exist"),
         ("data.csv", b"a,b\n", "of an unknown kind"),
         ("broken.parquet", b"not parquet at all", "cannot be read"),
+        ("packed.jsonl", gzip.compress(b'{"prompt": "p", "answer": 1}', mtime=0), "is compressed by gzip; unpack it"),
+        ("packed.parquet", b"\x28\xb5\x2f\xfd..", "is compressed by zstd; unpack it"),
+        ("large.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer.*git lfs pull"),
+        ("large.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer.*git lfs pull"),
+        (
+            "list.jsonl",
+            b'[\n {\n  "prompt": "p", "answer": 1\n }\n]\n',
+            "line 1: not JSON .*like one JSON list: write each",
+        ),
+        ("list.jsonl", b'[{"prompt": "p", "answer": 1}]', "line 1: not a JSON object; .*like one JSON list"),
+        ("twice.parquet", with_two_columns(), "several columns 'prompt'; rename or drop all but one"),
         ("broken.jsonl", b"\xff\xfe\x00", "unusable .*line 1: not UTF-8 text"),
         ("empty.jsonl", b"", r"no prompts in .*empty\.jsonl: it is empty"),
         ("blank.jsonl", b"\n\n", r"no prompts in .*blank\.jsonl: it is empty"),
