@@ -117,6 +117,15 @@ class ChatTemplate:
         rendered = self._render([{"role": "user", "content": "u"}], {}) if names else ""
         return [name for name in names if name not in rendered]
 
+    def unopened(self) -> str:
+        """What it writes in front of an answer, but of no prompt, whatever `add_generation_prompt` says; else empty."""
+        try:
+            asked, unasked = self._render([_ASKED], {}), self._render([_ASKED], {}, asks=False)
+            header = self._render([_ASKED, _ANSWER], {}, asks=False).partition(_PLACEHOLDER)[0]
+        except TemplateFailed:
+            return ""
+        return header.removeprefix(asked).strip() if asked == unasked and header.startswith(asked) else ""
+
     def prompt(
         self, prompt: str | list[Message], system: str | None = None, *, markup: bool = False, **variables: Any
     ) -> np.ndarray:

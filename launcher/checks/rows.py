@@ -159,6 +159,11 @@ class PromptEncoder:
         """What the template leaves out beside the texts of messages."""
         if self._prompts.unseen_call:
             yield f"{self._template.name} leaves out {self._prompts.unseen_call}; use another template"
+        if header := self._template.unopened():
+            yield (
+                f"{self._template.name} ignores add_generation_prompt: prompts end without {header!r}, with which it "
+                "begins the assistant's turns, so the model has to write it; use another template"
+            )
         if unseen := self._template.undescribed_tools():
             yield (
                 f"{self._template.name} does not describe tools: unless prompts or data.system_prompt do, the model "

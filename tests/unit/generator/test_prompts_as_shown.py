@@ -13,8 +13,9 @@ from generator.chat_template import ChatTemplate
 from generator.parts import make_template
 from generator.prompts import PromptNotSeen, Prompts
 from generator.tools import Toolbox
-from tests.support.chat_templates import AS_JSON, CARELESS, QWEN, STRICT, of_pieces, of_words, with_template
+from tests.support.chat_templates import AS_JSON, ASK, CARELESS, QWEN, STRICT, of_pieces, of_words, with_template
 from tests.support.episode import configured
+from tests.support.templates import SHAPES, shaped
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"town": "0"}'}}
 
@@ -93,7 +94,7 @@ def test_a_content_of_null_never_reads_as_text() -> None:
         (QWEN, '{"name": "weather", "arguments": {"town": "0"}}'),
         (CALLS.replace("CALL", "{{ '```' + call.function.arguments + '```' }}"), '```{"town": "0"}```'),  # DeepSeek-R1
         (CALLS.replace("CALL", "```{{ call.function.arguments }}```"), '```{"town": "0"}```'),
-        (CALLS.replace("CALL", "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"), "town=0"),
+        (CALLS.replace("CALL", "{% for k, v in call.function.arguments.items() %}{{ k ~ 1 ~ v }}{% endfor %}"), "town10"),
     ],
 )  # fmt: skip
 def test_the_arguments_of_calls_reach_the_template_as_it_takes_them(
@@ -163,6 +164,20 @@ def test_an_option_that_the_template_does_not_read_is_refused() -> None:
     config = configured({"data": {"train": "t", "template_options": {"enable_thinkng": False}}})
     with pytest.raises(UserError, match="'enable_thinkng', which .* does not read; did you mean enable_thinking"):
         make_template(with_template(QWEN), config, Toolbox(config.episode))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_template_that_opens_the_assistants_turn_or_has_no_mark_for_it_is_as_it_should_be(name: str) -> None:
+    assert shaped(name)[1].unopened() == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "unopened"),
+    [(QWEN, ""), (QWEN.replace(ASK, ""), "<|im_start|>assistant"), (QWEN.replace(ASK, "<|im_start|>assistant\n"), "")],
+    ids=["as asked", "never", "always"],
+)
+def test_a_template_that_never_opens_the_assistants_turn_is_known(template: str, unopened: str) -> None:
+    assert ChatTemplate(with_template(template)).unopened() == unopened
 
 
 def test_a_template_that_does_not_describe_tools_is_known() -> None:

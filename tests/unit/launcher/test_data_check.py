@@ -22,7 +22,7 @@ from generator.token_text import load_tokenizer
 from launcher.checks.prompts import check_first_prompts
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_tokenizer
-from tests.support.chat_templates import CARELESS, QWEN, STRICT, with_template
+from tests.support.chat_templates import ASK, CARELESS, QWEN, STRICT, with_template
 from tests.support.episode import ScriptedEngine
 
 
@@ -259,6 +259,9 @@ def test_what_a_template_leaves_out_beside_texts_is_a_hint(tmp_path: Path) -> No
     _, call, tool = check_json(tmp_path / "run.yaml")["sources"][0]["hints"]
     assert "leaves out the call of 'weather' in message 2" in call
     assert "does not describe tools: unless prompts or data.system_prompt do, the model knows nothing of calc" in tool
+    write_model(tmp_path, CARELESS.replace(ASK, ""))
+    hints = check_json(tmp_path / "run.yaml")["sources"][0]["hints"]
+    assert any("ignores add_generation_prompt: prompts end without '<|im_start|>assistant'" in hint for hint in hints)
 
 
 def test_data_without_answers_gets_a_way_out(tmp_path: Path) -> None:
