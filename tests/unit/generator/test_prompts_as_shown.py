@@ -94,7 +94,8 @@ def test_a_content_of_null_never_reads_as_text() -> None:
         (QWEN, '{"name": "weather", "arguments": {"town": "0"}}'),
         (CALLS.replace("CALL", "{{ '```' + call.function.arguments + '```' }}"), '```{"town": "0"}```'),  # DeepSeek-R1
         (CALLS.replace("CALL", "```{{ call.function.arguments }}```"), '```{"town": "0"}```'),
-        (CALLS.replace("CALL", "{% for k, v in call.function.arguments.items() %}{{ k ~ 1 ~ v }}{% endfor %}"), "town10"),
+        (CALLS.replace("CALL", "{% for i in call.function.arguments.items() %}{{ i | join('=') }}{% endfor %}"),
+         "town=0"),
     ],
 )  # fmt: skip
 def test_the_arguments_of_calls_reach_the_template_as_it_takes_them(
