@@ -222,7 +222,7 @@ async def _serve_vllm(config: Config, engine: Any) -> tuple[str, Callable[[], Aw
 
     from common.network import bound, listen
     from generator.agents.endpoint import vllm_app
-    from sandbox_client.connections import ServerWithoutSignals
+    from common.connections import ServerWithoutSignals
 
     app = await vllm_app(config, engine.llm)
     listener = bound(HOST, 0)

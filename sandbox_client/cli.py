@@ -20,7 +20,7 @@ from common.network import bound, is_loopback, listen
 from common.process import raise_file_limit
 from common.scripts import HELP, VersionOption, entry_point
 from sandbox_client import TOKEN_VARIABLE
-from sandbox_client.connections import Connections, ServerWithoutSignals
+from common.connections import Connections, ServerWithoutSignals
 from sandbox_client.isolation import check_isolation
 from sandbox_client.local import LocalSandbox
 from sandbox_client.server import SandboxService

@@ -23,7 +23,7 @@ from generator.agents.layer import MAX_IN_FLIGHT, SessionLayer
 from generator.agents.session import Session, SessionLimits
 from generator.chat_template import ChatTemplate
 from generator.engine.engine import Engine
-from sandbox_client.connections import Connections, ServerWithoutSignals
+from common.connections import Connections, ServerWithoutSignals
 
 MODEL = "policy"  # the only model's name
 HOST = "127.0.0.1"

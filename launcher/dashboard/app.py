@@ -7,8 +7,8 @@ import json
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -19,7 +19,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from common.connections import Connections, ServerWithoutSignals
 from common.errors import UserError
+from common.process import raise_file_limit
 from launcher.dashboard.security import Guard
 from launcher.dashboard.watch import Watch
 from launcher.folder.episodes import read_line
@@ -118,23 +120,26 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-class Server(uvicorn.Server):
-    """A uvicorn server that ends the event streams before it waits for requests, and leaves signals to `serve`."""
+class Server(ServerWithoutSignals):
+    """A server that ends the event streams before it waits for requests."""
 
-    def __init__(self, app: Starlette, watch: Watch) -> None:
+    def __init__(self, app: Starlette, watch: Watch, connections: Connections | None = None) -> None:
+        connections = connections or Connections(most=raise_file_limit() // 4)
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5)
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                http=connections.protocol(),
+                timeout_graceful_shutdown=5,
+            )
         )
         self._watch = watch
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._watch.stop()
         await super().shutdown(sockets)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do nothing: uvicorn's own version ends the process by the signal that it caught."""
-        yield
 
 
 async def serve(app: Starlette, watch: Watch, listener: socket.socket) -> None:

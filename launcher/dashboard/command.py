@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.network import bound, is_loopback, listen
 from launcher.folder.run_folder import find_runs
 
-NEEDED = ("starlette", "uvicorn")
+NEEDED = ("httptools", "starlette", "uvicorn")
 EVERYWHERE = ("0.0.0.0", "::")
 BACKLOG = 128
 

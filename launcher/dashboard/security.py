@@ -50,7 +50,10 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        answer = self._refusal(scope) or self._app
+        refusal = self._refusal(scope)
+        if refusal is None:
+            scope.get("state", {}).get("admit", lambda: None)()
+        answer = refusal or self._app
         await answer(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.network import bound
 from sandbox_client import RunCodeRequest, SandboxClient, Status
 from sandbox_client.cli import app
-from sandbox_client.connections import HEADER_BYTES, Connections
+from common.connections import HEADER_BYTES, Connections
 from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
 from tests.support.sandbox import FOREVER, SandboxServer, SandboxUnderTest

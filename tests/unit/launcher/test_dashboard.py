@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,14 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from common.connections import Connections
 from launcher.dashboard import command
-from launcher.dashboard.app import Service
+from launcher.dashboard.app import Server, Service
 from launcher.dashboard.watch import Watch
 from launcher.folder.run import Run
 from launcher.folder.run_folder import find_runs
 from tests.support.episode_rows import TOKENS, keep, keep_trained
+from tests.support.event_loop import in_event_loop
 from tests.support.run_folder import PANELS, finished_run, full_run, make_run, write_episodes, write_metrics, write_step
 from tests.support.spo_command import Spo
 
@@ -296,3 +302,58 @@ def test_the_address_has_a_token_also_on_this_machine(spo: Spo, monkeypatch: pyt
     assert all(token in file for token, file in zip(tokens, files, strict=True))
     assert "?token=" not in spo("dashboard", run, "--port", "0", "--no-token").stdout
     assert answers == [401, 401, 401, 200]
+
+
+@asynccontextmanager
+async def serving(folder: Path, connections: Connections) -> AsyncIterator[int]:
+    """The port of a dashboard that asks for `TOKEN`."""
+    watch = Watch(find_runs([folder]))
+    server = Server(Service(watch).app([], TOKEN), watch, connections)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = asyncio.create_task(server.serve([listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await running
+
+
+async def asked(port: int, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    return reader, writer
+
+
+WITH_TOKEN = f"GET /api/words?run=mine HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["none", "half", "token"]
+)
+@in_event_loop
+async def test_clients_without_the_token_are_few_and_soon_cut_off(sent: bytes, folder: Path) -> None:
+    connections = Connections(patience=0.2, most_waiting=4)
+    async with serving(folder, connections) as port:
+        silent = [await asked(port, sent) for _ in range(12)]
+        reader, writer = await asked(port, WITH_TOKEN)
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        assert len(connections.waiting) <= 4
+        writer.close()
+        for reader, _ in silent:
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()  # to its end
+        assert not connections.waiting
+
+
+@in_event_loop
+async def test_connections_with_the_token_are_bounded_and_those_in_use_stay(folder: Path) -> None:
+    connections = Connections(most=4)
+    async with serving(folder, connections) as port:
+        stream, _ = await asked(port, WITH_TOKEN.replace(b"/api/words?run=mine", b"/api/events"))
+        assert await stream.readline() == b"HTTP/1.1 200 OK\r\n"
+        kept = []
+        for _ in range(8):
+            kept.append(await asked(port, WITH_TOKEN))
+            assert await kept[-1][0].readline() == b"HTTP/1.1 200 OK\r\n"
+        assert len(connections.admitted) == 4
+        await stream.readuntil(b"retry: 1000")
