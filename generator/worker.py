@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from common.config import Config
 from common.errors import UserError
+from common.held_folder import HeldFolder
 from common.process import in_thread
 from common.streams.broker import Broker
 from common.streams.inbox import Delivery, Finished, Inbox, Pulse
@@ -60,6 +61,7 @@ class Worker(ABC, Generic[L]):
     def __init__(self, config: Config, inbox: Inbox[Any], presence: Presence, metrics: WorkMetrics, log: Any) -> None:
         self.config, self.presence, self.log = config, presence, log
         self._inbox, self._metrics = inbox, metrics
+        self._folder = HeldFolder(config.run.folder)
         self.stop = asyncio.Event()
         self.leased: set[L] = set()
         self.results: asyncio.Queue[tuple[L, Finished]] = asyncio.Queue()
@@ -118,6 +120,7 @@ class Worker(ABC, Generic[L]):
 
         Raises:
             EngineDied: vLLM is gone; a supervisor should restart this process.
+            FolderGone: the run folder is no longer where it was.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -228,6 +231,7 @@ class Worker(ABC, Generic[L]):
     async def _heartbeat(self) -> None:
         """Renew the leases, drop the tasks that others have taken over, and stop when the run is finished."""
         while True:
+            self._folder.check()
             leases = {lease.delivery.entry_id: lease for lease in self.leased if not lease.taken_over}
             pulse = await in_thread(self._inbox.beat, list(leases))
             for entry_id in pulse.lost:

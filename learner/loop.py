@@ -13,6 +13,7 @@ import torch
 from common.config import Config
 from common.errors import UserError
 from common.files import tracker_is_whole, tracker_path
+from common.held_folder import HeldFolder
 from common.log import Timeline
 from common.masking import METRIC, RECENT, advice, recent_warning
 from common.messages import Batch, Step
@@ -88,7 +89,8 @@ class Learner:
         attention = self.trainer.policy.attention
         if world.is_main and attention is not None:
             log.info("attention", kind=attention.name, because=attention.reason)
-        self.checkpoints = Checkpoints(config, self.trainer, self.timeline, inbox.check)
+        self.folder = HeldFolder(config.run.folder)
+        self.checkpoints = Checkpoints(config, self.trainer, self.timeline, self._check)
         world.raise_on_all_ranks(lambda: self._check_known(resume))
         self.version = self.saved = self.checkpoints.load(self._usable())
         self.masked: list[float] = []  # shares of the newest steps' tokens
@@ -145,6 +147,11 @@ class Learner:
             if self.server:
                 self.server.close()
 
+    def _check(self) -> None:
+        """Raise if another learner has taken over, or the run folder is gone."""
+        self.inbox.check()
+        self.folder.check()
+
     def _check_known(self, resume: bool) -> None:
         """Raise `UserError` if the run has checkpoints, Redis does not know it, and `--resume` was not given."""
         versions = self.checkpoints.versions()
@@ -184,7 +191,7 @@ class Learner:
             message = b""
             if self.world.is_main:
                 self.publisher.check()
-                self.inbox.check()
+                self._check()
                 batch = self.inbox.next(BLOCK_MS)
                 if batch is not None:
                     message = batch.pack()
@@ -413,7 +420,7 @@ class Learner:
         while not finished and not stopped:
             is_stopped = self.stop.wait(BLOCK_MS / 1000)
             if self.world.is_main:
-                self.inbox.check()
+                self._check()
                 self._announce_again_if_lost()
             finished = self.world.any_rank(self.world.is_main and self.broker.finished())
             stopped = self.world.any_rank(is_stopped)

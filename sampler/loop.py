@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from common.config import Config
 from common.errors import UserError
+from common.held_folder import HeldFolder
 from common.messages import InvalidMessage, SampleHeader, Step, Task
 from common.streams import scoring
 from common.streams.batches import StepReader
@@ -75,6 +76,7 @@ class Sampler:
         self.timeline = SamplerTimeline(config.run.folder)
         self.set_aside_kinds = SetAsideKinds()
         self.serial = config.run.deterministic
+        self.folder = HeldFolder(config.run.folder)
         self.stop = threading.Event()
         self.memory = MemoryWatch(ledger.broker, log)
         self._last_commit = self._last_report = self._last_log = time.monotonic()
@@ -84,7 +86,7 @@ class Sampler:
         """Work until the run is over, or until `stop` is set.
 
         Raises:
-            UserError: no usable prompt is left, or too many tasks in a row failed.
+            UserError: no usable prompt is left, too many tasks in a row failed, or the run folder is gone.
             LeaseLost: another sampler has taken over.
             OutOfStep: Redis lost what this process had written; start again from what Redis has.
             RedisBehind: Redis has an older state than the run folder; start again from the run folder.
@@ -402,6 +404,7 @@ class Sampler:
         if not now and seconds - self._last_report < self.config.broker.heartbeat:
             return
         self._last_report = seconds
+        self.folder.check()
         if self.config.run.has_learner and not self.state.admission.in_flight:
             self.learner.look()
         values = self.metrics.progress(self.evaluations.latest_accuracy())

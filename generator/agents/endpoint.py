@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from common.config import Config
+from common.connections import Connections, ServerWithoutSignals
 from common.errors import UserError
 from common.files import socket_folder
 from common.model import end_ids
@@ -23,7 +24,6 @@ from generator.agents.layer import MAX_IN_FLIGHT, SessionLayer
 from generator.agents.session import Session, SessionLimits
 from generator.chat_template import ChatTemplate
 from generator.engine.engine import Engine
-from common.connections import Connections, ServerWithoutSignals
 
 MODEL = "policy"  # the only model's name
 HOST = "127.0.0.1"

@@ -21,25 +21,6 @@ class FolderInUse(UserError):
     """Another command holds the folder's lock."""
 
 
-class FolderGone(UserError):
-    """The folder whose lock this command holds was moved away, deleted or replaced."""
-
-
-def check_folder(folder: Path, lock: IO[str]) -> None:
-    """Raise `FolderGone` unless the lock that this command holds is still in the folder."""
-    try:
-        gone = not os.path.samestat((folder / "lock").stat(), os.fstat(lock.fileno()))
-    except (FileNotFoundError, NotADirectoryError):
-        gone = True
-    except OSError:  # of a network's file system, for a moment
-        gone = False
-    if gone:
-        raise FolderGone(
-            f"run folder {folder} was moved away or deleted during the run, so the run was ended: to continue it, move "
-            "the folder back and give the same command"
-        )
-
-
 @contextmanager
 def locked(folder: Path, other: str, *, wait: float = WAIT) -> Iterator[IO[str]]:
     """Hold the lock of a folder, which is made if needed; yields the file that holds it.

@@ -16,13 +16,14 @@ from common.config.checks import check_one_generator
 from common.config.load import read_tree
 from common.errors import UserError
 from common.files import checkpoint, checkpoint_versions
+from common.held_folder import FolderGone
 from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
 from launcher.layout.gpus import Gpu, watching
 from launcher.layout.layout import NOTHING_ASKED, Choice, Layout, lay_out
 from launcher.run.display import View
-from launcher.run.folder_lock import FolderGone, locked
+from launcher.run.folder_lock import locked
 from launcher.run.processes import (
     EMBEDDED,
     INTERRUPTED,

@@ -17,11 +17,11 @@ from common.config.redis_url import check_queue
 from common.config.shared import SECRETS, secrets
 from common.errors import UserError
 from common.files import rewrite
+from common.held_folder import FolderGone
 from common.streams.broker import Broker, connect
 from launcher.layout.layout import Layout
 from launcher.layout.teachers import teachers_elsewhere
 from launcher.run.embedded_redis import EmbeddedRedis
-from launcher.run.folder_lock import FolderGone
 from launcher.run.supervisor import RunFailed, Supervisor
 
 EMBEDDED = "embedded"

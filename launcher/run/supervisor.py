@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from common.errors import UserError, one_line
+from common.held_folder import check_folder
 from common.log import MAX_BYTES, Timeline
 from common.process import ending
-from launcher.run.folder_lock import check_folder
 from launcher.run.notices import Notices
 
 State = Literal["running", "restarting", "left", "failed"]
@@ -118,7 +118,7 @@ class Supervisor:
             RunFailed: a process failed too often.
         """
         if self.lock is not None:
-            check_folder(self.logs.parent, self.lock)
+            check_folder(self.logs.parent, self.lock.fileno(), "lock")
         for child in self.children.values():
             self.notices.read(child.name, child.log)
             _bound(child.log)

@@ -116,6 +116,17 @@ def test_sigterm_ends_it_and_a_successor_starts_at_once(config: Config, real_bro
     assert (code, "finished already" in err) == (0, True)
 
 
+def test_it_ends_if_the_run_folder_is_moved_away(config: Config, real_broker: Broker) -> None:
+    folder = config.run.folder
+    with Others(real_broker, config) as others:
+        process = spawn(config)
+        others.answered.acquire(timeout=60)
+        folder.rename(folder.with_name("elsewhere"))
+        code, err = ended(process)
+    assert (code, "Traceback" in err) == (2, False)
+    assert f"error: run folder {folder} was moved away or deleted during the run" in err
+
+
 def test_a_second_sampler_of_a_run_is_refused_with_one_line(config: Config, real_broker: Broker) -> None:
     real_broker.redis.set(real_broker.key("lease"), "another-host/1/abc")
     code, err = ended(spawn(config))

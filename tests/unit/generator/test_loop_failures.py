@@ -21,7 +21,7 @@ from launcher.folder.episodes import record_of
 from sampler.episode_files import Rollouts
 from sampler.records import DispatchedTask
 from tests.support.episode import TOKENIZER, call
-from tests.support.generator import Rig, failing, one, results, saying, story
+from tests.support.generator import DEADLINE, Rig, failing, one, results, saying, story
 from tests.support.tool_examples import Blocked
 from tests.support.waiting import until
 
@@ -187,6 +187,22 @@ def test_what_was_said_to_a_reward_that_failed_is_kept(fake_broker: Broker) -> N
 def rewarded(broker: Broker, name: str, **generator: Any) -> Rig:
     episode = {"reward": f"tests.support.some_rewards:{name}", "reward_workers": 1}
     return Rig(broker, episode=episode, generator={"max_concurrency": 1} | generator)
+
+
+def test_a_run_folder_that_is_deleted_ends_the_process_and_hands_back(fake_broker: Broker, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    rig = Rig(fake_broker, run={"output_dir": str(tmp_path), "experiment": "mine"})
+    rig.dispatch(3)
+    folder.rmdir()
+
+    async def run() -> None:
+        rig.engine.hold = asyncio.Event()
+        await asyncio.wait_for(rig.generator.run(), DEADLINE)
+
+    with pytest.raises(UserError, match=f"^run folder {folder} was moved away or deleted"):
+        asyncio.run(run())
+    assert len(TaskInbox(fake_broker, "g2").take(3, 0)) == 3
 
 
 @pytest.mark.integration

@@ -7,6 +7,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import structlog
 import torch
 
 from common.errors import UserError
+from common.held_folder import HeldFolder
 from common.log import Timeline
 from common.messages import Batch, Step
 from common.streams.batches import BatchInbox, StepReader
@@ -87,7 +89,7 @@ class Server:
 
 
 @pytest.fixture
-def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
+def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Learner:
     """Version 0, nothing announced."""
     monkeypatch.setattr(loop, "scored_prompt", lambda trainer: PROMPT)
     monkeypatch.setattr(loop, "own_share", lambda *_: SimpleNamespace(reason=""))
@@ -96,6 +98,7 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     made.world, made.trainer = world, Counting()
     made.server = Server(made.trainer, fake_broker)
     made.publisher, made.announcing, made.announced = Publisher(), threading.RLock(), deque()
+    made.folder = HeldFolder(tmp_path)
     made.version, made.sent, made.log, made.stop = 0, SentStats(), structlog.get_logger(), threading.Event()
     made.left_out = LeftOut(learner_config("m", "runs", run={"steps": 4}), fake_broker)
     made.timeline, made.heap = Timeline(None, "learner"), Heap()
@@ -250,6 +253,17 @@ def test_what_redis_has_lost_is_announced_again_while_serving(serving: Learner) 
     serving.inbox.announce(Step(version=3, metrics={"reward/mean": 0.1}))
     serving._announce_again_if_lost()
     assert announced(serving) == [3, 1, 2, 3]
+
+
+def test_a_run_folder_that_is_replaced_ends_it(serving: Learner, tmp_path: Path) -> None:
+    serving.stop.clear()
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    tmp_path.mkdir()
+    with pytest.raises(UserError, match=f"^run folder {tmp_path} was moved away or deleted"):
+        serving._serve_until_finished()
+    serving.checkpoints.is_written = True
+    with pytest.raises(UserError, match="was moved away"):
+        serving._next_batch()
 
 
 def test_the_endpoint_of_the_weights_is_announced_again(serving: Learner) -> None:
