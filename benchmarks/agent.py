@@ -220,9 +220,9 @@ async def _serve_vllm(config: Config, engine: Any) -> tuple[str, Callable[[], Aw
     """Serve vLLM's own app around the bare engine; its URL, and what ends it."""
     import uvicorn
 
+    from common.connections import ServerWithoutSignals
     from common.network import bound, listen
     from generator.agents.endpoint import vllm_app
-    from common.connections import ServerWithoutSignals
 
     app = await vllm_app(config, engine.llm)
     listener = bound(HOST, 0)

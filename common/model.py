@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -57,7 +58,12 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
             )
         if path.count("/") == 1 and folder.parent.is_dir():
             raise UserError(_not_there(folder, key))
-        if near := nearest(path, [place.parent.name for place in Path().glob("*/config.json")]):
+        # A folder `owner/name` must have the same name: many models of the hub have almost the same.
+        owners = [place.parts[0] for place in Path().glob(f"*/{glob.escape(folder.name)}/config.json")]
+        near = nearest(path, [place.parent.name for place in Path().glob("*/config.json")])
+        if owner := nearest(folder.parent.name, owners):
+            near = f"{owner}/{folder.name}"
+        if near:
             raise UserError(f"{key} = {path!r}: there is no such folder; did you mean {near}?")
         return
     from safetensors import SafetensorError, safe_open

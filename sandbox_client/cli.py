@@ -14,13 +14,13 @@ import typer
 import uvicorn
 
 from common import log as logs
+from common.connections import Connections, ServerWithoutSignals
 from common.errors import UserError
 from common.files import read_secret
 from common.network import bound, is_loopback, listen
 from common.process import raise_file_limit
 from common.scripts import HELP, VersionOption, entry_point
 from sandbox_client import TOKEN_VARIABLE
-from common.connections import Connections, ServerWithoutSignals
 from sandbox_client.isolation import check_isolation
 from sandbox_client.local import LocalSandbox
 from sandbox_client.server import SandboxService

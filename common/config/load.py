@@ -104,6 +104,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         where = f" line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error)
         hint = "; check the indentation of this line and those above it" if INDENTATION.search(reason) else ""
+        hint = "; indent by spaces, not by tabs" if "'\\t'" in reason else hint
         raise UserError(f"configuration {path}{where} is not valid YAML: {reason}{hint}") from None
     if not isinstance(tree, dict):
         raise UserError(f"configuration {path} must be a mapping of sections ({', '.join(Config.model_fields)})")

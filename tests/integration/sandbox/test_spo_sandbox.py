@@ -15,11 +15,11 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
+from common.connections import HEADER_BYTES, Connections
 from common.errors import UserError
 from common.network import bound
 from sandbox_client import RunCodeRequest, SandboxClient, Status
 from sandbox_client.cli import app
-from common.connections import HEADER_BYTES, Connections
 from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
 from tests.support.sandbox import FOREVER, SandboxServer, SandboxUnderTest

@@ -367,6 +367,7 @@ def test_a_name_of_another_trainer_leads_to_keys_that_exist(name: str) -> None:
         ("- 1", "mapping"),
         ("", "mapping"),
         ("model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n", "line 4 is not valid YAML: key 'lr' stands on line 3"),
+        ("model:\n\tpath: m\n", "line 2 is not valid YAML: .*; indent by spaces, not by tabs"),
         ("a: &a [1, *a]\n", "line 1 is not valid YAML: its aliases stand for more than 100,000 values"),
         (None, "run.yaml: No such file"),
     ],

@@ -36,6 +36,10 @@ def test_a_missing_folder_is_named_and_a_hub_name_is_not(tmp_path: Path, monkeyp
         check_model_folder("models/tiny_qwen")
     with pytest.raises(UserError, match="models has tiny-qwen"):
         check_model_folder("models/other")
+    (tmp_path / "models" / "tiny-qwen" / "config.json").touch()
+    with pytest.raises(UserError, match="there is no such folder; did you mean models/tiny-qwen?"):
+        check_model_folder("model/tiny-qwen")
+    check_model_folder("Qwen/tiny-qwen")
 
 
 def test_missing_and_broken_parts_are_named(tmp_path: Path) -> None:
