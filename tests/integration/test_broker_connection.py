@@ -46,7 +46,7 @@ def test_a_server_that_comes_late_is_waited_for_with_one_line(tmp_path: Path) ->
     server, log = RedisServer(tmp_path), Heard()
 
     def start_when_asked_for() -> None:
-        log.event.wait(20)
+        log.event.wait(600)
         server.start()
 
     starter = threading.Thread(target=start_when_asked_for)
@@ -83,7 +83,7 @@ def test_batches_come_in_order_although_a_reply_was_lost(redis_server: RedisServ
                 batch = Batch(batch_id=batch_id, sample_ids=["a"], advantages=[0.0], rewards=[0.0], tokens=[1])
                 direct.redis.xadd(direct.key("batches"), {"batch": batch.pack()})
             proxy.heal()
-            batches = [first.result(timeout=30), inbox.next(0)]
+            batches = [first.result(timeout=600), inbox.next(0)]
         assert direct.redis.xpending(direct.key("batches"), GROUP)["pending"] == 2
         assert [batch.batch_id for batch in batches if batch] == [0, 1]
     finally:

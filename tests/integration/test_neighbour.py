@@ -80,7 +80,7 @@ def test_a_neighbour_without_a_password_gets_nothing(folder: Path, bubblewrap: s
 
         assert asyncio.run(run_a_program()) is Status.SUCCESS
         ours.send("leave")
-        neighbour.join(60)
+        neighbour.join(600)
 
         assert tried == {
             "connect to redis": "PermissionError",

@@ -64,7 +64,7 @@ class Others(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
-        self.join(timeout=30)
+        self.join(timeout=600)
 
     def run(self) -> None:
         while not self.over.is_set() and not self.broker.finished():
@@ -120,7 +120,7 @@ def test_it_ends_if_the_run_folder_is_moved_away(config: Config, real_broker: Br
     folder = config.run.folder
     with Others(real_broker, config) as others:
         process = spawn(config)
-        others.answered.acquire(timeout=60)
+        others.answered.acquire(timeout=600)
         folder.rename(folder.with_name("elsewhere"))
         code, err = ended(process)
     assert (code, "Traceback" in err) == (2, False)

@@ -130,7 +130,7 @@ def test_a_run_goes_on_at_the_promoted_replica(watched: Watched) -> None:
         assert inbox.finish([finished(delivery) for delivery in taken[2:]]) == 4
         assert count(ledger) == 4
         dispatch(ledger, 1, start=6)
-        (delivery,) = late.result(timeout=30)
+        (delivery,) = late.result(timeout=600)
     assert delivery.task.task_id == "t6"
     assert waiting.finish([finished(delivery)]) == 1
     assert inbox.finish([finished(taken[0])]) == 0, "what was finished at the old master stays finished"
@@ -155,8 +155,8 @@ def test_a_master_that_is_none_for_a_while_is_waited_for(watched: Watched) -> No
         committed = threads.submit(dispatch, ledger, 1)
         until(lambda: errors(master) >= refused + 2)
         master.replicaof("NO", "ONE")
-        committed.result(timeout=30)
-        (delivery,) = blocked.result(timeout=30)
+        committed.result(timeout=600)
+        (delivery,) = blocked.result(timeout=600)
     assert delivery.task == tasks(1)[0]
 
 
@@ -173,7 +173,7 @@ def test_a_master_without_enough_replicas_is_waited_for(watched: Watched) -> Non
         committed = threads.submit(dispatch, ledger, 1)
         until(lambda: errors(master) > refused)
         client(watched.replica).replicaof("127.0.0.1", watched.master.port)
-        committed.result(timeout=30)
+        committed.result(timeout=600)
     assert ledger.acquire().outstanding == {"t0": b"memo"}
 
 

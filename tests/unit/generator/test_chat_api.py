@@ -137,7 +137,7 @@ def test_an_endpoint_that_refuses_connections_is_unavailable() -> None:
 
 
 def test_connections_are_used_again_and_bounded() -> None:
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=600)
 
     def waits_for_two_more(handler: Handler, body: Any) -> None:
         together.wait()

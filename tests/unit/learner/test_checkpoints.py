@@ -35,7 +35,7 @@ class FileEngine:
         self.module = SimpleNamespace(parameters=lambda: iter([torch.zeros(4, requires_grad=True)]))
 
     def write(self, state: dict[str, str], path: str) -> None:
-        assert self.may_write.wait(60)
+        assert self.may_write.wait(600)
         Path(path).write_text(state["state"])
 
     def save_checkpoint(self, folder: str, tag: str, **_: Any) -> None:

@@ -97,9 +97,9 @@ class Ranks:
     def of(self, rank: int) -> Any:
         def sum_over_shares(values: list[float]) -> list[float]:
             self.parts[rank] = values
-            self.barrier.wait(60)
+            self.barrier.wait(600)
             total = [sum(column) for column in zip(self.parts[0], self.parts[1], strict=True)]
-            self.barrier.wait(60)
+            self.barrier.wait(600)
             return total
 
         world: Any = type("Rank", (), {"sum_over_shares": staticmethod(sum_over_shares)})
