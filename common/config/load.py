@@ -116,7 +116,9 @@ def _near_configuration(path: Path, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return near_file(path, SUFFIXES)
     inside = [file for file in sorted(path.glob("*.y*ml")) if file.is_file()] if path.is_dir() else []
-    return f"; did you mean {' or '.join(map(str, inside[:3]))}?" if inside else ""
+    if inside:
+        return f"; did you mean {' or '.join(map(str, inside[:3]))}?"
+    return "; give a YAML file, and no folder" if path.is_dir() else ""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:

@@ -95,18 +95,29 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 def check_queue(url: str, key: str = "broker.url") -> None:
     """Raise `UserError` where the value of `key` cannot be an address of Redis."""
-    shown = without_password(url)
+    # An address without a scheme may have a password too.
+    shown = without_password(url) if "://" in url else without_password(f"://{url}").removeprefix("://")
     if names_sentinels(url):
         try:
             SentinelUrl.parse(url)
         except ValueError as error:
             raise UserError(f"{key} = {shown!r}: {error}; it must be of the form {FORM}") from None
     elif not url.startswith(("redis://", "rediss://", "unix://")):
-        raise UserError(f"{key} = {shown!r} must start with redis://, rediss://, unix://, {SCHEME} or {TLS_SCHEME}")
+        hint = "" if "://" in url else f"; did you mean {_with_scheme(shown)}?"
+        raise UserError(
+            f"{key} = {shown!r} must start with redis://, rediss://, unix://, {SCHEME} or {TLS_SCHEME}{hint}"
+        )
     elif not has_port(url):
         raise UserError(
             f"{key} = {shown!r} has no valid port; in a password, / ? # and @ are written %2F %3F %23 and %40"
         )
+
+
+def _with_scheme(text: str) -> str:
+    """What a host, or the path of a socket, is as an address of Redis."""
+    if text.startswith("/"):
+        return f"unix://{text}"
+    return f"redis://{text}" if "/" in text else f"redis://{text}/0"
 
 
 def has_port(url: str) -> bool:

@@ -79,11 +79,24 @@ def explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseMod
         tree: what was validated by `model`.
         name: of the section, for messages; empty for the whole configuration.
     """
-    return "; ".join(_explain(problem, tree, model, name) for problem in error.errors())
+    problems: dict[tuple[str | int, ...], list[Any]] = {}
+    for problem in error.errors():
+        problems.setdefault(tuple(_without_forms(problem["loc"], tree, model)), []).append(problem)
+    # Where a value may have several forms, what is wrong within it says more than that it has none of the others.
+    inner = {place[:depth] for place in problems for depth in range(len(place))}
+    return "; ".join(
+        _explain([*place], tree, model, name, *problems[place]) for place in problems if place not in inner
+    )
 
 
-def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name: str) -> str:
-    location = [*_without_forms(problem["loc"])]
+def _explain(
+    location: list[str | int], tree: Mapping[str, Any], model: type[BaseModel], name: str, problem: Any, *others: Any
+) -> str:
+    """One line on a key.
+
+    Args:
+        others: what is wrong with its value as each of the other forms that it may have.
+    """
     key = _join(name, _named(location, tree))
     if problem["type"] == "extra_forbidden":
         siblings, value = _keys_at(model, location[:-1]), problem["input"]
@@ -104,7 +117,8 @@ def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name
         preset = f" (for a preset: {key}.preset={value})" if "preset" in keys else ""
         return f"{key} = {value!r} is a section, not a value; give one of its keys: {', '.join(keys)}{preset}"
     shown = "***" if key in SECRETS else without_password(repr(value))
-    return f"configuration key {key} = {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    wrong = [problem["msg"], *(other["msg"].removeprefix("Input should be ") for other in others)]
+    return f"configuration key {key} = {shown}: {wrong[0][0].lower()}{', or '.join(wrong)[1:]}"
 
 
 def _meant(key: str, siblings: Collection[str], model: type[BaseModel], cutoff: float = 0.5) -> str:
@@ -128,26 +142,39 @@ def _meant_within(value: Any, model: type[BaseModel]) -> str:
     return "; ".join(f"{key}: {hint}" for key, hint in hints.items() if hint)
 
 
-def _without_forms(location: Iterable[str | int]) -> Iterator[str | int]:
-    """A path of keys and positions without the names of forms that follow `train` and `heldout`."""
+def _without_forms(location: Iterable[str | int], tree: Any, model: type[BaseModel]) -> Iterator[str | int]:
+    """A path of keys and positions without the names that pydantic has in it where a value may have several forms."""
     before: str | int = ""
+    section: Any = model
     for part in location:
-        if not (part in FORMS and before in ("train", "heldout")):
+        is_named_form = part in FORMS and before in ("train", "heldout")
+        if not is_named_form and (section is not None or _within(tree, part) is not None):
             yield part
+            tree = _within(tree, part)
+            if isinstance(part, str) and section is not None:
+                field = next(
+                    (field for name, field in section.model_fields.items() if part in (name, field.alias)), None
+                )
+                section = field and section_of(field.annotation)
         before = part
+
+
+def _within(tree: Any, part: str | int) -> Any:
+    """What a key or a position holds; None if there is no such."""
+    try:
+        return tree[part]
+    except (LookupError, TypeError):
+        return None
 
 
 def _named(location: Iterable[str | int], tree: Any) -> str:
     """A path as a user writes it; an item of a list goes by its name where it has one."""
     text = ""
     for part in location:
-        try:
-            tree = tree[part]
-        except (LookupError, TypeError):
-            tree = None
+        tree = _within(tree, part)
         if isinstance(part, int):
             name = (tree.get("name") or tree.get("path")) if isinstance(tree, Mapping) else None
-            text += f"[{part if name is None else name}]"
+            text += f"[{name if isinstance(name, str) else part}]"
         else:
             text = _join(text, part)
     return text
