@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.network import (
     Retries,
     RetriesExhausted,
@@ -79,15 +79,21 @@ class ModelApi:
         self._timeout = timeout
         self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
         self._slots = asyncio.Semaphore(concurrency)
-        self._client = httpx.AsyncClient(
-            # A short compressed answer could expand to a very long one.
-            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
-            verify=_certificates(),
-            # A server on this machine is reached directly, also by other addresses than the ones in `no_proxy`.
-            trust_env=not is_loopback_url(base_url),
-            timeout=timeout,
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-        )
+        try:
+            self._client = httpx.AsyncClient(
+                # A short compressed answer could expand to a very long one.
+                headers={"Accept-Encoding": "identity"}
+                | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+                verify=_certificates(),
+                # A server on this machine is reached directly, also by other addresses than the ones in `no_proxy`.
+                trust_env=not is_loopback_url(base_url),
+                timeout=timeout,
+                limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            )
+        except ImportError as error:  # the environment names a proxy by SOCKS
+            raise UserError(
+                f"base_url = {base_url!r} is behind the environment's proxy: {one_line(str(error))}"
+            ) from None
 
     async def ask(self, url: str, body: dict[str, Any] | None, read: Callable[[bytes], T], most: int = MAX_BYTES) -> T:
         """What `read` makes of the answer to a request.

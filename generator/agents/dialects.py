@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Collection, Iterator
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
@@ -38,6 +39,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "documents": (None,),
     "top_logprobs": (None, 0),
+    "functions": (None, []),
+    "function_call": (None, "auto", "none"),
     "background": (None, False),
     "previous_response_id": (None,),
     "previous_input_messages": (None,),
@@ -50,15 +53,22 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": (None,),
 }
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-OPTIONAL_TOOLS = (None, "auto", "none")
+FORMATS = (
+    "response_format", "text.format", "output_config.format", "output_format",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+THINKING = ("thinking", "thinking_token_budget")
 # Where clients send what `episode.agent.ignore` names, other than in a field of that name; and what vLLM makes of it.
 PLACES = {
-    "response_format": ("response_format", "text.format", "output_config.format"),
-    "structured_outputs": ("response_format", "text.format", "output_config.format", "structured_outputs"),
-    "thinking_token_budget": ("thinking", "thinking_token_budget"),
+    "response_format": FORMATS,
+    "structured_outputs": (*FORMATS, "structured_outputs"),
+    "thinking": THINKING,
+    "thinking_token_budget": THINKING,
 }
 # Kinds of `tool_choice`, formats and thinking that ask for nothing.
 PLAIN_KINDS = ("auto", "none", "text", "adaptive", "disabled", 0)
+# What the kinds of parts that are no text begin with, in any dialect.
+MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file", "document")
 
 
 class Parsed(NamedTuple):
@@ -91,11 +101,12 @@ class Dialect:
         body, ignored = _without(body, ignore)
         for name, harmless in REFUSED.items():
             if body.get(name) not in harmless:
-                raise RequestRefused(f"{name} is not supported here")
+                raise RequestRefused(f"{name} is not supported here{_way_out(name)}")
+        _check_wishes(body)
         try:
             asked = {name: body.get(name) for name in DECIDED}
             parsed = self._parse(body)
-            self._check_sampling(parsed.sampling, body)
+            _check_sampling(parsed.sampling, body, self._state.vllm_config.model_config.max_model_len)
             return AgentRequest(
                 messages=self._conversation(parsed.messages),
                 variables=self._variables(parsed.sampling, parsed.tools),
@@ -107,7 +118,7 @@ class Dialect:
         except RequestRefused:
             raise
         except Exception as error:  # vLLM checks a body in many places, some of which only trip over it
-            raise RequestRefused(_one_line(error)) from error
+            raise RequestRefused(_one_line(error, body)) from error
 
     def app(self, request: AgentRequest, prompt_ids: list[int]) -> App:
         """What answers a request that was read, with a prompt of these ids: vLLM's own handler.
@@ -158,21 +169,6 @@ class Dialect:
         if media:
             raise RequestRefused("only text is supported here")
         return [dict(message, content=message.get("content") or "") for message in conversation]
-
-    def _check_sampling(self, request: Any, body: dict[str, Any]) -> None:
-        if request.tool_choice not in OPTIONAL_TOOLS:
-            asked = json.dumps(body.get("tool_choice"))[:100]
-            raise RequestRefused(
-                f"tool_choice = {asked} is not supported here: a forced call is not what the model samples"
-                + _way_out("tool_choice")
-            )
-        sampled = request.to_sampling_params(1, {})
-        for name, plain in _plain_sampling().items():
-            if getattr(sampled, name) != plain:
-                field = next((place for place in PLACES.get(name, ()) if _at(body, place) is not None), name)
-                raise RequestRefused(
-                    f"{field} is not supported here: what is sampled would not be what is recorded" + _way_out(field)
-                )
 
     def _variables(self, request: Any, tools: list[Any] | None) -> dict[str, Any]:
         from vllm.renderers.hf import resolve_chat_template, resolve_chat_template_kwargs
@@ -286,6 +282,45 @@ def dialects(app: Any) -> dict[str, Dialect]:
     return {dialect.path: dialect(app) for dialect in (Chat, Responses, Messages)}
 
 
+def _check_wishes(body: dict[str, Any]) -> None:
+    """Refuse what vLLM would obey by masking tokens, or not know: then the client takes it for obeyed."""
+    if not _is_plain(asked := body.get("tool_choice")):
+        raise RequestRefused(
+            f"tool_choice = {json.dumps(asked)[:100]} is not supported here: a forced call is not what the model "
+            f"samples{_way_out('tool_choice')}"
+        )
+    for field in FORMATS:
+        if not _is_plain(_at(body, field)):
+            raise _not_recorded(field)
+    for place, kind in chain(_media(body.get("messages"), "messages"), _media(body.get("input"), "input")):
+        raise RequestRefused(f"{place} is of type {kind}: only text is supported here")
+
+
+def _check_sampling(request: Any, body: dict[str, Any], max_model_len: int) -> None:
+    """Refuse what vLLM would sample by other parameters."""
+    sampled = request.to_sampling_params(max_model_len, {})
+    for name, plain in _plain_sampling().items():
+        if getattr(sampled, name) not in (plain, {}, []):
+            raise _not_recorded(next((place for place in PLACES.get(name, ()) if _at(body, place) is not None), name))
+
+
+def _not_recorded(field: str) -> RequestRefused:
+    return RequestRefused(
+        f"{field} is not supported here: what is sampled would not be what is recorded{_way_out(field)}"
+    )
+
+
+def _media(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """The parts of messages that are no text: where they stand, and of what type they are."""
+    for number, part in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(part, dict):
+            here, kind = f"{place}.{number}", part.get("type")
+            if isinstance(kind, str) and kind.startswith(MEDIA):
+                yield here, kind
+            for inner in ("content", "output"):  # of messages, and of results of tools
+                yield from _media(part.get(inner), f"{here}.{inner}")
+
+
 @cache
 def _plain_sampling() -> dict[str, Any]:
     """The parameters that no request may change, with what they are where nothing is asked for."""
@@ -303,12 +338,17 @@ def _at(body: Any, place: str) -> Any:
     return body
 
 
+def _is_plain(asked: Any) -> bool:
+    """Whether what stands in a field asks for nothing."""
+    return asked is None or (asked.get("type") if isinstance(asked, dict) else asked) in PLAIN_KINDS
+
+
 def _without(body: dict[str, Any], ignore: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A body without the fields to ignore, as far as they ask for anything; and the names of those."""
     ignored = []
     for place in (place for name in ignore for place in PLACES.get(name, (name,))):
         asked = _at(body, place)
-        if asked is None or (asked.get("type") if isinstance(asked, dict) else asked) in PLAIN_KINDS:
+        if _is_plain(asked):
             continue
         ignored.append(place)
         first, _, rest = place.partition(".")
@@ -354,11 +394,27 @@ def _add(whole: dict[str, Any], delta: dict[str, Any]) -> None:
             whole[key] = value
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception, body: dict[str, Any]) -> str:
     """What is wrong with a body, without repeating it."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        problems = error.errors(include_input=False, include_url=False)[:3]
-        return "; ".join(f"{'.'.join(map(str, each['loc'][:4])) or 'body'}: {each['msg']}" for each in problems)[:500]
+        problems: dict[str, dict[str, None]] = {}  # by places, and each once
+        for each in error.errors(include_input=False, include_url=False):
+            problems.setdefault(_place(each, body), {})[each["msg"]] = None
+        # Of the forms that a value may have, the one that fits best fails at the innermost place.
+        inner = [place for place in problems if not any(other.startswith(f"{place}.") for other in problems)]
+        return "; ".join(f"{place or 'body'}: {', or '.join(problems[place])}" for place in inner[:3])[:500]
     return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def _place(problem: Any, body: Any) -> str:
+    """Where in a body a problem is, without pydantic's names of the forms that a value may have."""
+    place: list[str] = []
+    for part in problem["loc"]:
+        try:
+            body = body[part]
+            place.append(str(part))
+        except (LookupError, TypeError):
+            pass
+    return ".".join([*place, str(problem["loc"][-1])] if problem["type"] == "missing" else place)

@@ -217,7 +217,7 @@ def _never_called(session: Session) -> str:
     elif refused:
         said = f"the agent never called the model: {refused} requests were refused"
     else:
-        return "the agent never called the model"
+        return "the agent never called the model: nothing came to task.base_url (OPENAI_BASE_URL of a program)"
     return f"{said}: {session.shown_refusals()}" if refused else said
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from common.log import get_logger
+from generator.agents.dialects import dialects
 from generator.agents.endpoint import Endpoint
-from generator.agents.session import Session, SessionLimits
+from generator.agents.session import RequestRefused, Session, SessionLimits
 from generator.chat_template import ChatTemplate
 from generator.engine.engine import Engine
 from launcher.quickstart.tiny_model import build_tokenizer, save
@@ -64,6 +65,11 @@ class Served:
         self.runner = asyncio.Runner()
         self.engine: Engine = self(start_engine(folder))
         self.endpoint: Endpoint = self(Endpoint.start(engine_config(folder), self.engine, get_logger()))
+
+    @property
+    def app(self) -> Any:
+        """vLLM's."""
+        return self.endpoint._layer._app
 
     def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
@@ -289,16 +295,68 @@ WANTED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "messages", "output_config.format",
         {"output_config": {"format": {"type": "json_schema", "schema": JSON_SCHEMA["schema"]}}},
     ),
+    "any call": ("chat", "tool_choice", {"tool_choice": "any", "tools": CHAT_TOOLS}),
+    "one of some calls": (
+        "chat", "tool_choice",
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "tools": CHAT_TOOLS},
+    ),
+    "JSON by a name of vLLM's": ("chat", "guided_json", {"guided_json": JSON_SCHEMA["schema"]}),
+    "a schema in Anthropic's beta": (
+        "messages", "output_format", {"output_format": {"type": "json_schema", "schema": JSON_SCHEMA["schema"]}},
+    ),
+    "a budget of vLLM's": ("chat", "thinking_token_budget", {"thinking_token_budget": 9}),
+    "at least some tokens": ("chat", "min_tokens", {"min_tokens": 3}),
+    "top log-probs": ("chat", "top_logprobs", {"logprobs": True, "top_logprobs": 2}),
     "a budget of thinking": (
         "messages", "thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
     ),
 }  # fmt: skip
 
 
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+IMAGE, SOUND = {"url": "data:image/png;base64,AA=="}, {"data": "AA==", "format": "wav"}
+# What a client sends, by its dialect, and the words of the refusal.
+NAMED: list[tuple[str, dict[str, Any], str]] = [
+    ("chat", {"stop": list("abcde")}, "stop: Input should be a valid string, or List should have at most 4 items"),
+    ("chat", {"functions": [FUNCTION], "function_call": "auto"}, "functions is not supported here"),
+    ("responses", {"response_format": {"type": "json_object"}}, "response_format is not supported here"),
+    ("messages", {"stop_sequences": list("abcde")}, "stop_sequences: List should have at most 4 items"),
+    ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.input_schema: Field required"),
+    *(
+        (dialect, {field: [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]},
+         rf"{field}.0.content.1 is of type {part['type']}: only text is supported here")
+        for dialect, field, part in [
+            ("chat", "messages", {"type": "image_url", "image_url": IMAGE}),
+            ("chat", "messages", {"type": "input_audio", "input_audio": SOUND}),
+            ("responses", "input", {"type": "input_image", "image_url": IMAGE["url"]}),
+            ("messages", "messages", {"type": "document", "source": {"type": "text", "data": "a"}}),
+            ("messages", "messages", {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1"}}),
+        ]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "asked", "words"), NAMED)
+def test_a_refusal_names_the_clients_field(served: Served, dialect: str, asked: dict[str, Any], words: str) -> None:
+    plain = {"messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 4}
+    with pytest.raises(RequestRefused, match=words):
+        dialects(served.app)[PATHS[dialect]].read(plain | asked)
+
+
+def test_a_field_that_asks_for_nothing_is_accepted(served: Served) -> None:
+    nothing: dict[str, Any] = {
+        "logit_bias": {}, "presence_penalty": 0, "response_format": {"type": "text"}, "n": 1, "top_logprobs": 0,
+        "function_call": "none", "store": True, "metadata": {"a": "b"}, "prediction": None, "stop": [], "seed": 7,
+    }  # fmt: skip
+    plain = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    assert dialects(served.app)[PATHS["chat"]].read(plain | nothing).ignored == ()
+
+
 @pytest.mark.parametrize("wanted", WANTED)
 def test_a_field_that_is_ignored_changes_nothing(served: Served, wanted: str) -> None:
     dialect, field, asked = WANTED[wanted]
-    name = "response_format" if field.endswith("format") else field
+    other = {"guided_json": "response_format", "thinking_token_budget": "thinking"}
+    name = "response_format" if field.endswith("format") else other.get(field, field)
     refusing, ignoring = served.session(), served.session(ignore=(name,), seed=1)
 
     async def ask(session: Session) -> Any:

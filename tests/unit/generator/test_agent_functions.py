@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from common.config import AgentConfig, parse_config
 from common.errors import UserError
 from generator.agents.programs import AgentFailed, make_program
 from generator.agents.sandboxed import check_agents
+from launcher.tasks import calculator_agent
 from tests.support.agents import agent_task
 from tests.support.event_loop import in_event_loop
 
@@ -55,3 +57,8 @@ def test_a_refusal_names_the_source() -> None:
     tree = {"model": {"path": "m"}, "data": {"train": sources}, "episode": {"agent": f"{HERE}:echo"}}
     with pytest.raises(UserError, match=r"^data\.train\[b\]: episode\.agent\.command = \['no-such-program'\]: there"):
         check_agents(parse_config(tree))
+
+
+def test_the_calculator_agent_needs_nothing_of_the_environments_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")  # for which httpx needs a package that SPO does not bring
+    assert importlib.reload(calculator_agent).CLIENT.max_retries

@@ -76,6 +76,12 @@ def test_a_server_on_this_machine_is_asked_past_every_proxy(
         assert ask(double, attempts=1) == ["4"]
 
 
+def test_a_proxy_that_needs_a_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+    with pytest.raises(UserError, match=r"base_url = 'http://far/v1' is behind the environment's proxy: .*socks"):
+        ChatApi("http://far/v1", "tiny")
+
+
 TROUBLES = {
     "too many": fails(429),
     "server error": fails(500),
