@@ -67,6 +67,8 @@ PLACES = {
 }
 # Kinds of `tool_choice`, formats and thinking that ask for nothing.
 PLAIN_KINDS = ("auto", "none", "text", "adaptive", "disabled", 0)
+# Kinds of tools that the agent runs; others are the server's own, such as a search of the web.
+FUNCTIONS = ("function", "namespace")
 # What the kinds of parts that are no text begin with, in any dialect.
 MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file", "document")
 
@@ -112,7 +114,7 @@ class Dialect:
                 variables=self._variables(parsed.sampling, parsed.tools),
                 streamed=bool(parsed.body.stream),
                 sampling=asked,
-                ignored=ignored,
+                ignored=(*ignored, *self._unheeded(body)),
                 body=parsed.body,
             )
         except RequestRefused:
@@ -153,6 +155,10 @@ class Dialect:
 
     def _parse(self, body: dict[str, Any]) -> Parsed:
         raise NotImplementedError
+
+    def _unheeded(self, body: dict[str, Any]) -> Iterator[str]:
+        """What a body asks for that vLLM leaves out without a word."""
+        return iter(())
 
     def _joined(self, events: list[Any]) -> Any:
         """The body of a reply that came as these events."""
@@ -228,6 +234,11 @@ class Responses(Dialect):
         request = ResponsesRequest.model_validate(body)
         messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
         return Parsed(request, request, messages, construct_tool_dicts(request.tools, request.tool_choice))
+
+    def _unheeded(self, body: dict[str, Any]) -> Iterator[str]:
+        for number, tool in enumerate(body.get("tools") or ()):
+            if tool["type"] not in FUNCTIONS:
+                yield f"tools.{number} of type {tool['type']}"
 
     def _joined(self, events: list[Any]) -> Any:
         whole = [event["response"] for event in events if event.get("type") in RESPONSE_ENDS]

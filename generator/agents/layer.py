@@ -162,9 +162,7 @@ class SessionLayer:
             )
         try:
             request = await offload(len(body) > LONG_TEXT, dialect.read, parsed, session.limits.ignore)
-            self._say_once(
-                "fields of agents' requests are ignored (episode.agent.ignore)", path=path, fields=request.ignored
-            )
+            self._say_once("fields of agents' requests are ignored", path=path, fields=request.ignored)
             node = await session.begin(request)
         except (RequestRefused, TemplateFailed) as error:
             raise Refusal(400, str(error)) from None

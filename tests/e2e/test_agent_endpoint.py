@@ -352,6 +352,13 @@ def test_a_field_that_asks_for_nothing_is_accepted(served: Served) -> None:
     assert dialects(served.app)[PATHS["chat"]].read(plain | nothing).ignored == ()
 
 
+def test_a_tool_that_no_agent_runs_is_named_as_ignored(served: Served) -> None:
+    asked = {"input": "a", "tools": [*RESPONSE_TOOLS, {"type": "web_search"}]}
+    request = dialects(served.app)[PATHS["responses"]].read(asked)
+    assert request.ignored == ("tools.1 of type web_search",)
+    assert len(request.variables["tools"]) == 1
+
+
 @pytest.mark.parametrize("wanted", WANTED)
 def test_a_field_that_is_ignored_changes_nothing(served: Served, wanted: str) -> None:
     dialect, field, asked = WANTED[wanted]
