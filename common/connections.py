@@ -89,12 +89,6 @@ class Connections:
             if not self.owned[owner]:
                 del self.owned[owner]
 
-    def end(self, owner: Hashable) -> None:
-        """Cut off an owner's connections that wait for no answer."""
-        for connection in list(self.owned.get(owner, ())):
-            if connection.is_idle():
-                connection.transport.close()  # once what it was answered is sent
-
 
 class GuardedProtocol(HttpToolsProtocol):
     """HTTP/1.1 on a connection that is not admitted until the application calls `admit` of the request's state.

@@ -30,7 +30,8 @@ HOST = "127.0.0.1"
 # Connections without a key: that the kernel holds, that are accepted at once, and that wait for their first request.
 MOST_WAITING = 2048
 MOST_OF_SESSION = 2 * MAX_IN_FLIGHT
-# An agent may pause for long between its turns; a connection that is closed just as it goes on loses its request.
+# A connection that is closed just as its client goes on loses a request: agents pause for long between their turns, and
+# the client that they share goes on with the next task, so the end of a session closes none either.
 KEEP_ALIVE_SECONDS = 600
 # A token has few letters, and JSON escapes may make six bytes of each: nothing that fits the model is longer.
 BYTES_A_TOKEN, LEAST_BYTES = 64, 1 << 20
@@ -93,13 +94,9 @@ class Endpoint:
 
     def open(self, limits: SessionLimits) -> Session:
         """A session of its own for one attempt at a task; its keys are over once it is closed."""
-        session = Session(limits, self._template, self._max_model_len, self.url, self._log, on_close=self._over)
+        session = Session(limits, self._template, self._max_model_len, self.url, self._log, on_close=self._layer.remove)
         self._layer.add(session)
         return session
-
-    def _over(self, session: Session) -> None:
-        self._layer.remove(session)
-        self._connections.end(session.key)
 
     async def close(self) -> None:
         """Close all sessions and stop the server."""

@@ -157,9 +157,23 @@ async def test_connections_of_a_session_and_of_all_are_bounded(monkeypatch: pyte
         held = {owner: len(group) for owner, group in endpoint._connections.owned.items()}
         assert held == {sessions[2].key: FILES // 8, sessions[3].key: FILES // 8}
         assert len(endpoint._connections.admitted) == FILES // 4
-        await sessions[3].close("finished")
-        await kept[3][-1][0].read()  # to its end
-        await until(lambda: len(endpoint._connections.admitted) == FILES // 8)
+        assert sum(map(len, kept)) == 4 * 40
+
+
+@in_event_loop
+async def test_the_end_of_a_session_cuts_no_connection_that_another_goes_on_with() -> None:
+    """Agents share a client, whose connections serve one task after another."""
+    async with serving(Rig()) as endpoint:
+        limits = SessionLimits(max_response_tokens=10_000, max_turns=1000)
+        one, another = (
+            (session, request(f"POST /s/{session.key}{CHAT} HTTP/1.1", LENGTH))
+            for session in (endpoint.open(limits), endpoint.open(limits))
+        )
+        ((reader, writer),) = await connected(endpoint, one[1], 1)
+        await reader.readuntil(b"0\r\n\r\n")  # the end of the answer
+        await one[0].close()
+        writer.write(another[1])
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
 
 
 @in_event_loop
