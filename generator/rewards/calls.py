@@ -64,6 +64,10 @@ class Function:
         fixed = {key: None for key in self._filled if key not in places}
         self._options = check_options(function, options, field, places, fixed)
 
+    def takes(self, field: str) -> bool:
+        """Whether a parameter is filled with this field of the outcome."""
+        return not self.is_batch and field in self._filled.values()
+
     def score(self, outcome: Outcome) -> Any:
         """What the function returns; with TRL's parameters it is called for a batch of one.
 

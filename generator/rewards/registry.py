@@ -86,9 +86,12 @@ def has_answer(name: str) -> bool:
     return callable(getattr(_find(name), "answer", None))
 
 
-def sees_folder(name: str) -> bool:
-    """Whether a reward is a class of the user's own, which may read the files that an agent has left."""
-    return name not in BUILTIN and isinstance(_find(name), type)
+def sees_folder(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a reward may read the files that an agent has left: a class of the user's own, or a function of them."""
+    if name in BUILTIN:
+        return False
+    reward = _find(name)
+    return isinstance(reward, type) or Function(name, reward, options).takes("folder")
 
 
 def _find(name: str) -> Any:

@@ -74,7 +74,9 @@ def _skipped(config: Config, without_tokenizer: bool) -> str:
     names = [reward] if isinstance(reward, str) else list(reward)
     elsewhere = [f"{name} {ELSEWHERE[name]}" for name in names if name in ELSEWHERE]
     if config.episode.agent is not None:
-        elsewhere += [f"{name} may have read the agent's folder, which is gone" for name in names if sees_folder(name)]
+        options = config.episode.reward_options
+        seers = [name for name in names if sees_folder(name, options.get(name, {}))]
+        elsewhere += [f"{name} may have read the agent's folder, which is gone" for name in seers]
     if elsewhere:
         return ", ".join(elsewhere)
     response = [name for name in names if name not in WITHOUT_RESPONSE]

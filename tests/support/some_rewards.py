@@ -254,4 +254,8 @@ class SizeOfFolder:
     """A hundredth of the characters in the files that an agent has left."""
 
     def score(self, outcome: Outcome) -> float:
-        return sum(path.stat().st_size for path in Path(outcome.folder).iterdir()) / 100
+        return size_of_folder(outcome.folder)
+
+
+def size_of_folder(folder: str) -> float:
+    return sum(path.stat().st_size for path in Path(folder).iterdir()) / 100

@@ -18,7 +18,6 @@ from generator.agents.session import Session, SessionLimits
 from tests.support.agent_sessions import CHAT, Rig
 from tests.support.episode import TEMPLATE
 from tests.support.event_loop import in_event_loop
-from tests.support.waiting import until
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
 LENGTH = b"content-length: %d\r\n" % len(BODY)

@@ -449,8 +449,9 @@ def test_what_an_agent_gave_is_scored_again(tmp_path: Path, agent: str, kind: st
 
 
 @pytest.mark.integration  # the reward runs in a process
-def test_a_reward_that_read_an_agents_files_is_not_computed_again(tmp_path: Path) -> None:
-    reward = "tests.support.some_rewards:SizeOfFolder"
+@pytest.mark.parametrize("name", ["SizeOfFolder", "size_of_folder"])
+def test_a_reward_that_read_an_agents_files_is_not_computed_again(tmp_path: Path, name: str) -> None:
+    reward = f"tests.support.some_rewards:{name}"
     run, _ = agents_run(tmp_path, "train", {"reward": reward, "reward_workers": 1}, {"asks": ["2"], "files": "x"})
     for source in ("data.train", "data.heldout"):
         skipped = f"{source} skipped: {reward} may have read the agent's folder, which is gone"
