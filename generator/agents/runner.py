@@ -144,6 +144,7 @@ class AgentRunner:
         episode.reason, returned = session.reason, None
         try:
             returned = None if program is None else program.result()
+            returned = returned.tolist() if hasattr(returned, "tolist") else returned  # numpy's and torch's
         except AgentFailed as error:
             # What was too long for the model ends an episode like any other limit.
             if session.reason != "length":
@@ -226,7 +227,7 @@ def _text(returned: object) -> str:
     if isinstance(returned, str):
         return encodable(returned)
     try:
-        return json.dumps(returned, ensure_ascii=False)
+        return encodable(json.dumps(returned, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
         raise AgentFailed(
             f"the agent returned an object of {type(returned).__name__}; return text, a number, other JSON data or None"

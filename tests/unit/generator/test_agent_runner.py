@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 
@@ -34,9 +35,13 @@ ONCE = {"asks": ["2"]}
         ({}, {**ONCE, "returns": "half a pair \ud800"}, ("stop", "half a pair ?", None, 1)),
         ({}, {**ONCE, "returns": 89}, ("stop", "89", None, 1)),
         ({}, {**ONCE, "returns": {"x": [1.5, "é"]}}, ("stop", '{"x": [1.5, "é"]}', None, 1)),
+        ({}, {**ONCE, "returns": {"half": "\ud800"}}, ("stop", '{"half": "?"}', None, 1)),
+        ({}, {**ONCE, "returns": np.int64(89)}, ("stop", "89", None, 1)),
         # A number is the reward where the agent gives it.
         (OWN, {**ONCE, "returns": 0.25}, ("stop", "2", 0.25, 1)),
         (OWN, {**ONCE, "returns": True}, ("stop", "2", 1.0, 1)),
+        (OWN, {**ONCE, "returns": np.float32(0.5)}, ("stop", "2", 0.5, 1)),
+        (OWN, {**ONCE, "returns": np.int64(1)}, ("stop", "2", 1.0, 1)),
         (OWN, {**ONCE, "sends": 0.5, "returns": "two"}, ("stop", "two", 0.5, 1)),
         (OWN, {**ONCE, "returns": "two"}, ("stop", "two", None, 1)),
         # A limit ends it; without a reward it then has the lowest.
