@@ -88,15 +88,38 @@ def flaw_of(line: Mapping[str, Any]) -> str:
     if "text" not in left_out:
         if not messages:
             return "no messages"
-        said = sum(message["role"] == "assistant" for message in messages)
-        if (
-            said != line["turns"] and "requests" not in line
-        ):  # of an agent, the messages are one conversation of several
-            return f"{line['turns']} turns and {said} messages of the assistant's"
+        if flaw := _flaw_of_messages(line):
+            return flaw
     if "token_ids" not in line:
         # Tokens are kept of training episodes alone.
         return "" if line["kind"] != "train" or "tokens" in left_out else "no tokens"
     return _flaw_of_tokens(line)
+
+
+def _flaw_of_messages(line: Mapping[str, Any]) -> str:
+    if "requests" not in line and "scored" not in line:
+        said = sum(message["role"] == "assistant" for message in line["messages"])
+        return "" if said == line["turns"] else f"{line['turns']} turns and {said} messages of the assistant's"
+    # Of an agent: the last message of each request that was answered is the reply.
+    replies = {message["request"]: message for message in line["messages"] if message["role"] == "assistant"}
+    answered = [one for one in line["requests"] if "sampled" in one]
+    if replies.keys() != {one["request"] for one in answered}:
+        return f"{len(answered)} answered requests and replies to {len(replies)}"
+    trained = [one for one in answered if one["row"] is not None]
+    ends = {one["row"]: one["prompt"] + one["sampled"] for one in trained}
+    counts = {
+        "turns": len(trained),
+        "tokens": sum(ends.values()),
+        "model_tokens": sum(one["sampled"] for one in trained),
+        "rows": len(ends),
+        "tool_calls": sum(len(reply.get("tool_calls", ())) for reply in replies.values()),
+    }
+    return _differences(line, counts, "requests")
+
+
+def _differences(line: Mapping[str, Any], counts: Mapping[str, Any], what: str) -> str:
+    wrong = [f"{name} {line[name]}, by its {what} {count}" for name, count in counts.items() if line[name] != count]
+    return ", ".join(wrong)
 
 
 def _flaw_of_tokens(line: Mapping[str, Any]) -> str:
@@ -111,8 +134,7 @@ def _flaw_of_tokens(line: Mapping[str, Any]) -> str:
         "rows": len(payload.rows()),
         "versions": [int(payload.version_spans[:, 0].min()), int(payload.version_spans[:, 0].max())],
     }
-    wrong = [f"{name} {line[name]}, by its tokens {count}" for name, count in counts.items() if line[name] != count]
-    return ", ".join(wrong)
+    return _differences(line, counts, "tokens")
 
 
 def sampled_tokens(line: Mapping[str, Any]) -> Sequence[SampledTokens]:

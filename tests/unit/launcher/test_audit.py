@@ -23,6 +23,7 @@ from launcher.audit.evidence import Evidence
 from launcher.audit.lines import REWARDS, audit
 from launcher.audit.records import read_redis
 from launcher.audit.rewards import Scored, score_again
+from launcher.audit.tokens import flaw_of
 from learner.gae import gae, normalised, returns
 from learner.token_record import DIGITS
 from learner.world import World
@@ -443,9 +444,33 @@ def test_what_an_agent_gave_is_scored_again(tmp_path: Path, agent: str, kind: st
     run, path = agents_run(tmp_path, kind, *AGENTS[agent])
     assert score_again(run) == Scored("", "")
     episode = json.loads(path.read_text())
+    assert flaw_of(episode) == ""
     for change in ({"reward": 0.8}, {"scored": {}}):
         path.write_text(json.dumps(episode | change) + "\n")
         assert score_again(run).problem.startswith("1: t ")
+
+
+AGENTS_FLAWS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a reply is gone": (lambda line: line["messages"].pop(), "2 answered requests and replies to 1"),
+    "a request is gone": (lambda line: line["requests"].pop(), "1 answered requests and replies to 2"),
+    "the requests are gone": (lambda line: line["requests"].clear(), "0 answered requests and replies to 2"),
+    "a request sampled more": (
+        lambda line: line["requests"][1].update(sampled=99), "model_tokens 4, by its requests 101",
+    ),
+    "a longer prompt": (lambda line: line["requests"][1].update(prompt=99), "by its requests 101"),
+    "a request was not trained on": (lambda line: line["requests"][1].update(row=None), "turns 2, by its requests 1"),
+    "a row of its own": (lambda line: line["requests"][1].update(row=1), "rows 1, by its requests 2"),
+    "a call": (lambda line: line.update(tool_calls=1), "tool_calls 1, by its requests 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flaw", AGENTS_FLAWS)
+def test_an_agents_counts_are_those_of_its_requests(tmp_path: Path, flaw: str) -> None:
+    _, path = agents_run(tmp_path, "eval", {"reward": "exact"}, {"asks": ["1", "2"]})
+    line = json.loads(path.read_text())
+    change, found = AGENTS_FLAWS[flaw]
+    change(line)
+    assert found in flaw_of(line)
 
 
 @pytest.mark.integration  # the reward runs in a process
