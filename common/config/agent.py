@@ -53,8 +53,8 @@ class AgentConfig(Section):
     train: Literal["connected", "quoting", "all"] = Field(
         "connected",
         description="Conversations to train on: the longest, and those `connected` with it by what the model said, or "
-        "by a message under the same system messages (or none, and the same tools); with `quoting` by any message, as "
-        "a request for a title has it; or `all`.",
+        "by a message or the task in both under the same system messages (or none, and the same tools); with `quoting` "
+        "under any, as a request for a title has it; or `all`.",
     )
     ignore: list[Ignorable] = Field(
         [],

@@ -33,6 +33,7 @@ from generator.agents.lost import first_lost
 from generator.agents.programs import AgentFailed, AgentTask, Program, make_program
 from generator.agents.sandboxed import URL, SandboxedCommand
 from generator.agents.session import EndpointFailed, Session, SessionLimits
+from generator.agents.tree import leaves
 from generator.concurrency import LONG_TOKENS, offload, with_timeout
 from generator.engine.engine import Engine
 from generator.episode import Episode, EpisodeStep
@@ -89,7 +90,7 @@ class AgentRunner:
         seconds = self.config.max_seconds
         episode.step = EpisodeStep("agent", math.inf if seconds is None else time.monotonic() + seconds)
         episode.folder = Path(await in_thread(tempfile.mkdtemp, prefix="agent-", dir=own_folder()))
-        session, strangers = self._endpoint.open(self._limits(**sampling)), self._endpoint.strangers
+        session, strangers = self._endpoint.open(self._limits(task, **sampling)), self._endpoint.strangers
         try:
             program = await self._play(self._task(task, session, episode.folder), session)
         finally:
@@ -168,7 +169,9 @@ class AgentRunner:
             return float(returned if session.reward is None else session.reward)
         return None if session.reason == "stop" else self._reward_range[0]
 
-    def _limits(self, temperature: float, top_p: float, top_k: int, seed: int | None = None) -> SessionLimits:
+    def _limits(
+        self, task: Task, temperature: float, top_p: float, top_k: int, seed: int | None = None
+    ) -> SessionLimits:
         return SessionLimits(
             max_response_tokens=self.config.max_response_tokens,
             max_turns=self.config.assistant_turns or MAX_TURNS,
@@ -178,6 +181,7 @@ class AgentRunner:
             seed=seed,
             history=self.agent.history,
             train=self.agent.train,
+            task=_asked(task.prompt),
             ignore=tuple(self.agent.ignore),
             reward_range=self._reward_range if self._gives_reward else None,
             markup=self._data.prompt_markup,
@@ -220,6 +224,13 @@ def _never_called(session: Session) -> str:
     else:
         return "the agent never called the model: nothing came to task.base_url (OPENAI_BASE_URL of a program)"
     return f"{said}: {session.shown_refusals()}" if refused else said
+
+
+def _asked(prompt: str | list[dict[str, Any]]) -> str:
+    """What a prompt asks: the text, or of messages the last one of a user."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    contents = [message.get("content") for message in messages if message["role"] == "user"]
+    return "\n".join(leaves(contents[-1:]))
 
 
 def _text(returned: object) -> str:

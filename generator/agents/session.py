@@ -35,7 +35,7 @@ class SessionLimits:
         max_turns: requests that are answered.
         temperature, top_p, top_k: see `Engine.generate`.
         seed: of the first request; each later one has the next.
-        history, train: see `Tree`.
+        history, train, task: see `Tree`.
         ignore: fields of requests that are taken out instead of refused.
         reward_range: which rewards the agent may send; None: none.
         markup: whether special tokens in what the agent sends count as such.
@@ -50,6 +50,7 @@ class SessionLimits:
     seed: int | None = None
     history: History = "as_sampled"
     train: Train = "connected"
+    task: str = ""
     ignore: tuple[str, ...] = ()
     reward_range: tuple[float, float] | None = None
     markup: bool = False
@@ -158,7 +159,7 @@ class Session:
         self.requests = self.retries = self.in_flight = 0
         self.refusals: Counter[Refused] = Counter()
         self._fault: tuple[Refused, int] | None = None  # the last one, and how many requests were taken before
-        self.tree = Tree(limits.history)
+        self.tree = Tree(limits.history, limits.task)
         self.exchanges: list[Exchange] = []
         self._template, self._max_model_len, self._log = template, max_model_len, log
         self._on_close = on_close

@@ -22,9 +22,10 @@ from generator.episode import Row
 History = Literal["as_sampled", "as_sent"]
 Train = Literal["connected", "quoting", "all"]
 
-SHARED_TEXT = 20  # characters from which on a text within another is no coincidence
+SHARED_TEXT = 20  # characters from which on what was said, within what was sent, is no coincidence
 END_OF_THINKING = "</think>"
 SYSTEM = ("system", "developer")
+THE_TASK = ""  # stands for a quote of it among the texts of a conversation, none of which is empty
 
 
 @dataclass(eq=False, slots=True)
@@ -117,11 +118,13 @@ class Tree:
     Args:
         history: `as_sampled`: a reply that comes back without its thinking, or with other space around its text, is
             the same reply; `as_sent`: it is another.
+        task: text of the task, by which a conversation that quotes it is known; empty if it has none.
     """
 
-    def __init__(self, history: History = "as_sampled") -> None:
+    def __init__(self, history: History = "as_sampled", task: str = "") -> None:
         self.nodes: list[Node] = []
-        self.history = history
+        self.history, self.task = history, task
+        self._task_forms = {_bare(form) for form in (task, _as_json(task, True), _as_json(task, False))} - {""}
         self._by_digest: dict[bytes, list[Node]] = {}
 
     def find(self, setting: Any, messages: Sequence[Message]) -> Place:
@@ -205,17 +208,21 @@ class Tree:
     def trained(self, train: Train) -> list[Node]:
         """The first requests of the conversations that are trained on.
 
-        With `connected` these are the main conversation, which has the most requests (of equal ones, the most tokens),
-        and those that are connected with it, directly or through others. Two conversations are connected if what the
-        model said in one was sent in the other, or if they have a message in common under the same instructions: the
-        same system messages, or none and the same tools. With `quoting` a message in common is enough: what an agent
-        asks beside the task, such as for a title, often quotes the task.
+        With `connected` these are the main conversation, which has the most requests (see `_size`), and those that are
+        connected with it, directly or through others. Two conversations are connected if what the model said in one was
+        sent in the other, or if they have a message in common, or both quote the task, under the same instructions: the
+        same system messages, or none and the same tools. With `quoting` they may have other instructions: what an agent
+        asks beside the task, such as for a title, often quotes it.
         """
         conversations = {root: list(root.conversation()) for root in self.nodes if root.parent is None and root.turn}
         if train == "all" or len(conversations) < 2:
             return list(conversations)
-        links = _links({root: _Texts.of(nodes) for root, nodes in conversations.items()}, train == "quoting")
-        main = max(conversations, key=lambda root: (len(conversations[root]), _tokens(conversations[root])))
+        texts = {root: _Texts.of(nodes) for root, nodes in conversations.items()}
+        main = max(conversations, key=lambda root: self._size(conversations[root], texts[root]))
+        for root, own in texts.items():
+            if root is main or self._is_quoted(own.sent):
+                own.sent.add(THE_TASK)
+        links = _links(texts, train == "quoting")
         connected: set[Link] = {main}
         waiting: list[Link] = [main]
         while waiting:
@@ -223,6 +230,14 @@ class Tree:
             connected |= near
             waiting += near
         return [root for root in conversations if root in connected]
+
+    def _size(self, nodes: Sequence[Node], texts: _Texts) -> tuple[int, bool, int]:
+        """Requests of a conversation, whether one of its messages is the task and nothing else, and tokens."""
+        return len(nodes), _bare(self.task) in map(_bare, texts.sent), max(node.length for node in nodes)
+
+    def _is_quoted(self, texts: Iterable[str]) -> bool:
+        """Whether the task stands in one of the texts, with whatever space, or as JSON has it."""
+        return any(form in sent for sent in map(_bare, texts) for form in self._task_forms)
 
     def _after(self, node: Node, reply: Message) -> bytes:
         digest = node.digest.copy()
@@ -253,15 +268,12 @@ class _Texts:
     def of(cls, nodes: Iterable[Node]) -> _Texts:
         texts = cls()
         for node in nodes:
-            texts.sent.update(text for message in node.messages for text in _leaves(message.get("content")))
+            texts.sent.update(text for message in node.messages for text in leaves(message.get("content")))
             reply = node.reply or {}
             calls = [call["function"]["arguments"] for call in reply.get("tool_calls") or ()]
-            texts.said.update(_leaves([reply.get("content"), *calls]))
+            without_thinking = str(reply.get("content") or "").rpartition(END_OF_THINKING)[2]
+            texts.said.update(leaves([reply.get("content"), without_thinking, *calls]))
         return texts
-
-
-def _tokens(nodes: Iterable[Node]) -> int:
-    return max(node.length for node in nodes)
 
 
 def _links(texts: Mapping[Node, _Texts], quoting: bool) -> Mapping[Link, set[Link]]:
@@ -296,16 +308,24 @@ def _links(texts: Mapping[Node, _Texts], quoting: bool) -> Mapping[Link, set[Lin
     return links
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def leaves(value: Any) -> Iterator[str]:
     """The texts in plain data, without the space around them."""
     if isinstance(value, str):
         if value.strip():
             yield value.strip()
     elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
+        yield from leaves(list(value.values()))
     elif isinstance(value, list):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves(item)
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
+
+
+def _as_json(text: str, ascii_only: bool) -> str:
+    return json.dumps(text, ensure_ascii=ascii_only)[1:-1]
 
 
 def _packed(value: Any) -> bytes:

@@ -84,6 +84,9 @@ async def scripted(task: AgentTask) -> object:
         reply = {"role": "assistant", "content": says}
         session.answer(node, reply)
         messages += [reply, {"role": "user", "content": "go on"}]
+    if "beside" in row:
+        node = await session.begin(AgentRequest(row["beside"], {}))
+        session.sampled(node, completion(TOKENIZER.encode("x" + END, add_special_tokens=False)))
     if row.get("begins"):
         node = await session.begin(AgentRequest(messages, {}))
         session.keep(Exchange(b"", streamed=False, node=node))
@@ -106,13 +109,13 @@ def agent_config(*sections: dict[str, Any], **episode: Any) -> Config:
     return configured(*sections, **{"agent": f"{HERE}:scripted", "max_assistant_turns": None} | episode)
 
 
-async def run_agent(config: Config, **row: Any) -> Episode:
+async def run_agent(config: Config, prompt: Any = "What is 1+1?", **row: Any) -> Episode:
     """An episode of the agent that a configuration names."""
     parts = EpisodeParts(config)
     engine: Any = ScriptedEngine()
     endpoint: Any = PretendEndpoint()
     runner = AgentRunner(config, engine, parts, endpoint)
-    task = Task(task_id="t", prompt_id="p", prompt="What is 1+1?", answer="2", row=row)
+    task = Task(task_id="t", prompt_id="p", prompt=prompt, answer="2", row=row)
     episode = await runner.prepare(task)
     try:
         return await runner.run(task, episode, temperature=1.0, top_p=1.0, top_k=0)

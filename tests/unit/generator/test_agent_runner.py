@@ -63,6 +63,25 @@ def test_an_episode_has_a_reason_an_answer_and_a_reward(
     assert played.step is None
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "What is 1+1?",
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"},
+         {"role": "user", "content": "What is 1+1?"}],
+    ],
+    ids=["text", "messages"],
+)  # fmt: skip
+def test_conversations_that_quote_the_task_are_told_from_others(prompt: Any) -> None:
+    beside = [{"role": "system", "content": "You write titles"}, {"role": "user", "content": "Title of What is 1+1?"}]
+    played = play_agent(agent_config(), prompt=prompt, **ONCE, beside=beside)
+    (quoting,) = (one for one in played.requests if one.get("row") is None)
+    assert quoting["quotes"]
+    beside[1]["content"] = "This is not it"
+    played = play_agent(agent_config(), prompt=prompt, **ONCE, beside=beside)
+    assert [one.get("quotes") for one in played.requests] == [None, False]
+
+
 FAILS = {**ONCE, "raises": "out of ideas"}
 COUNTS = {"agent": {"function": "tests.support.agents:scripted", "failure": 0.125}}
 

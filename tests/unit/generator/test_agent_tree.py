@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,11 +224,55 @@ BESIDE: dict[str, tuple[list[dict[str, Any]], str, Any, set[str]]] = {
         [system("You sum up"), user("So far: I count them one by one, which takes long")], "x", None,
         {"connected", "quoting", "all"},
     ),
+    "a plan without its thinking": (
+        [system("You do what is planned"), user("Do it: first a, then b, and c")], "x", None,
+        {"connected", "quoting", "all"},
+    ),
     "a memory in the system message": (
         [system("Remember: I count them one by one, which takes long"), user("go on")], "x", TOOLS,
         {"connected", "quoting", "all"},
     ),
 }  # fmt: skip
+
+
+QUOTED = "Count  the files\nin \u201c/tmp\u201d"
+# The task, the conversation about it, what an agent asks under other instructions, and whether that quotes the task.
+QUOTES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]], bool]] = {
+    "as a message": (TASK, [AIDE, user(TASK)], [TITLER, user("Title:"), user(TASK)], True),
+    "within a message": (TASK, [AIDE, user(TASK)], [TITLER, user(f"Title of <task>{TASK}</task>")], True),
+    "both within a message": (TASK, [AIDE, user(f"Solve: {TASK}")], [TITLER, user(f"Title: {TASK}")], True),
+    "in the system message": (TASK, [AIDE, user(TASK)], [system(f"Give {TASK!r} a title"), user("go")], True),
+    "a short task": ("17 + 25 = ?", [user("17 + 25 = ?")], [TITLER, user("Title: 17 + 25 = ?")], True),
+    "with other space": (QUOTED, [user(QUOTED)], [TITLER, user("Title: " + " ".join(QUOTED.split()))], True),
+    "in JSON": (QUOTED, [user(QUOTED)], [TITLER, user(json.dumps({"task": QUOTED}))], True),
+    "in JSON with letters as they are": (
+        QUOTED, [user(QUOTED)], [TITLER, user(json.dumps([QUOTED], ensure_ascii=False))], True,
+    ),
+    "of an agent that rewrites its task": (TASK, [AIDE, user("how many?")], [TITLER, user(f"Title: {TASK}")], True),
+    "another text": (TASK, [AIDE, user(TASK)], [TITLER, user("Title of: " + TASK.replace("files", "users"))], False),
+    "no task": ("", [AIDE, user("a")], [TITLER, user("b")], False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quotes", QUOTES)
+def test_a_conversation_that_quotes_the_task_is_known_however_it_does(quotes: str) -> None:
+    task, about, beside, expected = QUOTES[quotes]
+    agent = Agent(Tree(task=task))
+    main = agent.turn(about, "I look", TOOLS)
+    main = agent.turn([*about, said("I look"), user("well?")], "Seven", TOOLS)
+    side = agent.turn(beside, "Files")
+    assert (side in agent.tree.trained("quoting")) == expected
+    assert side not in agent.tree.trained("connected")
+    assert main.parent in agent.tree.trained("connected")
+
+
+def test_conversations_about_the_task_under_the_same_instructions_are_connected() -> None:
+    agent = Agent(Tree(task="2+2?"))
+    plan = agent.turn([user("Plan how to solve this: 2+2?")], "add")
+    tries = [agent.turn([user(f"2+2?\n\n{how}")], "4") for how in ("Follow this plan:\nadd", "Guess.")]
+    other = agent.turn([user("Say hello")], "hello")
+    assert agent.tree.trained("connected") == [plan, *tries]
+    assert agent.tree.trained("all") == [plan, *tries, other]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -246,7 +291,10 @@ def test_what_an_agent_asks_beside_its_task_is_trained_on_by_a_rule(beside: str,
     result = {"role": "tool", "content": "There are seven files"}
     thinks = said("I count them one by one, which takes long")
     agent.turn([AIDE, user(TASK), call, result], thinks, TOOLS)
-    main = agent.turn([AIDE, user(TASK), call, result, thinks, user("well?")], "Seven", TOOLS)
+    asked = [AIDE, user(TASK), call, result, thinks, user("well?")]
+    plan = said("<think>hm</think>\n\nfirst a, then b, and c")
+    agent.turn(asked, plan, TOOLS)
+    main = agent.turn([*asked, plan, user("and?")], "Seven", TOOLS)
     side = side or ask_beside()
     roots = agent.tree.trained(train)
     assert (side in roots) == (train in trained)
@@ -259,6 +307,18 @@ def test_of_conversations_of_one_request_each_the_task_is_the_one_with_the_most_
     first = agent.answer(agent.ask([AIDE, user(TASK)], TOOLS, tail=9), said("I look"))
     second = agent.answer(agent.ask([AIDE, user(TASK), said("I looked")], TOOLS, tail=12), said("Seven"))
     assert agent.tree.trained("connected") == [first, second]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_conversations_of_one_request_each_the_task_is_the_one_that_has_it_as_a_message(first: bool) -> None:
+    agent = Agent(Tree(task=TASK))
+    title = [TITLER, user(f"Write a title of {TASK}")]
+    if first:
+        agent.answer(agent.ask(title, tail=30), said("Files"))
+    main = agent.turn([user(TASK)], "Seven")
+    if not first:
+        agent.answer(agent.ask(title, tail=30), said("Files"))
+    assert agent.tree.trained("connected") == [main]
 
 
 def test_conversations_are_connected_through_others() -> None:
