@@ -112,7 +112,7 @@ class Scene:
             self._wanted.set()
 
 
-@pytest.mark.parametrize("sessions", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sessions", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_every_sampled_token_is_trained_on_as_it_was_sampled(config: Config, sessions: int) -> None:
     trainer = Trainer(config, start())
     first = build_model(build_tokenizer(PIECES), seed=0)
