@@ -138,7 +138,7 @@ def _tasks(shape: str, turn: int) -> Iterator[Task]:
 
 def _episodes(config: Config, engine: Any, endpoint: Any) -> Side:
     """Whole episodes, scored, as a generator runs them."""
-    from generator.parts import RunParts
+    from generator.episode.parts import RunParts
     from generator.task_runner import TaskRunner
 
     runner = TaskRunner(config, engine, RunParts(config), "benchmark", get_logger(), endpoint)

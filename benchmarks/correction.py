@@ -18,9 +18,9 @@ from benchmarks.learner import make_batch, make_config, make_model
 from common.config import CorrectionConfig
 from common.errors import reports_user_errors
 from learner.correction import Layout, correct_tokens
+from learner.ranks.world import start
 from learner.stats import Stats
 from learner.trainer import Trainer
-from learner.world import start
 
 PRESET = "decoupled_k3_rs_token_tis"
 SIZES = (32, 128, 512, 2048, 8192)

@@ -21,8 +21,8 @@ from common.errors import reports_user_errors
 from common.messages import Task
 from generator.concurrency import tune_interpreter
 from generator.engine.engine import Completion
-from generator.episode_runner import EpisodeRunner
-from generator.parts import EpisodeParts
+from generator.episode.parts import EpisodeParts
+from generator.episode.runner import EpisodeRunner
 from launcher.quickstart.tiny_model import TURN_END, build_tokenizer
 
 HERE = "benchmarks.episodes"

@@ -107,7 +107,7 @@ async def _pauses(engine: Any, folder: Path, requests: list[asyncio.Future[int]]
     from transformers import AutoModelForCausalLM
 
     from generator.weights.weight_client import WeightClient
-    from learner.weight_server import WeightServer
+    from learner.publish.weight_server import WeightServer
 
     config = _config(folder, 1).learner.weights
     server = WeightServer(config)

@@ -74,7 +74,7 @@ class MethodRun:
     def __init__(
         self, name: str, folder: Path, url: str, staleness: int, plan: Sequence[tuple[float, int]], parameters: Any
     ) -> None:
-        from learner.weight_server import WeightServer
+        from learner.publish.weight_server import WeightServer
 
         self._held = staleness + 1  # batches that end a phase
         self._parameters = parameters

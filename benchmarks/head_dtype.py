@@ -62,8 +62,8 @@ async def sample(config: Config) -> list[Payload]:
 
 def gaps(config: Config) -> np.ndarray:
     """log pi_learner - log pi_generator of every sampled token [N]."""
-    from learner.batch import micro_batch
-    from learner.model import load_policy
+    from learner.batch.tensors import micro_batch
+    from learner.policy.model import load_policy
 
     payloads = asyncio.run(sample(config))
     policy = load_policy(config).to(torch.bfloat16).eval()

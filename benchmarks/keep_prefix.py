@@ -50,7 +50,7 @@ def configuration(model: Path, folder: Path) -> Config:
 
 def logprobs(policy: Any, contexts: Sequence[np.ndarray], answers: Sequence[np.ndarray]) -> torch.Tensor:
     """Log-probs of all answers' tokens, one context after the other [N]."""
-    from learner.batch import micro_batch
+    from learner.batch.tensors import micro_batch
 
     payloads = [
         Payload(
@@ -86,8 +86,8 @@ def train(policy: Any, prompts: Sequence[np.ndarray], answers: Sequence[np.ndarr
 async def measure(config: Config, cases: Sequence[tuple[float, int]]) -> None:
     from generator.engine.engine import Engine
     from generator.weights.weight_client import WeightClient
-    from learner.model import load_policy
-    from learner.weight_server import WeightServer
+    from learner.policy.model import load_policy
+    from learner.publish.weight_server import WeightServer
 
     policy = load_policy(config).eval()
     engine = await Engine.start(config, structlog.get_logger())

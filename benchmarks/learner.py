@@ -22,11 +22,11 @@ from common.config import Config, parse_config
 from common.errors import reports_user_errors
 from common.payload import Payload
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.batch import RolloutBatch, rollout_batch
-from learner.engine import optimizer_step
-from learner.plan import plan_micro_batches
+from learner.batch.plan import plan_micro_batches
+from learner.batch.tensors import RolloutBatch, rollout_batch
+from learner.policy.engine import optimizer_step
+from learner.ranks.world import start
 from learner.trainer import Trainer
-from learner.world import start
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from generator.engine.engine import Engine
 from generator.weight_updater import load_weights
 from generator.weights.weight_client import WeightClient
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.batch import micro_batch, rollout_batch
-from learner.plan import plan_micro_batches
+from learner.batch.plan import plan_micro_batches
+from learner.batch.tensors import micro_batch, rollout_batch
+from learner.publish.weight_server import WeightServer
+from learner.ranks.world import World, start
 from learner.trainer import Trainer
-from learner.weight_server import WeightServer
-from learner.world import World, start
 
 PROMPT, RESPONSE = 16, 48  # tokens
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -123,7 +123,7 @@ def _inside(path: Path, seconds: float) -> tuple[float, float]:
     """Tokens a second, and CPU time a token, of a generator process that always has tasks waiting."""
     from transformers import AutoModelForCausalLM
 
-    from learner.weight_server import WeightServer
+    from learner.publish.weight_server import WeightServer
 
     config = load_config(path)
     port = config.broker.url.rsplit(":", 1)[1].split("/")[0]

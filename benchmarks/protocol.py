@@ -34,7 +34,7 @@ from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from launcher.run.embedded_redis import find_redis_server
 from sampler.loop import Sampler
-from sampler.prompts import RunData, load_data
+from sampler.prompts.prompt_set import RunData, load_data
 from tests.support.ports import free_port
 
 BATCH = 1024

@@ -18,8 +18,8 @@ import torch
 from benchmarks import options
 from benchmarks.learner import make_batch, make_config, make_model
 from common.errors import reports_user_errors
+from learner.ranks.world import start
 from learner.trainer import Trainer
-from learner.world import start
 
 MODES = ("recompute", "interpolate", "rollout")
 

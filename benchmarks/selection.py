@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks import options
 from common.config import SelectionConfig, TrackerConfig
 from common.errors import reports_user_errors
-from sampler.tracker import ValueTracker
+from sampler.values.tracker import ValueTracker
 
 WANTED = 1024
 IN_FLIGHT = (0, 5120)

@@ -49,10 +49,10 @@ def learner(config: Config) -> float:
 
     from benchmarks.learner import bare_step
     from common.payload import Payload
-    from learner.batch import rollout_batch
-    from learner.plan import plan_micro_batches
+    from learner.batch.plan import plan_micro_batches
+    from learner.batch.tensors import rollout_batch
+    from learner.ranks.world import start
     from learner.trainer import Trainer
-    from learner.world import start
 
     torch.set_num_threads(1)
     batch, rng, length = config.sampler.batch_size, np.random.default_rng(0), PROMPT + ANSWER

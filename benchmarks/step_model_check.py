@@ -116,10 +116,10 @@ def learner_seconds(folder: Path, tokens: int, rounds: int = 3) -> float:
 
     from benchmarks.learner import make_config
     from common.payload import Payload
-    from learner.batch import rollout_batch
-    from learner.plan import plan_micro_batches
+    from learner.batch.plan import plan_micro_batches
+    from learner.batch.tensors import rollout_batch
+    from learner.ranks.world import start
     from learner.trainer import Trainer
-    from learner.world import start
 
     samples, prompt = TOKENS // tokens, tokens // 3
     config, rng = make_config(folder, samples), np.random.default_rng(0)

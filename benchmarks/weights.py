@@ -25,14 +25,14 @@ from common.config import WeightsConfig
 from common.curve import make_keys
 from common.errors import reports_user_errors
 from generator.weights.weight_client import WeightClient
-from learner.weight_server import WeightServer
+from learner.publish.weight_server import WeightServer
 
 TENSOR = (1024, 4096)
 SHARED, PLAIN, CURVE = "shared memory", "ZeroMQ", "CURVE"
 WAYS = (SHARED, PLAIN, CURVE)
 # Forked from a process that has imported all that learners need: each would take seconds for torch alone.
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["learner.weight_server"])
+FORKED.set_forkserver_preload(["learner.publish.weight_server"])
 
 
 @dataclass(frozen=True)

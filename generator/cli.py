@@ -57,7 +57,7 @@ async def _serve(config: Config, name: str) -> int:
     from generator.agents.environment import check_environments
     from generator.agents.sandboxed import check_agents
     from generator.engine.arguments import check_engine_names
-    from generator.parts import RunParts
+    from generator.episode.parts import RunParts
 
     # Report errors in the configuration before waiting for anything.
     check_engine_names(config)

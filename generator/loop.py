@@ -13,11 +13,11 @@ from common.process import in_thread
 from common.streams import scoring
 from common.streams.inbox import Delivery, Finished, Pulse
 from common.streams.presence import LearnerWatch
+from generator.chat.prompts import UnusablePrompt
 from generator.concurrency import STALL_SECONDS
-from generator.episode import Episode
-from generator.prompts import UnusablePrompt
+from generator.episode.episode import Episode
+from generator.episode.self_teacher import CannotTell
 from generator.rewards.failures import Failure, RewardFailures
-from generator.self_teacher import CannotTell
 from generator.services import Services
 from generator.slots import Cache, Slots
 from generator.task_runner import TaskRunner

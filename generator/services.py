@@ -10,8 +10,8 @@ from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from generator.agents.endpoint import Endpoint
 from generator.engine.engine import Engine
+from generator.episode.parts import RunParts
 from generator.metrics import GeneratorMetrics
-from generator.parts import RunParts
 from generator.weights.weight_client import WeightClient
 
 

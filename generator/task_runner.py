@@ -17,12 +17,12 @@ from generator.agents.endpoint import Endpoint
 from generator.agents.runner import AgentRunner
 from generator.concurrency import LONG_TOKENS, offload
 from generator.engine.engine import Engine
-from generator.episode import Episode, make_record
-from generator.episode_runner import EpisodeRunner
-from generator.parts import RunParts
+from generator.episode.episode import Episode, make_record
+from generator.episode.parts import RunParts
+from generator.episode.runner import EpisodeRunner
+from generator.episode.self_teacher import SelfTeacher
 from generator.rewards import Outcome, Score
 from generator.rewards.scorer import returns_to_go
-from generator.self_teacher import SelfTeacher
 
 
 class TaskRunner:

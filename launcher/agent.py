@@ -58,7 +58,7 @@ def try_(
 
 
 def _task(config: Config, row: int, log: Any) -> Task:
-    from sampler.prompts import load_data  # needs the sampler's packages
+    from sampler.prompts.prompt_set import load_data  # needs the sampler's packages
 
     prompts = load_data(config.data, log).train
     agents = [one.name for one in config.data.sources("train") if config.for_source(one).episode.agent is not None]
@@ -77,7 +77,7 @@ async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
     from generator.agents.sandboxed import check_agents
     from generator.engine.arguments import check_engine_names
     from generator.engine.engine import Engine
-    from generator.parts import RunParts
+    from generator.episode.parts import RunParts
     from generator.task_runner import TaskRunner
 
     check_engine_names(config)
@@ -103,7 +103,7 @@ async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
 
 async def played(runner: Any, task: Task) -> dict[str, Any]:
     """See `play`."""
-    from generator.episode import make_record
+    from generator.episode.episode import make_record
 
     episode = await runner.episodes(task).prepare(task)
     about: dict[str, Any] = {"failed": ""}

@@ -92,7 +92,7 @@ def export(
         except (OSError, shutil.Error) as error:
             raise UserError(f"{output} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     else:
-        from learner.export import export_checkpoint  # imports torch and DeepSpeed
+        from learner.checkpoint.export import export_checkpoint  # imports torch and DeepSpeed
 
         export_checkpoint(load_config(run / "config.yaml"), folder, output)
     typer.echo(f"{output} has the {'adapter' if adapter else 'model'} of step {version} of {run}")

@@ -26,8 +26,8 @@ from common.streams.batches import BatchInbox, RedisBehind
 from common.streams.broker import Broker, connect
 from common.streams.presence import LEARNER, Presence
 from common.versions import record_versions
-from learner.launch import die_with_launcher, launch
-from learner.rank import Rendezvous, exits_at_once, read_rendezvous
+from learner.ranks.launch import die_with_launcher, launch
+from learner.ranks.rank import Rendezvous, exits_at_once, read_rendezvous
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -104,10 +104,10 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
         presence = Presence(broker, LEARNER, "learner", config.broker.heartbeat) if shows_itself else None
         with presence or nullcontext():
             # torch and DeepSpeed take seconds to import, so they wait until the configuration has been checked.
-            from learner import world as ranks
-            from learner.kernels import deterministic
             from learner.loop import Learner
-            from learner.world import check_ranks_agree
+            from learner.policy.kernels import deterministic
+            from learner.ranks import world as ranks
+            from learner.ranks.world import check_ranks_agree
 
             if rendezvous.world_size > 1:
                 log.info(
@@ -161,7 +161,7 @@ def _raise(error: UserError | None) -> None:
 
 def _exit_if_ranks_are_lost(error: RuntimeError, rendezvous: Rendezvous) -> None:
     """Exit if other ranks have died or never came; not with code 2, because a supervisor should start all again."""
-    from learner.world import lost_rank_message
+    from learner.ranks.world import lost_rank_message
 
     message = lost_rank_message(error) if rendezvous.world_size > 1 else None
     if message:

@@ -22,13 +22,13 @@ from transformers.utils import logging
 from common.config import Config
 from common.errors import UserError
 from common.log import get_logger
-from learner.attention import PackedSequences
-from learner.batch import MicroBatch, RolloutBatch
-from learner.engine import build_engine, load_on_ranks, optimizer_step, set_learning_rate
-from learner.gae import gae, normalised, returns
-from learner.model import load_model, read_packed
+from learner.batch.gae import gae, normalised, returns
+from learner.batch.tensors import MicroBatch, RolloutBatch
+from learner.policy.attention import PackedSequences
+from learner.policy.engine import build_engine, load_on_ranks, optimizer_step, set_learning_rate
+from learner.policy.model import load_model, read_packed
+from learner.ranks.world import World
 from learner.stats import Stats
-from learner.world import World
 
 MIDDLE = 0.5  # of the rescaled rewards' range
 

@@ -21,17 +21,17 @@ from common.streams.batches import STEPS_KEPT, BatchInbox, StepReader, latest
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.weights.server import SentStats
-from learner.batch import own_share
-from learner.checkpoint import Checkpoints
-from learner.heap import Heap
-from learner.left_out import LeftOut
-from learner.publishing import Publisher, RankCopies, scored_prompt
+from learner.batch.left_out import LeftOut
+from learner.batch.tensors import own_share
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.publish.publisher import Publisher, RankCopies, scored_prompt
+from learner.publish.weight_copy import WeightCopy
+from learner.publish.weight_server import WeightServer
+from learner.ranks.heap import Heap
+from learner.ranks.world import World
 from learner.stats import Phases
 from learner.token_record import TokenRecord, discard
 from learner.trainer import Trainer
-from learner.weight_copy import WeightCopy
-from learner.weight_server import WeightServer
-from learner.world import World
 
 BLOCK_MS = 500
 STOP, SAVE = b"stop", b"save"

@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig
 
-from learner.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
 from learner.critic import attention_parameters
-from learner.kernels import has_sinks
-from learner.model import Policy, own_slice
-from learner.ulysses import SequenceGroup
+from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
+from learner.policy.kernels import has_sinks
+from learner.policy.model import Policy, own_slice
+from learner.ranks.ulysses import SequenceGroup
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET = 500_000_000

@@ -15,10 +15,10 @@ from itertools import islice
 
 import torch
 
-from learner.batch import MicroBatch, RolloutBatch
+from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.correction.statistics import age_buckets, token_divergences
+from learner.ranks.world import World
 from learner.stats import Stats
-from learner.world import World
 
 # Views of these types compare bits, so that a NaN is equal to itself.
 BITS = {2: torch.int16, 4: torch.int32}

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from common.config import Config
-from learner.batch import MicroBatch
-from learner.engine import build_frozen_engine, load_on_ranks
-from learner.lora import adapter_off
-from learner.model import load_policy
-from learner.world import World
+from learner.batch.tensors import MicroBatch
+from learner.policy.engine import build_frozen_engine, load_on_ranks
+from learner.policy.lora import adapter_off
+from learner.policy.model import load_policy
+from learner.ranks.world import World
 
 
 def load_reference(config: Config, world: World, engine: Any) -> Callable[[MicroBatch], torch.Tensor] | None:

@@ -14,7 +14,7 @@ import torch
 
 from common.config import AGE_BUCKETS
 from common.log import Timeline
-from learner.world import World
+from learner.ranks.world import World
 
 
 class Metric(NamedTuple):

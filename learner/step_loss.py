@@ -11,12 +11,12 @@ import torch
 from common.config import AlgorithmConfig, TeacherConfig
 from common.config.losses import spec_of
 from common.config.stages import LOG_RATIO_BOUND
-from learner.batch import MicroBatch
+from learner.batch.teacher import coarse_kl, taught_advantages, teacher_statistics, weight_at
+from learner.batch.tensors import MicroBatch
 from learner.correction import TokenCorrection, correct_tokens
 from learner.losses import Denominators, PolicyTokens, TokenLoss, aggregate_tokens, row_lengths
-from learner.routers import Routing
+from learner.policy.routers import Routing
 from learner.stats import Stats
-from learner.teacher import coarse_kl, taught_advantages, teacher_statistics, weight_at
 
 K3_BOUND = 10.0
 

@@ -13,10 +13,12 @@ import torch
 
 from common.config import AlgorithmConfig, TeacherConfig
 from common.config.losses import spec_of
-from learner.batch import MicroBatch
+from learner.batch.teacher import taught_advantages
+from learner.batch.tensors import MicroBatch
 from learner.correction import second_moment
 from learner.correction.ranking import over_all
 from learner.losses import PolicyTokens, covariance
+from learner.ranks.world import World
 from learner.stats import Stats
 from learner.step_loss import (
     PolicyOutput,
@@ -26,8 +28,6 @@ from learner.step_loss import (
     proximal_logprobs,
     sure_negatives,
 )
-from learner.teacher import taught_advantages
-from learner.world import World
 
 
 def needs_survey(config: AlgorithmConfig) -> bool:

@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.files import Keep, remove_oldest, rewrite
 from common.messages import Batch
 from common.payload import expert_sums
-from learner.batch import MicroBatch
+from learner.batch.tensors import MicroBatch
 from learner.step_loss import PolicyOutput
 
 FOLDER = "training_data"

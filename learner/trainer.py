@@ -13,27 +13,35 @@ import torch
 from common.config import AGE_BUCKETS, Config
 from common.log import get_logger
 from common.masking import what_masks
-from learner.batch import MicroBatch, RolloutBatch
-from learner.checkpoint_files import CRITIC_TAG, TAG
+from learner.batch.teacher import weight_at
+from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR, weight_divisor
 from learner.correction.statistics import age_buckets
 from learner.critic import Critic, with_explained_variance
-from learner.disk_names import DiskNames
-from learner.engine import build_engine, full_weights, learning_rate, load_on_ranks, optimizer_step, set_learning_rate
-from learner.lora import merged_weights
 from learner.losses import Denominators, load_loss
-from learner.model import Policy
 from learner.past_versions import PastVersions, exact_statistics
+from learner.policy.disk_names import DiskNames
+from learner.policy.engine import (
+    build_engine,
+    full_weights,
+    learning_rate,
+    load_on_ranks,
+    optimizer_step,
+    set_learning_rate,
+)
+from learner.policy.lora import merged_weights
+from learner.policy.model import Policy
+from learner.policy.routers import ExpertShape, Routing, routing_statistics
+from learner.ranks.world import World
 from learner.reference import load_reference
-from learner.routers import ExpertShape, Routing, routing_statistics
 from learner.stats import Phases, Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, proximal_logprobs, step_loss
 from learner.survey import survey
-from learner.teacher import weight_at
 from learner.token_record import TokenRecord
-from learner.world import World
 
 # They decide on an optimizer step, and are known only after the forward pass of its last micro-batch.
+TAG = "deepspeed"  # the folder of the ranks' files in a checkpoint
+CRITIC_TAG = "deepspeed-critic"  # that of the critic's, if there is one
 LEFT = ("learned_tokens", "learned_samples", "not_finite", "rollout_corr/eff_sample_size")
 
 

@@ -13,9 +13,9 @@ from common.config.data import Side, Source
 from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader, Task
 from common.payload import open_record
-from sampler.answer_file import AnswerFile, Request
 from sampler.evaluation import prompt_groups
-from sampler.prompts import PromptSet, load_prompts
+from sampler.files.answer_file import AnswerFile, Request
+from sampler.prompts.prompt_set import PromptSet, load_prompts
 from sampler.records import DispatchedTask
 from sampler.state import SamplerState
 from sampler.tasks import task_seed

@@ -24,10 +24,10 @@ from common.streams.lease import LeaseLost
 from common.streams.ledger import OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from common.versions import record_versions
-from sampler.answer_file import Request
 from sampler.answers import load_questions
+from sampler.files.answer_file import Request
 from sampler.loop import Sampler
-from sampler.prompts import RunData, load_data, too_few
+from sampler.prompts.prompt_set import RunData, load_data, too_few
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

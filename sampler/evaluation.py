@@ -12,9 +12,9 @@ from common.config import Config
 from common.errors import UserError
 from common.messages import SampleHeader, Task
 from common.streams.ledger import SamplerLedger
-from sampler.episode_files import EpisodeFiles, episode_line
 from sampler.evaluation_metrics import Response, summarize_groups
-from sampler.prompts import PromptSet, column_value
+from sampler.files.episode_files import EpisodeFiles, episode_line
+from sampler.prompts.prompt_set import PromptSet, column_value
 from sampler.records import DispatchedTask, EvaluationCounts
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from sampler.tasks import task_seed

@@ -18,21 +18,21 @@ from common.streams import scoring
 from common.streams.batches import StepReader
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import LearnerWatch, Presence
-from sampler.answer_file import Request
 from sampler.answers import Answers
-from sampler.episode_files import Rollouts
 from sampler.evaluation import Evaluations
+from sampler.files.answer_file import Request
+from sampler.files.episode_files import Rollouts
+from sampler.files.snapshots import Snapshots
 from sampler.metrics import SamplerMetrics, Visit
-from sampler.mixture import Mixture
 from sampler.process_metrics import SamplerTimeline
-from sampler.prompt_traits import prompt_traits
-from sampler.prompts import RunData
+from sampler.prompts.prompt_set import RunData
 from sampler.records import DispatchedTask, OpenSample
 from sampler.results import EqualRewards, FailureLimit, SetAsideKinds, checked, refused
-from sampler.scores import apply_initial_values
-from sampler.snapshots import Snapshots
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from sampler.tasks import LostTasks, MemoryWatch, task_seed
+from sampler.values.mixture import Mixture
+from sampler.values.scores import apply_initial_values
+from sampler.values.traits import prompt_traits
 
 MAX_HEADERS = 512  # read in one round
 MAX_DISPATCH = 1024  # tasks sent in one round

@@ -14,7 +14,7 @@ from common.messages import SampleHeader, Step
 from common.streams import scoring
 from common.streams.broker import Broker
 from sampler.batches import ClosedBatch
-from sampler.metrics_file import Entry, Histogram, MetricsFile
+from sampler.files.metrics_file import Entry, Histogram, MetricsFile
 from sampler.process_metrics import ProcessMetrics
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState

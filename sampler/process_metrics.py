@@ -12,7 +12,7 @@ from typing import Any
 from common.log import Timeline
 from common.streams.broker import Broker
 from common.streams.tasks import GROUP
-from sampler.metrics_file import Entry
+from sampler.files.metrics_file import Entry
 
 SHORTEST, LONGEST = 5.0, 30.0  # seconds between two entries of a process
 SHARE_OF_AGE = 1 / 500  # of the time since the start: keeps the number of entries of a long run small

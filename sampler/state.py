@@ -14,10 +14,10 @@ from common.streams.lease import LedgerState
 from common.streams.ledger import Commit
 from sampler.admission import Admission, is_degenerate
 from sampler.batches import ClosedBatch, OpenBatch
-from sampler.population import PromptTraits
-from sampler.prompt_drift import PromptDrift
 from sampler.records import TRACKER_ROWS, DispatchedTask, EvaluationCounts, OpenSample, packed_rows, tracker_rows
-from sampler.tracker import Counts, ValueTracker
+from sampler.values.drift import PromptDrift
+from sampler.values.population import PromptTraits
+from sampler.values.tracker import Counts, ValueTracker
 
 BEFORE_FIRST_STEP = -1
 ROWS_PER_COMMIT = 10_000

@@ -143,7 +143,7 @@ def _learner(folder: Path, name: str, mib: int) -> None:
     # Of all the processes only this one needs torch, which takes seconds.
     import torch
 
-    from learner.weight_server import WeightServer
+    from learner.publish.weight_server import WeightServer
 
     log = _quiet()
     server = WeightServer(CONFIG, log=log)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import slow_link
 from common.config import WeightsConfig
 from generator.weights.weight_client import WeightClient
-from learner.weight_server import WeightServer
+from learner.publish.weight_server import WeightServer
 
 CONFIG = WeightsConfig(chunk_mib=4, shared_folder="off", deltas="on")
 SPAWN = multiprocessing.get_context("spawn")

@@ -74,8 +74,8 @@ def train(config: Config, batches: int, path: Path) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from learner.engine import deepspeed_config, join_deepspeed
-    from learner.world import start
+    from learner.policy.engine import deepspeed_config, join_deepspeed
+    from learner.ranks.world import start
 
     torch.set_num_threads(psutil.cpu_count() or 1)
     deepspeed = join_deepspeed(start())

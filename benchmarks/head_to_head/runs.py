@@ -20,7 +20,7 @@ from benchmarks.watched import Point, watch_spo, watch_trl
 from common.config import Config, Source, load_config
 from common.config.load import override, parse_config, read_tree
 from common.errors import UserError
-from sampler.rows import open_rows
+from sampler.prompts.rows import open_rows
 
 CONFIG = ROOT / "configs" / "smollm2-gym.yaml"
 PRODUCTS, CORRECTION = "products", "correction"

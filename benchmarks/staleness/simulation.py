@@ -20,19 +20,19 @@ from benchmarks.staleness.batch_engine import BatchEngine
 from common.config import Config
 from common.messages import Task
 from common.payload import Payload
-from generator.episode import Episode
-from generator.episode_runner import EpisodeRunner
-from generator.parts import EpisodeParts
+from generator.episode.episode import Episode
+from generator.episode.parts import EpisodeParts
+from generator.episode.runner import EpisodeRunner
 from generator.rewards import Outcome
 from launcher.tasks.arithmetic import TASK
 from launcher.tasks.task import TRAIN_SIZE, Problem, QuickstartTask
-from learner.batch import RolloutBatch, rollout_batch
-from learner.outcome import Outcome as Judgement
-from learner.plan import plan_micro_batches
+from learner.batch.outcome import Outcome as Judgement
+from learner.batch.plan import plan_micro_batches
+from learner.batch.tensors import RolloutBatch, rollout_batch
+from learner.ranks.world import World
 from learner.trainer import Trainer
-from learner.world import World
 from sampler.advantages import normalize
-from sampler.tracker import ValueTracker
+from sampler.values.tracker import ValueTracker
 
 # What is kept of the trainer's metrics, where it has them, as means of the steps between two evaluations.
 KEPT = (

@@ -42,7 +42,7 @@ def run(job: Job, model: str) -> dict[str, Any]:
     from benchmarks.staleness.simulation import Simulation
     from common.config import load_config
     from common.log import setup
-    from learner.world import start
+    from learner.ranks.world import start
 
     torch.set_num_threads(1)
     setup("study")

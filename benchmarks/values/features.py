@@ -19,14 +19,14 @@ import torch
 from benchmarks.values.simulation import MethodSimulation
 from common.config import Config, load_config
 from common.log import setup
-from generator.episode import Episode
+from generator.episode.episode import Episode
 from launcher.quickstart.cache import cached_model
 from launcher.tasks import find_task
 from launcher.tasks.task import QuickstartTask
-from learner.prompt_states import prompt_states
-from learner.world import World, start
-from sampler.population import Features, Population, PromptTraits
+from learner.policy.prompt_states import prompt_states
+from learner.ranks.world import World, start
 from sampler.value_audit import squares
+from sampler.values.population import Features, Population, PromptTraits
 
 # Families of reasoning-gym; None: all twelve.
 MIXTURES: dict[str, tuple[str, ...] | None] = {

@@ -9,14 +9,14 @@ import numpy as np
 
 from benchmarks.staleness.simulation import Simulation
 from common.config import Config
-from generator.episode import Episode
+from generator.episode.episode import Episode
 from launcher.tasks.task import QuickstartTask
-from learner.world import World
+from learner.ranks.world import World
 from sampler.advantages import group_relative, leave_one_out, normalize
-from sampler.population import Features, PromptTraits
-from sampler.prompt_traits import count_ngrams
-from sampler.tracker import ValueTracker
 from sampler.value_audit import squares
+from sampler.values.population import Features, PromptTraits
+from sampler.values.tracker import ValueTracker
+from sampler.values.traits import count_ngrams
 
 
 class MethodSimulation(Simulation):

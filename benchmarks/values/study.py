@@ -84,7 +84,7 @@ def run(job: StudyRun, model: str) -> dict[str, Any]:
     from benchmarks.values.simulation import MethodSimulation
     from common.config import load_config
     from common.log import setup
-    from learner.world import start
+    from learner.ranks.world import start
 
     torch.set_num_threads(1)
     setup("study")

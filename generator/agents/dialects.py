@@ -17,7 +17,7 @@ from common.config.agent import IGNORABLE
 from common.config.data import CONTINUE, DECIDED_VARIABLES
 from generator.agents.exchange import App, Receive, Send
 from generator.agents.session import AgentRequest, RequestRefused
-from generator.chat_template import Message
+from generator.chat.template import Message
 
 DECIDED = ("temperature", "top_p", "top_k", "seed")  # by the session, whatever is asked
 # Parameters that say where a turn ends and how its text is shown. All others would make what is sampled, or what is

@@ -22,7 +22,7 @@ from generator.agents.client import SessionClient
 from generator.agents.dialects import dialects
 from generator.agents.layer import MAX_IN_FLIGHT, SessionLayer
 from generator.agents.session import Session, SessionLimits
-from generator.chat_template import ChatTemplate
+from generator.chat.template import ChatTemplate
 from generator.engine.engine import Engine
 
 MODEL = "policy"  # the only model's name

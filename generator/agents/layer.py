@@ -24,7 +24,7 @@ from generator.agents.session import (
     Session,
     SessionOver,
 )
-from generator.chat_template import Message, TemplateFailed
+from generator.chat.template import Message, TemplateFailed
 from generator.concurrency import LONG_TEXT, offload
 
 BODY_SECONDS = 30.0  # until a body must be complete

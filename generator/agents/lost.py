@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from generator.agents.tree import Node, Tree, canonical
-from generator.chat_template import Message
+from generator.chat.template import Message
 
 SEARCHED = 50  # requests, and earlier ones that each is compared with
 SHOWN = 60  # characters of a text, from a little before the difference on

@@ -34,12 +34,12 @@ from generator.agents.programs import AgentFailed, AgentTask, Program, make_prog
 from generator.agents.sandboxed import URL, SandboxedCommand
 from generator.agents.session import EndpointFailed, Session, SessionLimits
 from generator.agents.tree import leaves
+from generator.chat.prompts import Prompts
 from generator.concurrency import LONG_TOKENS, offload, with_timeout
 from generator.engine.engine import Engine
-from generator.episode import Episode, EpisodeStep
-from generator.episode_runner import prepared
-from generator.parts import EpisodeParts
-from generator.prompts import Prompts
+from generator.episode.episode import Episode, EpisodeStep
+from generator.episode.parts import EpisodeParts
+from generator.episode.runner import prepared
 from generator.rewards.registry import OWN
 from generator.tools.toolbox import encodable
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from generator.agents.exchange import Exchange
 from generator.agents.tree import History, Node, Train, Tree
-from generator.chat_template import ChatTemplate, Message, TemplateFailed
+from generator.chat.template import ChatTemplate, Message, TemplateFailed
 from generator.concurrency import LONG_TEXT, offload
 from generator.engine.engine import Completion
-from generator.episode import Row, TranscriptEntry
+from generator.episode.episode import Row, TranscriptEntry
 
 REMEMBERED = 16  # replies that a session keeps for retries; an SDK retries within seconds
 DIFFERENT_REFUSALS = 50  # that a session counts

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from generator.chat_template import Message
+from generator.chat.template import Message
 from generator.engine.engine import Completion
-from generator.episode import Row
+from generator.episode.episode import Row
 
 History = Literal["as_sampled", "as_sent"]
 Train = Literal["connected", "quoting", "all"]

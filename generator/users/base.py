@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from generator.chat_template import Message
+from generator.chat.template import Message
 from generator.concurrency import TimedOut, close_all, with_timeout
 
 MAX_TEXT = 16_384

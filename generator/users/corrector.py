@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
-from generator.chat_template import Message
+from generator.chat.template import Message
 from generator.users.base import Checker, UserTurn, last_answer
 
 

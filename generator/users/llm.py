@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
+from generator.chat.template import Message
 from generator.chat_api import ChatApi
-from generator.chat_template import Message
 from generator.users.base import UserTurn
 
 MAX_SHOWN = 8_192  # characters of one assistant's turn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from generator.chat_template import Message
+from generator.chat.template import Message
 from generator.users.base import Checker, UserTurn, last_answer
 
 

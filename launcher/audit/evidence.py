@@ -13,11 +13,11 @@ import numpy as np
 from common.config import Config
 from common.streams.ledger import JournalEntry
 from launcher.audit.records import FolderRecords, KeptEpisode, RedisRecords
-from sampler.prompt_traits import prompt_traits
-from sampler.prompts import RunData
+from sampler.prompts.prompt_set import RunData
 from sampler.records import tracker_rows
-from sampler.scores import apply_initial_values
-from sampler.tracker import ValueTracker
+from sampler.values.scores import apply_initial_values
+from sampler.values.tracker import ValueTracker
+from sampler.values.traits import prompt_traits
 
 
 @dataclass(frozen=True, slots=True)

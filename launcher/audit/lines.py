@@ -11,7 +11,7 @@ from launcher.audit import file_lines, journal_lines, token_lines
 from launcher.audit.evidence import Evidence
 from launcher.audit.records import RedisRecords, read_folder
 from launcher.audit.rewards import score_again
-from sampler.prompts import load_data
+from sampler.prompts.prompt_set import load_data
 
 REWARDS = "each reward is the same when it is computed again"
 

@@ -19,7 +19,7 @@ from launcher.folder.episodes import record_of
 from launcher.folder.metrics import OLD, Metrics, read_metrics
 from launcher.folder.run_folder import RunFolder
 from launcher.trace import read_timelines
-from sampler.metrics_file import not_written
+from sampler.files.metrics_file import not_written
 
 # Streams, hashes and prefixes of keys that are empty or gone once a run is over.
 EMPTIED = ("tasks", "samples", "batches", "outstanding", "open", "payload:", "pin:", "tasks:", "scoring:")

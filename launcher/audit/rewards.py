@@ -18,7 +18,7 @@ from generator.rewards.registry import OWN, sees_folder
 from launcher.audit.evidence import Evidence
 from launcher.audit.journal_lines import some
 from launcher.audit.records import episode_files, lines_of
-from sampler.prompts import PromptSet
+from sampler.prompts.prompt_set import PromptSet
 
 # Rewards that are not computed again, and why.
 ELSEWHERE = {"code": "needs a sandbox", "judge": "asks a server"}

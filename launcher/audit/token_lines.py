@@ -75,7 +75,7 @@ def teachers(run: Evidence) -> str:
 
 
 def critics_returns(run: Evidence) -> str:
-    """A critic's returns and advantages follow from its values and the rewards, as `learner/gae.py` computes them."""
+    """A critic's returns and advantages follow from its values and the rewards, as the learner computes them (GAE)."""
     if not run.config.algorithm.has_critic:
         return ""
     first = run.unchanged_since(

@@ -107,7 +107,7 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str])
         reports: a report on each source is appended here.
         notes: the reasons why tokens are not counted are appended here.
     """
-    from generator.token_text import load_tokenizer
+    from generator.chat.token_text import load_tokenizer
     from launcher.checks.rows import PromptEncoder, report_source
 
     def find(context: Context) -> Iterator[Finding]:

@@ -31,19 +31,19 @@ from common.config import Config
 from common.errors import UserError
 from common.messages import Kind, Task
 from common.process import Role
+from generator.chat.prompts import PromptNotSeen, UnusablePrompt
+from generator.chat.token_text import load_tokenizer
 from generator.engine.arguments import check_engine_names
-from generator.parts import RunParts
-from generator.prompts import PromptNotSeen, UnusablePrompt
+from generator.episode.parts import RunParts
 from generator.task_runner import TaskRunner
-from generator.token_text import load_tokenizer
 from generator.users import conversation
 from launcher.checks.rewards import reward_names, score_empty
 from launcher.checks.vocabulary import vocabulary
 from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
-from sampler.prompt_traits import prompt_traits
-from sampler.prompts import Prompt, PromptSet, RunData, load_data, too_few
-from sampler.scores import apply_initial_values
+from sampler.prompts.prompt_set import Prompt, PromptSet, RunData, load_data, too_few
 from sampler.state import SamplerState
+from sampler.values.scores import apply_initial_values
+from sampler.values.traits import prompt_traits
 
 PROMPTS = 64  # for the first so many of each source an episode is started
 
@@ -205,7 +205,7 @@ def _engine(context: Context) -> Finding:
 
 
 def _policy(context: Context) -> Finding:
-    from learner.model import load_policy
+    from learner.policy.model import load_policy
 
     config = context.config
     policy = load_policy(config, weights=False)
@@ -223,8 +223,8 @@ def _policy(context: Context) -> Finding:
 
 
 def _training(context: Context) -> Finding:
-    from learner.engine import check_deepspeed
     from learner.losses import load_loss
+    from learner.policy.engine import check_deepspeed
 
     config = context.config
     load_loss(config.algorithm)

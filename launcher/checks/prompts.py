@@ -8,9 +8,9 @@ from pathlib import Path
 from common.config import Config, load_config
 from common.config.data import SIDES, Source
 from common.errors import UserError, reports_user_errors
-from generator.token_text import load_tokenizer
+from generator.chat.token_text import load_tokenizer
 from launcher.checks.rows import PromptEncoder, Rendered
-from sampler.rows import open_rows
+from sampler.prompts.rows import open_rows
 
 FIRST = 64  # prompts of each source; more only while all are too long
 

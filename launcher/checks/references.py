@@ -14,7 +14,7 @@ from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
 from generator.rewards.registry import BUILTIN
 from generator.rewards.rules import last_boxed
-from sampler.prompts import Prompt
+from sampler.prompts.prompt_set import Prompt
 
 FAILURES = (RewardFailed, WorkerDied, TimeoutError, ValueError)
 UNTRIED = {"judge": "it would ask a server", "agent": "only an agent gives it"}

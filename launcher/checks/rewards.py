@@ -17,13 +17,13 @@ from common.errors import UserError
 from common.log import get_logger
 from generator.agents.environment import check_environments
 from generator.agents.sandboxed import check_agents
-from generator.parts import SIDES, SharedParts
+from generator.episode.parts import SIDES, SharedParts
 from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
 from launcher.checks.references import START_ROWS, can_be_tried, compares_only, not_tried, try_references
 from launcher.checks.vocabulary import check_vocabularies
-from sampler.prompts import Prompt, SourcePrompts, check_rows
-from sampler.rows import open_rows
+from sampler.prompts.prompt_set import Prompt, SourcePrompts, check_rows
+from sampler.prompts.rows import open_rows
 
 
 def check_with_rewards(config: Config) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 from common.answers import answer_kind, are_mixed
 from common.config import Config, Source
 from common.errors import UserError, one_line
-from sampler.chat import Messages
-from sampler.hints import Hints
-from sampler.prompts import check_rows, missing_columns
-from sampler.rows import BadRow, CheckedRow, Rows, open_rows
+from sampler.prompts.chat import Messages
+from sampler.prompts.hints import Hints
+from sampler.prompts.prompt_set import check_rows, missing_columns
+from sampler.prompts.rows import BadRow, CheckedRow, Rows, open_rows
 
 # Shows progress over rows: `track(rows, how many, what)`.
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
@@ -137,8 +137,8 @@ class PromptEncoder:
 
     def __init__(self, config: Config, source: Source, tokenizer: Any) -> None:
         # They need packages of the generator.
-        from generator.parts import make_template
-        from generator.prompts import Prompts
+        from generator.chat.prompts import Prompts
+        from generator.episode.parts import make_template
         from generator.tools import Toolbox
 
         own = config.for_source(source)
@@ -148,7 +148,7 @@ class PromptEncoder:
         self._prompts = Prompts(self._template, own.data)
 
     def __call__(self, prompt: str | Messages) -> np.ndarray:
-        from generator.prompts import PromptNotSeen
+        from generator.chat.prompts import PromptNotSeen
 
         try:
             return self._prompts.encode(prompt)

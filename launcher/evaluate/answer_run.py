@@ -32,7 +32,7 @@ from launcher.run.processes import (
     stopping,
 )
 from launcher.run.supervisor import RunFailed, Supervisor
-from sampler.answer_file import AnswerFile, Request
+from sampler.files.answer_file import AnswerFile, Request
 
 Generators = list[dict[str, Any]]
 POLL = 0.1

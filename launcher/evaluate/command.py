@@ -22,8 +22,8 @@ from launcher.evaluate.answer_run import answer
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
 from launcher.run.summary import evaluation_table
-from sampler.answer_file import Request, read_answers
 from sampler.evaluation_metrics import Response, summarize_groups
+from sampler.files.answer_file import Request, read_answers
 
 
 def eval_(

@@ -34,7 +34,9 @@ SORTS = ("step", "reward", "turns", "tokens", "sampled", "seconds", "prompt")
 MOST_OPEN = 64  # files at once
 SEARCHED_BYTES = 48 << 20  # that one search reads at most
 PROMPT_CHARS = 240
-HASHED = re.compile(r"(.*/)?[0-9a-f]{16}", re.DOTALL)  # the id of a prompt whose row has none (`sampler/prompts.py`)
+HASHED = re.compile(
+    r"(.*/)?[0-9a-f]{16}", re.DOTALL
+)  # the id of a prompt whose row has none (`sampler/prompts/prompt_set.py`)
 COMPARISON = re.compile(r"\s*(<=|>=|==|=|!=|<|>)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 OPERATORS: dict[str, Callable[[Any, float], Any]] = {

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from launcher.tasks.special_tokens import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
-from learner.disk_names import DiskNames
+from learner.policy.disk_names import DiskNames
 
 TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
-from generator.chat_template import ChatTemplate
+from generator.chat.template import ChatTemplate
 from generator.formats import make_format
 from launcher.quickstart.tiny_model import TinyModel
 from launcher.tasks.special_tokens import TURN_END

@@ -26,8 +26,8 @@ from common.scripts import ConfigArgument, OverrideOption
 from launcher.evaluate.answer_run import answer
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
-from sampler.answer_file import Request
-from sampler.scores import Accept, collect_scores
+from sampler.files.answer_file import Request
+from sampler.values.scores import Accept, collect_scores
 
 MAX_NAMED = 10  # bad rows that are listed
 BINS = 10

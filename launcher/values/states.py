@@ -13,15 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from common.config import Config
 from common.errors import UserError
 from common.log import setup
-from generator.token_text import load_tokenizer
+from generator.chat.token_text import load_tokenizer
 from launcher.checks.rows import PromptEncoder
-from learner.model import load_policy
-from learner.prompt_states import prompt_states
-from sampler.chat import Messages
-from sampler.prompt_states import write_states
-from sampler.prompt_traits import MAX_PROMPTS
-from sampler.prompts import load_prompts
-from sampler.rows import BadRow
+from learner.policy.model import load_policy
+from learner.policy.prompt_states import prompt_states
+from sampler.prompts.chat import Messages
+from sampler.prompts.prompt_set import load_prompts
+from sampler.prompts.rows import BadRow
+from sampler.values.states import write_states
+from sampler.values.traits import MAX_PROMPTS
 
 
 class Found(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from learner.correction.layout import Layout
-from learner.world import World
+from learner.ranks.world import World
 
 # Keys below this are exact as floating-point numbers.
 KEYS = 1 << 52

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.config import Config
-from sampler.metrics_file import Entry
+from sampler.files.metrics_file import Entry
 from sampler.trackers.tracker import Tracker, open_tracker
 
 READ = 256 << 10  # bytes

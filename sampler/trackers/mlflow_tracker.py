@@ -11,7 +11,7 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from common.config import Config, dump_config
-from sampler.metrics_file import Entry
+from sampler.files.metrics_file import Entry
 from sampler.trackers.tracker import Tracker, flat_config, flat_name
 
 MOST_METRICS, MOST_PARAMS = 1000, 100  # per request

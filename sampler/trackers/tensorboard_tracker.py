@@ -15,7 +15,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from common.config import Config, dump_config
-from sampler.metrics_file import Entry, Histogram
+from sampler.files.metrics_file import Entry, Histogram
 from sampler.trackers.tracker import OWN, Tracker
 
 

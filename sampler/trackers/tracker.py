@@ -12,7 +12,7 @@ import numpy as np
 
 from common.config import Config
 from common.config.shared import without_secrets
-from sampler.metrics_file import Entry
+from sampler.files.metrics_file import Entry
 
 TRACKERS = {
     "tensorboard": "tensorboard_tracker:TensorBoardTracker",

@@ -10,7 +10,7 @@ from pathlib import Path
 import trackio
 
 from common.config import Config
-from sampler.metrics_file import Entry
+from sampler.files.metrics_file import Entry
 from sampler.trackers.tracker import Tracker, flat_config, flat_values
 
 

@@ -18,7 +18,7 @@ from common.log import get_logger
 from generator.agents.dialects import dialects
 from generator.agents.endpoint import Endpoint
 from generator.agents.session import RequestRefused, Session, SessionLimits
-from generator.chat_template import ChatTemplate
+from generator.chat.template import ChatTemplate
 from generator.engine.engine import Engine
 from launcher.quickstart.tiny_model import build_tokenizer, save
 from launcher.tasks.special_tokens import CALL_END, CALL_START

@@ -19,11 +19,11 @@ from generator.weight_updater import load_weights
 from generator.weights.logprob_check import LogprobCheck
 from generator.weights.weight_client import WeightClient
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.batch import micro_batch
-from learner.publishing import scored_prompt
+from learner.batch.tensors import micro_batch
+from learner.publish.publisher import scored_prompt
+from learner.publish.weight_server import WeightServer
+from learner.ranks.world import start
 from learner.trainer import Trainer
-from learner.weight_server import WeightServer
-from learner.world import start
 
 pytestmark = pytest.mark.e2e
 SAME, MOVED = 1e-3, 0.01  # mean |difference| of log-probs: rounding; what can be seen

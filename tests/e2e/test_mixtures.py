@@ -17,9 +17,9 @@ from common.errors import UserError
 from common.streams.broker import connect
 from generator.engine.engine import Engine
 from generator.weights import direct_load
-from learner.export import export_model
+from learner.checkpoint.export import export_model
+from learner.ranks.world import start
 from learner.trainer import Trainer
-from learner.world import start
 from tests.conftest import RedisServer
 from tests.e2e.test_logprobs_agree import MOVED, Update, difference, move, sample, with_engine
 from tests.support.engine import load, random_prompt, reference_logprobs, start_engine

@@ -21,11 +21,11 @@ import torch
 from common.config import Config, parse_config
 from generator.agents.endpoint import Endpoint
 from generator.engine.engine import Engine
-from generator.episode import Episode, Row, Transcript
+from generator.episode.episode import Episode, Row, Transcript
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.batch import micro_batch
+from learner.batch.tensors import micro_batch
+from learner.ranks.world import start
 from learner.trainer import Trainer
-from learner.world import start
 from tests.support.broken_connections import BreakingTransport
 from tests.support.engine import load
 from tests.support.engine_tap import EngineTap, Marker, TappedRequest

@@ -18,11 +18,11 @@ from common.config import Config, parse_config
 from common.log import get_logger
 from common.payload import Payload, decode_payload, encode_payload
 from generator.engine.engine import Completion, Engine
-from generator.episode import Episode, Row, Transcript
-from learner.batch import micro_batch
-from learner.routers import Routing
+from generator.episode.episode import Episode, Row, Transcript
+from learner.batch.tensors import micro_batch
+from learner.policy.routers import Routing
+from learner.ranks.world import start
 from learner.trainer import Trainer
-from learner.world import start
 from tests.conftest import RedisServer
 from tests.e2e.test_logprobs_agree import MOVED, Update, move, with_engine
 from tests.support.engine import load, random_prompt, start_engine

@@ -10,10 +10,10 @@ import pytest
 
 from common.config import parse_config
 from common.messages import Task
-from generator.chat_template import ChatTemplate
-from generator.episode import Episode, Row, Transcript
+from generator.chat.template import ChatTemplate
+from generator.episode.episode import Episode, Row, Transcript
+from generator.episode.self_teacher import SelfTeacher, told
 from generator.rewards import Score
-from generator.self_teacher import SelfTeacher, told
 from tests.support.engine import engine_config, reference_logprobs, save_tiny_model, start_engine
 from tests.support.episode import completion
 

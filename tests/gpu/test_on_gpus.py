@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from launcher.layout.gpus import read_gpus
-from learner.host_copy import HostMemory
-from learner.logprobs import LogprobHead
-from learner.weight_copy import copy_weights
+from learner.policy.logprobs import LogprobHead
+from learner.publish.host_copy import HostMemory
+from learner.publish.weight_copy import copy_weights
 from tests.conftest import RedisServer
 from tests.support.gpu_measures import (
     Shape,

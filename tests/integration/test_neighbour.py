@@ -29,7 +29,7 @@ from common.weights.listener import USER
 from common.weights.wire import Poll
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import Supervisor
-from learner.weight_server import WeightServer
+from learner.publish.weight_server import WeightServer
 from sandbox_client import RunCodeRequest, SandboxClient, Status
 from tests.support.sandbox import SandboxServer
 from tests.support.weights import CONFIG, publish

@@ -15,7 +15,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from sampler.metrics_file import Entry, Histogram, MetricsFile
+from sampler.files.metrics_file import Entry, Histogram, MetricsFile
 from sampler.trackers import feed
 from sampler.trackers.feed import TrackerFeed
 from tests.support.sampler import make_config

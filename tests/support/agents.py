@@ -17,10 +17,10 @@ from generator.agents.exchange import Exchange
 from generator.agents.programs import AgentTask, Program, make_program
 from generator.agents.runner import AgentRunner
 from generator.agents.session import AgentRequest, Refused, Session, SessionLimits
-from generator.episode import Episode
-from generator.parts import EpisodeParts, RunParts
+from generator.episode.episode import Episode
+from generator.episode.parts import EpisodeParts, RunParts
 from generator.task_runner import TaskRunner
-from sampler.episode_files import episode_line
+from sampler.files.episode_files import episode_line
 from tests.support.episode import END, TEMPLATE, TOKENIZER, ScriptedEngine, completion, configured
 
 HERE = "tests.support.agents"

@@ -30,12 +30,12 @@ from common.streams.presence import Presence
 from common.unpack import Unreadable, unpack
 from common.weights import wire
 from generator.rewards import worker as frames
-from sampler.episode_files import episode_line
+from sampler.files.episode_files import episode_line
 from sampler.loop import Sampler
-from sampler.prompts import check_rows, load_data, read_answer, read_prompt
+from sampler.prompts.prompt_set import check_rows, load_data, read_answer, read_prompt
+from sampler.prompts.rows import BadRow, open_rows
 from sampler.records import DispatchedTask
-from sampler.rows import BadRow, open_rows
-from sampler.scores import read_scores
+from sampler.values.scores import read_scores
 from sandbox_client.client import _parse as parse_sandbox_answer
 from tests.support.mutations import Mutations, from_json, from_msgpack, to_json, to_msgpack
 from tests.support.sampler import make_config

@@ -15,8 +15,8 @@ from common.log import get_logger
 from generator.engine.engine import Engine
 from generator.weights.shared_weights import MemoryFile, SharedWeights
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.disk_names import DiskNames
-from learner.weight_copy import copy_weights
+from learner.policy.disk_names import DiskNames
+from learner.publish.weight_copy import copy_weights
 
 MAX_MODEL_LEN = 512
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from common.config import Config, EpisodeConfig, parse_config
 from common.messages import Task
-from generator.chat_template import ChatTemplate
+from generator.chat.prompts import Prompts
+from generator.chat.template import ChatTemplate
 from generator.engine.engine import Completion
-from generator.episode import Episode
-from generator.episode_runner import EpisodeRunner
+from generator.episode.episode import Episode
+from generator.episode.parts import EpisodeParts
+from generator.episode.runner import EpisodeRunner
 from generator.formats import make_format
-from generator.parts import EpisodeParts
-from generator.prompts import Prompts
 from generator.rewards import Outcome, Score, Scorer
 from generator.tools import Toolbox
 from generator.users import UserTurn, conversation

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.messages import SampleHeader
 from common.payload import pack_record
-from sampler.episode_files import EpisodeFiles, episode_line
+from sampler.files.episode_files import EpisodeFiles, episode_line
 
 CONVERSATION = [
     {"role": "assistant", "content": "Let me see.<tool_call>...</tool_call>"},

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-IMPORTED = ["deepspeed", "learner.trainer", "learner.checkpoint", "learner.loop"]
+IMPORTED = ["deepspeed", "learner.trainer", "learner.checkpoint.checkpoint", "learner.loop"]
 
 
 class Forked:

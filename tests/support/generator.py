@@ -22,9 +22,9 @@ from common.streams.tasks import TaskInbox
 from common.weights.memory import TransferStats
 from common.weights.wire import Manifest
 from generator.engine.engine import Completion, EngineDied
+from generator.episode.parts import RunParts
 from generator.loop import Generator
 from generator.metrics import GeneratorMetrics
-from generator.parts import RunParts
 from generator.services import Services
 from tests.support.episode import TOKENIZER, completion
 from tests.support.streams import tasks

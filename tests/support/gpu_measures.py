@@ -23,11 +23,11 @@ from common.config import Config, WeightsConfig, parse_config
 from common.log import get_logger
 from generator.engine.engine import Engine
 from launcher.quickstart.tiny_model import build_tokenizer, save
-from learner import world as ranks
-from learner.attention import pack_sequences
-from learner.model import load_policy
+from learner.policy.attention import pack_sequences
+from learner.policy.model import load_policy
+from learner.publish.weight_server import WeightServer
+from learner.ranks import world as ranks
 from learner.trainer import Trainer
-from learner.weight_server import WeightServer
 from tests.support.engine import shared
 from tests.support.processes import one_ended
 

@@ -16,12 +16,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config import Config, parse_config
 from common.payload import Payload
-from learner.attention import pack_sequences
-from learner.batch import MicroBatch, RolloutBatch, rollout_batch
+from learner.batch.outcome import Advantage, Outcome
+from learner.batch.plan import plan_micro_batches
+from learner.batch.tensors import MicroBatch, RolloutBatch, rollout_batch
 from learner.correction import Layout
-from learner.outcome import Advantage, Outcome
-from learner.plan import plan_micro_batches
-from learner.routers import ExpertShape
+from learner.policy.attention import pack_sequences
+from learner.policy.routers import ExpertShape
 from tests.support.ranks import on_ranks
 
 VOCABULARY = 97

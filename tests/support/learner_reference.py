@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.config import Config, CorrectionConfig
 from common.payload import Payload
+from learner.batch.outcome import Advantage, token_advantages
+from learner.batch.teacher import weight_at
 from learner.correction import Correction, correct
 from learner.losses import Denominators, aggregate, policy_loss
-from learner.outcome import Advantage, token_advantages
 from learner.step_loss import reference_kl, sure_negatives
-from learner.teacher import weight_at
 
 Gradients = dict[str, torch.Tensor]
 Samples = tuple[list[Payload], Sequence[Advantage]]

@@ -41,8 +41,8 @@ def on_ranks(count: int, act: Callable[..., object], *arguments: Any, folder: Pa
 
 def _rank(act: Callable[..., object], arguments: tuple[Any, ...]) -> None:
     # Imported here: the process that starts ranks need not import torch.
-    from learner import world as ranks
-    from learner.rank import exits_at_once
+    from learner.ranks import world as ranks
+    from learner.ranks.rank import exits_at_once
 
     def entry() -> None:
         world = ranks.start()

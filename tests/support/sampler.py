@@ -18,8 +18,8 @@ from common.streams.broker import Broker
 from common.streams.inbox import Delivery, Finished
 from common.streams.scoring import ScoringInbox
 from common.streams.tasks import TaskInbox
-from sampler.prompt_drift import PromptDrift
-from sampler.tracker import ValueTracker
+from sampler.values.drift import PromptDrift
+from sampler.values.tracker import ValueTracker
 from tests.support.streams import payload, scored
 
 

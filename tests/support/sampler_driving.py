@@ -13,10 +13,10 @@ from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from launcher.audit.lines import audit, figures
 from launcher.audit.records import RedisRecords, read_redis
-from sampler.answer_file import Request
 from sampler.answers import load_questions
+from sampler.files.answer_file import Request
 from sampler.loop import Sampler
-from sampler.prompts import RunData, load_data
+from sampler.prompts.prompt_set import RunData, load_data
 from sampler.records import tracker_rows
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 

@@ -13,9 +13,9 @@ from common.config import Config
 from common.messages import Batch, SampleHeader, Step, Task
 from common.streams.lease import LedgerState
 from common.streams.ledger import Commit
+from sampler.files.metrics_file import Entry
 from sampler.loop import Sampler
-from sampler.metrics_file import Entry
-from sampler.prompts import load_data
+from sampler.prompts.prompt_set import load_data
 
 
 class MemoryRun:

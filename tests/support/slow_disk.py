@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from learner import checkpoint
+from learner.checkpoint import checkpoint
 from learner.losses import PolicyTokens
 
 GATE = Path(os.environ["SLOW_DISK_GATE"])

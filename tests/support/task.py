@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from common import messages
 from common.config import Config, load_config
-from generator.episode import Episode
-from generator.episode_runner import EpisodeRunner
-from generator.parts import EpisodeParts
+from generator.episode.episode import Episode
+from generator.episode.parts import EpisodeParts
+from generator.episode.runner import EpisodeRunner
 from generator.rewards import Outcome
 from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.tasks.special_tokens import TURN_END

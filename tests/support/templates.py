@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from generator.chat_template import ChatTemplate
+from generator.chat.template import ChatTemplate
 from launcher.quickstart.tiny_model import CHAT_TEMPLATE
 
 ROLES = "{%- for m in messages %}"

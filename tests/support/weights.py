@@ -20,8 +20,8 @@ from common.weights.server import SnapshotServer
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, Welcome, unpack_reply, unpack_request
 from generator.weights.shared_weights import SharedWeights, tensors
 from generator.weights.weight_client import WeightClient
-from learner.weight_copy import copy_weights
-from learner.weight_server import WeightServer
+from learner.publish.weight_copy import copy_weights
+from learner.publish.weight_server import WeightServer
 from relay.relay import Relay
 from tests.support.waiting import PATIENCE
 

@@ -31,7 +31,7 @@ from launcher.run.local_run import RunOptions, RunStopped, run_here
 from launcher.run.processes import EndedEarly
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.summary import Summary
-from sampler.answer_file import Request
+from sampler.files.answer_file import Request
 from tests.conftest import RedisServer
 from tests.support.sampler import make_config
 

@@ -31,12 +31,12 @@ from structlog.testing import capture_logs
 from common.errors import UserError
 from learner import reference as references
 from learner import trainer as trainers
-from learner.checkpoint import Checkpoints
-from learner.checkpoint_files import paths_in, read_metadata, sum_up, write_metadata
-from learner.engine import full_weights, optimizer_step
-from learner.model import load_policy
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.files import paths_in, read_metadata, sum_up, write_metadata
+from learner.policy.engine import full_weights, optimizer_step
+from learner.policy.model import load_policy
+from learner.ranks.world import World
 from learner.trainer import Trainer
-from learner.world import World
 from tests.support.learner import Call, job_batch, job_outcomes, learner_config, make_batch
 
 

@@ -23,7 +23,7 @@ from tests.support.ranks import on_ranks
 from tests.support.streams import finished, leased
 
 if TYPE_CHECKING:
-    from learner.world import World
+    from learner.ranks.world import World
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> str:
 
 def train_on_batch(world: World, url: str, model: str, folder: str) -> None:
     """One rank: trains on the batch that is in Redis; leaves the step's metrics."""
-    from learner.batch import own_share
+    from learner.batch.tensors import own_share
     from learner.trainer import Trainer
 
     config = learner_config(model, folder, sequence_parallel=RANKS)

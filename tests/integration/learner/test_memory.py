@@ -17,7 +17,7 @@ from tests.support.learner import learner_config, make_batch, make_samples, save
 from tests.support.ranks import on_ranks
 
 if TYPE_CHECKING:
-    from learner.world import World
+    from learner.ranks.world import World
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -64,7 +64,7 @@ def measure(world: World, models: list[str], folder: str) -> None:
 
     It begins with a small model, so that what is imported and set up only once does not count.
     """
-    from learner.engine import load_on_ranks
+    from learner.policy.engine import load_on_ranks
     from learner.reference import load_reference
 
     def peaks(path: str) -> dict[str, int]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from common.weights.wire import checksum
-from learner import publishing
-from learner.publishing import RankCopies, share
-from learner.weight_copy import copy_weights
-from learner.weight_server import WeightServer
-from learner.world import World
+from learner.publish import publisher as publishing
+from learner.publish.publisher import RankCopies, share
+from learner.publish.weight_copy import copy_weights
+from learner.publish.weight_server import WeightServer
+from learner.ranks.world import World
 from tests.support.learner import learner_config
 from tests.support.ranks import on_ranks
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 RANK = """
 import json, os, sys
 from pathlib import Path
-from learner import world as ranks
+from learner.ranks import world as ranks
 world = ranks.start()
 (total,) = world.all_reduce_sum([float(2**world.rank)])
 left = [int(os.environ["JOB_COMPLETION_INDEX"]), int(os.environ["LOCAL_RANK"]), world.size, total]

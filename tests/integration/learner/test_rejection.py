@@ -1,7 +1,7 @@
 """Rejection and the optimizer: the same step in every ZeRO stage, and no step where nothing is left.
 
 What a gradient is divided by is known only when its last micro-batch has been seen, so a factor meets it on the
-way into the optimizer (learner.engine.GradientFactor), beside the clipping of its norm.
+way into the optimizer (learner.policy.engine.GradientFactor), beside the clipping of its norm.
 """
 
 from __future__ import annotations

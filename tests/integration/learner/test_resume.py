@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from common.config import Config, parse_config
 from common.errors import UserError
-from learner.export import export_checkpoint
+from learner.checkpoint.export import export_checkpoint
 from tests.support.learner import Call, assert_same_weights, run_ranks, save_tiny_model, without_export
 from tests.support.mixtures import save_mixture
 

@@ -12,8 +12,8 @@ from common.weights.memory import Snapshot
 from common.weights.wire import Fetch, Gone, Poll
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
-from learner.weight_copy import copy_weights
-from learner.weight_server import WeightServer, with_deltas
+from learner.publish.weight_copy import copy_weights
+from learner.publish.weight_server import WeightServer, with_deltas
 from tests.support.waiting import PATIENCE, eventually
 from tests.support.weights import CHUNK, CONFIG, Lab, Tensors, arrives, assert_same, chunk_frames, following, pulled
 

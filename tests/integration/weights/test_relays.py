@@ -12,7 +12,7 @@ import pytest
 from common.weights.follow import Endpoint
 from common.weights.memory import Snapshot, Transfer
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, unpack_reply
-from learner.weight_server import WeightServer
+from learner.publish.weight_server import WeightServer
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 from tests.support.weights import (

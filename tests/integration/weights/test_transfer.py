@@ -13,7 +13,7 @@ import pytest
 
 from common.weights.wire import Fetch, Gone, Poll, Refused, checksum, unpack_reply
 from generator.weights.weight_client import WeightClient
-from learner.weight_server import WeightServer
+from learner.publish.weight_server import WeightServer
 from tests.support.waiting import eventually
 from tests.support.weights import (
     CONFIG,

@@ -15,9 +15,9 @@ from benchmarks.group_free_run import write_config
 from benchmarks.slow_tool import SlowTool
 from common.config import load_config
 from common.messages import Task
-from generator.episode import Episode
-from generator.episode_runner import EpisodeRunner
-from generator.parts import EpisodeParts
+from generator.episode.episode import Episode
+from generator.episode.parts import EpisodeParts
+from generator.episode.runner import EpisodeRunner
 from tests.support.episode import TOKENIZER, ScriptedEngine
 
 IN_ORDER = np.arange(1.0, STARTED + 1)

@@ -15,7 +15,7 @@ from common.weights.memory import MemoryFile
 from generator.engine.adapters import Adapters
 from generator.weights.adapter import AdapterFolder, check_adapter
 from generator.weights.shared_weights import SharedWeights
-from learner.weight_copy import copy_weights
+from learner.publish.weight_copy import copy_weights
 from tests.support.event_loop import in_event_loop
 
 pytestmark = pytest.mark.integration  # importing vLLM starts a process

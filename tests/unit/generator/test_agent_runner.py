@@ -15,7 +15,7 @@ from common.messages import MAX_TURNS, Task
 from generator.agents.programs import AgentFailed
 from generator.agents.runner import AgentRunner
 from generator.agents.session import EndpointFailed
-from generator.parts import EpisodeParts, RunParts
+from generator.episode.parts import EpisodeParts, RunParts
 from generator.task_runner import TaskRunner
 from tests.support.agents import PretendEndpoint, agent_config, play_agent, remove_folder, run_agent
 from tests.support.episode import ScriptedEngine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from generator.agents import layer, session
-from generator.chat_template import TemplateFailed
+from generator.chat.template import TemplateFailed
 from generator.engine.engine import EngineFailed
 from tests.support.agent_sessions import Client, Rig
 from tests.support.episode import TEMPLATE, TOKENIZER

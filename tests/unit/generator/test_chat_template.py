@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.errors import UserError
-from generator.chat_template import ChatTemplate, TemplateFailed
-from generator.token_text import PIECE, TRIES, TokenText
+from generator.chat.template import ChatTemplate, TemplateFailed
+from generator.chat.token_text import PIECE, TRIES, TokenText
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import TEMPLATE, TOKENIZER
 from tests.support.templates import ROLES, SHAPES, shaped

@@ -9,7 +9,7 @@ import pytest
 from common.config import Config
 from generator.agents.environment import EnvironmentFailed
 from generator.agents.programs import AgentFailed
-from generator.episode import Episode
+from generator.episode.episode import Episode
 from tests.support.agents import agent_config, run_agent
 from tests.support.environment import Behaviour, Call, StandIn, dies, scores
 from tests.support.event_loop import in_event_loop

@@ -10,12 +10,12 @@ import structlog
 
 from common.messages import Task
 from common.payload import decode_payload, encode_payload, open_record
-from generator.episode import Episode, Row, Transcript, make_record
-from generator.parts import RunParts
+from generator.episode.episode import Episode, Row, Transcript, make_record
+from generator.episode.parts import RunParts
 from generator.task_runner import TaskRunner, _counts
 from launcher.audit.rewards import outcomes
 from launcher.quickstart.tiny_model import build_tokenizer
-from sampler.prompts import Prompt
+from sampler.prompts.prompt_set import Prompt
 from tests.support.episode import TEMPLATE, TOKENIZER, ScriptedEngine, completion, configured
 from tests.support.event_loop import in_event_loop
 

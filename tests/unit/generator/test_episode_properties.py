@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.messages import Task
 from common.payload import decode_payload, encode_payload
-from generator.chat_template import ChatTemplate
+from generator.chat.template import ChatTemplate
 from generator.engine.engine import Completion
 from generator.users import UserTurn
 from tests.support.episode import runner

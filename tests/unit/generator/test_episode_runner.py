@@ -14,12 +14,12 @@ import pytest
 from common.errors import UserError
 from common.messages import Task
 from common.payload import decode_payload, encode_payload
-from generator import episode_runner
-from generator.chat_template import ChatTemplate
+from generator.chat.prompts import PromptTooLong
+from generator.chat.template import ChatTemplate
 from generator.concurrency import LONG_TEXT, LONG_TOKENS
 from generator.engine.engine import Completion, EngineFailed
-from generator.parts import EpisodeParts
-from generator.prompts import PromptTooLong
+from generator.episode import runner as episode_runner
+from generator.episode.parts import EpisodeParts
 from generator.users import UserTurn
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import (

@@ -11,7 +11,7 @@ import yaml
 from common.config import Config
 from common.errors import UserError
 from generator.agents.sandboxed import check_agents
-from generator.parts import EpisodeParts
+from generator.episode.parts import EpisodeParts
 from generator.rewards import Outcome
 from generator.tools import Toolbox
 from generator.users import UserTurn

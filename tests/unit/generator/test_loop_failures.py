@@ -18,7 +18,7 @@ from common.streams.tasks import TaskInbox
 from generator.engine.engine import Engine, EngineDied, EngineFailed
 from launcher.episodes import episode_lines
 from launcher.folder.episodes import record_of
-from sampler.episode_files import Rollouts
+from sampler.files.episode_files import Rollouts
 from sampler.records import DispatchedTask
 from tests.support.episode import TOKENIZER, call
 from tests.support.generator import DEADLINE, Rig, failing, one, results, saying, story

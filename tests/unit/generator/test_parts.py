@@ -12,8 +12,8 @@ from common.config import Config, parse_config
 from common.errors import UserError
 from common.messages import Task
 from common.payload import Payload
-from generator import parts as module
-from generator.parts import RunParts, UnknownSource
+from generator.episode import parts as module
+from generator.episode.parts import RunParts, UnknownSource
 from generator.task_runner import drift, rescore
 from tests.support.golden import GOLDEN
 from tests.support.process_sandbox import ProcessSandbox

@@ -9,9 +9,9 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 
 from common.config import DataConfig
 from common.errors import UserError
-from generator.chat_template import ChatTemplate
-from generator.parts import make_template
-from generator.prompts import PromptNotSeen, Prompts
+from generator.chat.prompts import PromptNotSeen, Prompts
+from generator.chat.template import ChatTemplate
+from generator.episode.parts import make_template
 from generator.tools import Toolbox
 from tests.support.chat_templates import AS_JSON, ASK, CARELESS, QWEN, STRICT, of_pieces, of_words, with_template
 from tests.support.episode import configured

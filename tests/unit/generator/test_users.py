@@ -12,7 +12,7 @@ import structlog
 
 from common.errors import UserError
 from generator import concurrency
-from generator.parts import EpisodeParts
+from generator.episode.parts import EpisodeParts
 from generator.rewards import Outcome
 from generator.users import BadUserTurn, Checker, UserTurn, Verdict, conversation
 from generator.users.base import MAX_TEXT

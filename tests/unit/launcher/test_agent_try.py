@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from common.messages import Task
-from generator.parts import RunParts
+from generator.episode.parts import RunParts
 from generator.task_runner import TaskRunner
 from launcher.agent import lines_of, played
 from tests.support.agents import PretendEndpoint, agent_config

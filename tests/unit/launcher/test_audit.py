@@ -24,11 +24,11 @@ from launcher.audit.lines import REWARDS, audit
 from launcher.audit.records import read_redis
 from launcher.audit.rewards import Scored, score_again
 from launcher.audit.tokens import flaw_of
-from learner.gae import gae, normalised, returns
+from learner.batch.gae import gae, normalised, returns
+from learner.ranks.world import World
 from learner.token_record import DIGITS
-from learner.world import World
-from sampler.metrics_file import NOT_WRITTEN
-from sampler.prompts import load_data
+from sampler.files.metrics_file import NOT_WRITTEN
+from sampler.prompts.prompt_set import load_data
 from tests.support.agents import agent_config, kept_line
 from tests.support.run_records import RunRecords, made
 from tests.support.sampler import NoopLearner, TaughtGenerator

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from common.config import Config, load_config
 from common.errors import UserError
 from common.messages import Task
-from generator.episode_runner import EpisodeRunner
-from generator.parts import RunParts
-from generator.token_text import load_tokenizer
+from generator.chat.token_text import load_tokenizer
+from generator.episode.parts import RunParts
+from generator.episode.runner import EpisodeRunner
 from launcher.checks.prompts import check_first_prompts
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_tokenizer

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from common.files import checkpoint, tracker_path
-from learner.checkpoint_files import paths_in, sum_up, write_metadata
-from sampler.snapshots import write_snapshot
+from learner.checkpoint.files import paths_in, sum_up, write_metadata
+from sampler.files.snapshots import write_snapshot
 from sampler.state import SamplerState
 from tests.support.sampler import make_config
 from tests.support.spo_command import Spo

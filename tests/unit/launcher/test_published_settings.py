@@ -10,7 +10,7 @@ import pytest
 from common.config import Config, SelectionConfig, TrackerConfig, load_config
 from common.config.warnings import warnings
 from generator.tools.toolbox import Toolbox
-from sampler.prompts import SourcePrompts
+from sampler.prompts.prompt_set import SourcePrompts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 PUBLISHED = sorted(path.stem for path in CONFIGS.glob("qwen*.yaml"))

@@ -33,7 +33,7 @@ each_demonstrated = pytest.mark.parametrize("task", demonstrated.values(), ids=l
 @pytest.fixture(autouse=True)
 def processes_for_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own programs need no isolation here."""
-    monkeypatch.setattr("generator.parts.make_sandbox", lambda config: ProcessSandbox())
+    monkeypatch.setattr("generator.episode.parts.make_sandbox", lambda config: ProcessSandbox())
 
 
 def some(task: QuickstartTask, count: int, seed: int = 0) -> list[Problem]:

@@ -21,9 +21,9 @@ from launcher.evaluate.answer_run import AnswerCount
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from launcher.values.command import ScoreRange, at_most, find_files, read_all, write_scores
 from launcher.values.split import split_data
-from sampler.answer_file import Request
-from sampler.prompt_traits import prompt_traits
-from sampler.prompts import load_prompts
+from sampler.files.answer_file import Request
+from sampler.prompts.prompt_set import load_prompts
+from sampler.values.traits import prompt_traits
 from tests.support.sampler import make_config, write_prompts
 from tests.support.spo_command import Spo
 

@@ -21,10 +21,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from common.config import LearnerConfig
 from common.errors import UserError
-from learner import kernels
-from learner.attention import PACKED_VARLEN, pack_sequences, packed_sdpa, packed_varlen
-from learner.kernels import apply_kernels, choose_attention
-from learner.model import Policy
+from learner.policy import kernels
+from learner.policy.attention import PACKED_VARLEN, pack_sequences, packed_sdpa, packed_varlen
+from learner.policy.kernels import apply_kernels, choose_attention
+from learner.policy.model import Policy
 from tests.support.attention import tensors_of, varlen_reference
 from tests.support.learner import VOCABULARY, save_tiny_model
 

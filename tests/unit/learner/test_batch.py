@@ -19,15 +19,15 @@ from common.errors import UserError
 from common.files import Keep
 from common.messages import Batch
 from common.payload import NO_EXPERTS, Payload
-from learner.batch import RolloutBatch, micro_batch, own_share, rollout_batch
-from learner.plan import plan_micro_batches
-from learner.routers import ExpertShape
+from learner.batch.plan import plan_micro_batches
+from learner.batch.tensors import RolloutBatch, micro_batch, own_share, rollout_batch
+from learner.policy.routers import ExpertShape
+from learner.ranks.ulysses import SequenceGroup
+from learner.ranks.world import World
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput
 from learner.token_record import TokenRecord, discard
 from learner.trainer import batch_statistics
-from learner.ulysses import SequenceGroup
-from learner.world import World
 from tests.support.golden import GOLDEN
 from tests.support.learner import joined, with_scores
 

@@ -17,8 +17,8 @@ from redis.exceptions import ConnectionError
 
 from common.errors import UserError
 from common.streams.lease import Replaced
-from learner.checkpoint import Checkpoints
-from learner.world import World
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.ranks.world import World
 from tests.support.learner import learner_config
 
 WEIGHTS, METADATA = "deepspeed/weights.pt", "checkpoint.json"
@@ -219,7 +219,7 @@ def test_batches_are_kept_from_the_checkpoint_before_the_newest(tmp_path, keep, 
 
 
 def test_only_an_adapter_of_the_same_shape_and_base_is_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr("learner.checkpoint.export_adapter", lambda trainer, folder: lambda: None)
+    monkeypatch.setattr("learner.checkpoint.checkpoint.export_adapter", lambda trainer, folder: lambda: None)
     saved(tmp_path, 1, lora={"rank": 8})
     assert checkpoints(tmp_path, lora={"rank": 8, "serve": "merged"})[0].load() == 1
     for other in ({"rank": 4}, {"rank": 8, "targets": ["q_proj"]}, None):

@@ -16,13 +16,13 @@ from common.config import AlgorithmConfig, LearnerConfig, SamplerConfig
 from common.errors import UserError
 from common.messages import Batch
 from common.payload import Payload
-from learner.batch import micro_batch, own_share
+from learner.batch.outcome import Outcome, token_rewards
+from learner.batch.tensors import micro_batch, own_share
 from learner.critic import Critic, load_value_model, with_explained_variance
 from learner.memory_model import Zero, critic_sizes, divided, with_critic
-from learner.outcome import Outcome, token_rewards
+from learner.ranks.world import World
 from learner.step_loss import PolicyOutput
 from learner.token_record import TokenRecord
-from learner.world import World
 from sampler.batches import OpenBatch
 from sampler.records import OpenSample
 from tests.support.learner import VOCABULARY, joined, learner_config, make_payload, save_tiny_model

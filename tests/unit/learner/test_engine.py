@@ -11,8 +11,8 @@ import torch
 
 from common.config import LearnerConfig, load_config
 from common.errors import UserError
-from learner.engine import OWN_KEYS, deepspeed_config, learning_rate
-from learner.kernels import deterministic
+from learner.policy.engine import OWN_KEYS, deepspeed_config, learning_rate
+from learner.policy.kernels import deterministic
 
 SGD = {"type": "SGD", "params": {"momentum": 0.9}}
 OFFLOADED = {"zero_stage": 3, "offload_optimizer": True, "offload_params": True}

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForTokenClassification, GenerationConfig
 
 from common.config import Config
-from learner import source_files
+from learner.checkpoint import source_files
+from learner.checkpoint.export import write_model
 from learner.critic import load_value_model
-from learner.export import write_model
-from learner.model import load_policy
+from learner.policy.model import load_policy
 from tests.support.learner import learner_config, save_tiny_model
 
 # Keys and values that this release of transformers writes otherwise, or not at all.

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.gae import gae, normalised, returns
-from learner.world import World
+from learner.batch.gae import gae, normalised, returns
+from learner.ranks.world import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 DECAYS = st.sampled_from([0.0, 0.3, 0.95, 1.0])

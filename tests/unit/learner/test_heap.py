@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from learner.heap import Heap, resident
+from learner.ranks.heap import Heap, resident
 
 BLOCK = 100_000  # bytes: the C library takes it from its heap
 BLOCKS = 2000
@@ -34,7 +34,7 @@ def test_holes_in_the_heap_are_given_back() -> None:
 def test_a_process_that_has_not_grown_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     heap, trims, size = Heap(), [], [1000]
     monkeypatch.setattr(heap, "_trim", trims.append)
-    monkeypatch.setattr("learner.heap.resident", lambda: size[0])
+    monkeypatch.setattr("learner.ranks.heap.resident", lambda: size[0])
     for size[0] in (1000, 1200, 1249, 1250, 1300, 1562, 1563):
         heap.give_back()
     assert len(trims) == 3  # at 1000, 1250 and 1563

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from learner import host_copy
-from learner.host_copy import HostCopy, HostMemory
-from learner.weight_copy import copy_weights
+from learner.publish import host_copy
+from learner.publish.host_copy import HostCopy, HostMemory
+from learner.publish.weight_copy import copy_weights
 from tests.support.weights import random_weights
 
 SECOND_GPU = torch.device("cuda", 1)

@@ -24,13 +24,13 @@ from common.streams.broker import Broker
 from common.weights.server import SentStats
 from common.weights.wire import ScoredPrompt
 from learner import loop
-from learner.heap import Heap
-from learner.left_out import LeftOut
+from learner.batch.left_out import LeftOut
 from learner.loop import Learner
-from learner.publishing import Publisher, RankCopies
+from learner.publish.publisher import Publisher, RankCopies
+from learner.publish.weight_copy import WeightCopy, copy_weights
+from learner.ranks.heap import Heap
+from learner.ranks.world import World
 from learner.stats import Phases
-from learner.weight_copy import WeightCopy, copy_weights
-from learner.world import World
 from tests.support.learner import learner_config
 
 DEADLINE = 600.0

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UserError
 from common.streams.broker import Broker, Memory
-from learner.left_out import LeftOut
+from learner.batch.left_out import LeftOut
 from tests.support.learner import learner_config
 
 SAMPLES = 32

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.logprobs import LogprobHead
+from learner.policy.logprobs import LogprobHead
 
 N, H, V = 50, 16, 33
 

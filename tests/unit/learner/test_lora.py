@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from common.errors import UserError
-from learner.batch import micro_batch
-from learner.lora import adapter_off, adapter_weights, add_adapter, merged_weights
-from learner.model import Policy, load_policy
+from learner.batch.tensors import micro_batch
+from learner.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
+from learner.policy.model import Policy, load_policy
 from tests.support.learner import learner_config, make_payload
 from tests.support.mixtures import tiny_mixture
 

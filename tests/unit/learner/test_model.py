@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
-from learner import model as module
 from learner.critic import load_value_model
-from learner.model import load_policy
+from learner.policy import model as module
+from learner.policy.model import load_policy
+from learner.ranks.world import World
 from learner.reference import load_reference
-from learner.world import World
 from tests.support.learner import learner_config, save_tiny_model
 
 Weights = dict[str, torch.Tensor]

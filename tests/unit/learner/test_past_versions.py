@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from common.payload import Payload
-from learner.batch import MicroBatch, RolloutBatch, micro_batch
-from learner.model import Policy, load_policy
+from learner.batch.tensors import MicroBatch, RolloutBatch, micro_batch
 from learner.past_versions import PastVersions, exact_statistics, in_own_turn
-from learner.world import World
+from learner.policy.model import Policy, load_policy
+from learner.ranks.world import World
 from tests.support.learner import learner_config, make_payload
 
 VERSIONS = 4

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.plain_data import host_copy, plain, read, reads_plain_data
+from learner.checkpoint.plain_data import host_copy, plain, read, reads_plain_data
 from tests.support.learner import Call
 
 PLAIN = {

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from learner.attention import pack_sequences, packed_sdpa, packed_varlen
-from learner.prefixes import PackedRows, pack_rows, tree_places
+from learner.batch.prefixes import PackedRows, pack_rows, tree_places
+from learner.policy.attention import pack_sequences, packed_sdpa, packed_varlen
 from tests.support.attention import tensors_of, varlen_reference
 
 # Rows of two token ids, so that many begin alike, and some are the beginning of another or its equal.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.model import load_policy
-from learner.prompt_states import WIDTH, Components, prompt_states
+from learner.policy.model import load_policy
+from learner.policy.prompt_states import WIDTH, Components, prompt_states
 from tests.support.learner import VOCABULARY, learner_config
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_many_prompts_share_the_components_of_some_of_them(
 ) -> None:
     rng = np.random.default_rng(1)
     some = [rng.integers(0, VOCABULARY, 8).astype(np.int32) for _ in range(30)]
-    monkeypatch.setattr("learner.prompt_states.BASIS", 25)
+    monkeypatch.setattr("learner.policy.prompt_states.BASIS", 25)
     prompts = [*some, *some]  # each twice, so that most are seen both before and after the components are found
     vectors = prompt_states(load_policy(learner_config(model, tmp_path)), CPU, prompts, token_budget=64)
     assert vectors.shape == (60, 21)  # of the 25, 22 are different

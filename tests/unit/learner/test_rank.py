@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from common.errors import UserError
-from learner import world
-from learner.rank import Rendezvous, network_interface_towards, read_rendezvous
+from learner.ranks import world
+from learner.ranks.rank import Rendezvous, network_interface_towards, read_rendezvous
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +90,7 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 START_ALONE = """
 import datetime, functools
-from learner import world
+from learner.ranks import world
 world.dist.init_process_group = functools.partial(
     world.dist.init_process_group, timeout=datetime.timedelta(seconds=1)
 )
@@ -113,7 +113,7 @@ def test_ranks_that_do_not_come_may_come_another_time():
 
 ENDS = """
 import atexit, sys
-from learner.rank import exits_at_once
+from learner.ranks.rank import exits_at_once
 
 class Late:
     def __del__(self):

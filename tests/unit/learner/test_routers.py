@@ -15,9 +15,9 @@ from torch import nn
 
 from common.errors import UserError
 from launcher.quickstart.tiny_model import build_model, build_tokenizer
-from learner.attention import PACKED_SDPA, pack_sequences
-from learner.model import Policy, load_policy
-from learner.routers import ROUTERS, Routers, Routing, routing_statistics
+from learner.policy.attention import PACKED_SDPA, pack_sequences
+from learner.policy.model import Policy, load_policy
+from learner.policy.routers import ROUTERS, Routers, Routing, routing_statistics
 from learner.stats import Stats
 from tests.support.learner import learner_config
 from tests.support.mixtures import FAMILIES, save_mixture, tiny_mixture

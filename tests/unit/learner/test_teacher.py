@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from common.config import AlgorithmConfig, TeacherConfig
-from learner.batch import MicroBatch, micro_batch
-from learner.logprobs import LogprobHead
+from learner.batch.teacher import TeacherScores, coarse_kl, weight_at
+from learner.batch.tensors import MicroBatch, micro_batch
 from learner.losses import LOSSES, Denominators
+from learner.policy.logprobs import LogprobHead
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput, Precomputed, StepLoss, TrainPosition, step_loss
-from learner.teacher import TeacherScores, coarse_kl, weight_at
 from tests.support.learner import joined, make_payload, tokens_of_rows, with_scores
 
 N, V = 6, 8

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from common.payload import Payload
-from learner.batch import rollout_batch
+from learner.batch.plan import plan_micro_batches
+from learner.batch.tensors import rollout_batch
 from learner.losses import PolicyTokens, TokenLoss, TokenLosses, load_loss
-from learner.model import Policy, load_policy
-from learner.plan import plan_micro_batches
+from learner.policy.model import Policy, load_policy
+from learner.ranks.world import World
 from learner.reference import _scorer
 from learner.trainer import Trainer
-from learner.world import World
 from tests.support import other_device
 from tests.support.learner import KEEPS_ALL, VOCABULARY, learner_config, make_samples, with_scores
 

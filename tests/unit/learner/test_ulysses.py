@@ -12,9 +12,9 @@ import torch
 
 from common.config import parse_config
 from common.errors import UserError
-from learner.attention import across_ranks, pack_sequences, packed_sdpa
-from learner.model import load_policy, own_slice
-from learner.ulysses import SequenceGroup
+from learner.policy.attention import across_ranks, pack_sequences, packed_sdpa
+from learner.policy.model import load_policy, own_slice
+from learner.ranks.ulysses import SequenceGroup
 from tests.support.learner import save_tiny_model
 
 SINKS = torch.linspace(-2, 2, 8, dtype=torch.float64)  # of eight heads

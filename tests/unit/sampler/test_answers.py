@@ -14,8 +14,8 @@ from common.config import Config, parse_config
 from common.errors import UserError
 from common.messages import Kind
 from common.streams.broker import Broker
-from sampler.answer_file import AnswerFile, Request, read_answers
 from sampler.answers import Answers, load_questions
+from sampler.files.answer_file import AnswerFile, Request, read_answers
 from sampler.loop import Sampler
 from tests.support.sampler import NoopGenerator, make_config, write_prompts
 from tests.support.sampler_driving import start

@@ -15,7 +15,7 @@ from common.payload import pack_record
 from common.streams.broker import Broker
 from common.streams.lease import LeaseLost
 from common.streams.ledger import OutOfStep, SamplerLedger
-from sampler.episode_files import CACHED_VERSIONS, EpisodeFiles, Rollouts, episode_line
+from sampler.files.episode_files import CACHED_VERSIONS, EpisodeFiles, Rollouts, episode_line
 from sampler.records import DispatchedTask
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import start

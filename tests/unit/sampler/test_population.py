@@ -14,12 +14,12 @@ import structlog
 
 from common.config import DataConfig, DataSource, RunTrackerConfig, TrackerConfig
 from common.errors import UserError
-from sampler.population import BLOCK, GRID, Features, Population, PromptTraits
-from sampler.prompt_states import write_states
-from sampler.prompt_traits import NGRAMS, count_ngrams, prompt_traits
-from sampler.prompts import PromptSet, load_prompts
-from sampler.selection import spread
-from sampler.tracker import ValueTracker
+from sampler.prompts.prompt_set import PromptSet, load_prompts
+from sampler.values.population import BLOCK, GRID, Features, Population, PromptTraits
+from sampler.values.selection import spread
+from sampler.values.states import write_states
+from sampler.values.tracker import ValueTracker
+from sampler.values.traits import NGRAMS, count_ngrams, prompt_traits
 
 LOG: Any = structlog.get_logger()
 BATCH = 128

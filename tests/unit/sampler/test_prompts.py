@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.messages import Task
 from common.streams.broker import Broker
 from sampler import cli
-from sampler.prompts import PromptSet, load_data, load_prompts, too_few
+from sampler.prompts.prompt_set import PromptSet, load_data, load_prompts, too_few
 from tests.support.sampler import make_config
 
 LOG = structlog.get_logger()

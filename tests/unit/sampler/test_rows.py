@@ -16,8 +16,8 @@ from common.config.data import KNOWN_SETS, misspelt_set
 from common.errors import UserError
 from common.gym_families import installed_families, score_answer
 from common.messages import Task
-from sampler.prompts import PromptSet, load_prompts
-from sampler.rows import GymRows, open_rows
+from sampler.prompts.prompt_set import PromptSet, load_prompts
+from sampler.prompts.rows import GymRows, open_rows
 
 datasets = pytest.importorskip("datasets")
 

@@ -25,14 +25,14 @@ from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from launcher.folder.metrics import Metrics, read_metrics
 from sampler.batches import ClosedBatch, OpenBatch
+from sampler.files.metrics_file import NOT_WRITTEN, Entry, Histogram, MetricsFile, not_written
 from sampler.metrics import EpisodeMetrics, SamplerMetrics, Visit, staleness
-from sampler.metrics_file import NOT_WRITTEN, Entry, Histogram, MetricsFile, not_written
 from sampler.process_metrics import MAX_VALUES, ProcessMetrics
 from sampler.records import OpenSample
 from sampler.state import SamplerState
-from sampler.tracker import ValueTracker
 from sampler.trackers.tensorboard_tracker import TensorBoardTracker
 from sampler.value_audit import ValueAudit
+from sampler.values.tracker import ValueTracker
 from tests.support.sampler import make_config
 from tests.support.streams import dispatch
 

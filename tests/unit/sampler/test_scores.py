@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 
 from common.config import DataConfig, TrackerConfig
 from common.errors import UserError
-from sampler.prompts import PromptSet, load_prompts
-from sampler.scores import apply_initial_values, prompt_key, read_scores, recipe_key
-from sampler.tracker import ValueTracker
+from sampler.prompts.prompt_set import PromptSet, load_prompts
+from sampler.values.scores import apply_initial_values, prompt_key, read_scores, recipe_key
+from sampler.values.tracker import ValueTracker
 from tests.support.golden import GOLDEN
 
 LOG = structlog.get_logger()

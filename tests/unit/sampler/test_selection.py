@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import SelectionConfig, TrackerConfig
-from sampler import selection
-from sampler.mixture import Mixture
-from sampler.selection import draw, probabilities, selection_weights
-from sampler.tracker import ValueTracker
+from sampler.values import selection
+from sampler.values.mixture import Mixture
+from sampler.values.selection import draw, probabilities, selection_weights
+from sampler.values.tracker import ValueTracker
 from tests.support.golden import golden
 
 

@@ -10,10 +10,10 @@ import pytest
 from common.config import DriftConfig, TrackerConfig
 from common.errors import UserError
 from common.files import tracker_path
-from sampler.prompt_drift import PromptDrift
-from sampler.snapshots import read_snapshot, write_snapshot
+from sampler.files.snapshots import read_snapshot, write_snapshot
 from sampler.state import SamplerState
-from sampler.tracker import ValueTracker
+from sampler.values.drift import PromptDrift
+from sampler.values.tracker import ValueTracker
 from tests.support.golden import golden
 from tests.support.sampler import make_config
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.weights.delta import WrongDelta, decode, encode, encode_all, item_bytes
-from learner.weight_copy import copy_weights
+from learner.publish.weight_copy import copy_weights
 from tests.support.weights import CHUNK, snapshot
 
 SIZE = 1 << 16

@@ -15,7 +15,7 @@ from common.weights.wire import (
     unpack_reply,
     unpack_request,
 )
-from learner.weight_copy import copy_weights
+from learner.publish.weight_copy import copy_weights
 from tests.support.weights import CHUNK, random_weights, snapshot
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.config import Config
 from common.errors import UserError
-from generator.parts import EpisodeParts
+from generator.episode.parts import EpisodeParts
 from generator.rewards import Outcome, Score, Scorer
 from generator.rewards.pool import RewardFailed
 from generator.rewards.scorer import joined, returns_to_go

@@ -15,7 +15,7 @@ from common.errors import UserError
 from generator.rewards import Outcome
 from generator.rewards.registry import make_reward
 from generator.rewards.verifiers import Maths, cpu_limit
-from sampler.rows import open_rows
+from sampler.prompts.rows import open_rows
 
 
 def score(text: str, answer: object, **options: float) -> float:

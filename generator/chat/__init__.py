@@ -1,0 +1,1 @@
+"""Conversations as token ids: the chat template, its tokens, and the formats of tool calls."""

@@ -1,0 +1,134 @@
+"""Prompts of the data as token ids, and the checks that the model sees what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from typing import Any
+
+import numpy as np
+
+from common.config import DataConfig
+from generator.chat.template import ChatTemplate, Message, TemplateFailed, as_messages
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Templates may leave out what an assistant thought in earlier turns.
+_THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|◁/think▷")
+
+
+class UnusablePrompt(Exception):
+    """A prompt that the model cannot be given, at any attempt.
+
+    Attributes:
+        reason, details: what many prompts may share, and what differs from prompt to prompt; details may be empty.
+    """
+
+    def __init__(self, reason: str, details: str = "") -> None:
+        super().__init__(f"{reason} ({details})" if details else reason)
+        self.reason, self.details = reason, details
+
+
+class PromptTooLong(UnusablePrompt):
+    """The prompt has more tokens than `data.max_prompt_tokens`."""
+
+
+class PromptNotSeen(UnusablePrompt):
+    """The chat template does not take the prompt, or the model would not see all of it."""
+
+
+class Prompts:
+    """Renders the prompts of one source of the data.
+
+    Attributes:
+        template: the one that renders them.
+        unseen_call: the first call in a message that the template has left out; empty if it has shown all.
+
+    Args:
+        data: the section of the configuration, as the source has it.
+    """
+
+    def __init__(self, template: ChatTemplate, data: DataConfig) -> None:
+        self.template, self._data = template, data
+        self.unseen_call = ""
+        self._left_out: dict[tuple[Any, ...], int | None] = {}  # by the form of a conversation; see `_find_left_out`
+
+    def encode(self, prompt: str | list[Message]) -> np.ndarray:
+        """Token ids of a prompt of any length, int32 [T]; raises `PromptNotSeen`."""
+        system, tokens = self._data.system_prompt, self.template.tokens
+        try:
+            rendered = self.template.rendered(prompt, system, markup=self._data.prompt_markup)
+        except TemplateFailed as error:
+            raise PromptNotSeen(str(error)) from None
+        self._check_messages(as_messages(prompt, system), tokens.shown(rendered), is_chat=not isinstance(prompt, str))
+        token_ids = tokens.encode(rendered)
+        if lost := tokens.lost(rendered, token_ids):
+            details = f"where it has {lost[0]!r}, they have {lost[1]!r}"
+            raise PromptNotSeen("the tokens of the rendered prompt do not give its text back", details)
+        return token_ids
+
+    def _check_messages(self, messages: list[Message], rendered: str, is_chat: bool) -> None:
+        """Raise `PromptNotSeen` if the rendered prompt lacks the text of a message.
+
+        A short text may stand there by chance, so conversations of each form are also tried with other texts.
+        """
+        form = tuple((message["role"], *map(bool, message.values())) for message in messages)
+        if form not in self._left_out:
+            self._left_out[form] = self._find_left_out(messages)
+        for number, message in enumerate(messages):
+            if number == self._left_out[form] or not _stands(_text(message), rendered):
+                raise PromptNotSeen(self._why(messages, number, is_chat))
+            if hidden := [name for name in _called(message) if name not in rendered]:
+                self.unseen_call = self.unseen_call or f"the call of {hidden[0]!r} in message {number + 1}"
+
+    def _find_left_out(self, messages: list[Message]) -> int | None:
+        """Position of the first message that the template leaves out whatever its text is; None if there is none."""
+        marks = {n: f"text{secrets.token_hex(8)}" for n, message in enumerate(messages) if _text(message)}
+        marked = [{**message, "content": marks.get(n, message.get("content"))} for n, message in enumerate(messages)]
+        try:
+            rendered = self.template.rendered(marked)
+        except TemplateFailed:  # it takes certain texts only
+            return None
+        return next((n for n, mark in marks.items() if mark not in rendered), None)
+
+    def _why(self, messages: list[Message], number: int, is_chat: bool) -> str:
+        role, template = messages[number]["role"], self.template.name
+        whose = f"the text of message {number + 1} (role {role!r})"
+        if not is_chat:
+            whose = "the prompt" if number == len(messages) - 1 else "data.system_prompt"
+        if not self._shows(role):
+            roles = ", ".join(filter(self._shows, ROLES))
+            return f"{whose} is not in the rendered prompt; roles that {template} shows are {roles or 'none'}"
+        return f"{whose} is not in the rendered prompt: {template} leaves it out, or changes it"
+
+    def _shows(self, role: str) -> bool:
+        """Whether the template shows messages of a role, where it belongs in a conversation."""
+        mark = secrets.token_hex(8)
+        user, shown = {"role": "user", "content": "u"}, {"role": role, "content": mark}
+        conversations = {
+            "user": [shown],
+            "assistant": [user, shown, user],
+            "tool": [user, {"role": "assistant", "content": "a"}, shown],
+        }
+        try:
+            return mark in self.template.rendered(conversations.get(role, [shown, user]))
+        except TemplateFailed:
+            return False
+
+
+def _text(message: Message) -> str:
+    """The text of a message that every template must show, without blanks around it."""
+    text = str(message.get("content") or "")
+    return (_THOUGHT_END.split(text)[-1] if message["role"] == "assistant" else text).strip()
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the functions that a message calls."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [str(function["name"]) for function in functions if isinstance(function, dict) and function.get("name")]
+
+
+def _stands(text: str, rendered: str) -> bool:
+    """Whether a text is in the rendered prompt, as it is or as JSON writes it."""
+    return text in rendered or any(json.dumps(text, ensure_ascii=ascii)[1:-1] in rendered for ascii in (False, True))

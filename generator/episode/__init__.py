@@ -1,0 +1,1 @@
+"""An episode: its turns, what they need, and what is sent of it."""

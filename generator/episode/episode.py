@@ -1,0 +1,274 @@
+"""One episode: its tokens, its transcript, and the record of it that people read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.messages import Task
+from common.payload import Payload, pack_record
+from generator.chat.template import ChatTemplate, Message
+from generator.engine.engine import Completion
+
+
+@dataclass(slots=True)
+class TranscriptEntry:
+    """One turn of the assistant or the user, or one tool call with its result.
+
+    Attributes:
+        role: assistant, tool or user.
+        text: what was said; for a tool call, its result as the model saw it.
+        details: for a tool call `name`, `arguments` and, if it failed, `error`; for a user `reward` and `metadata`.
+    """
+
+    role: str
+    text: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What was said after the prompt, in order; tool calls follow the assistant's turn that made them."""
+
+    prompt: list[Message]
+    entries: list[TranscriptEntry] = field(default_factory=list)
+
+    def add(self, role: str, text: str, **details: Any) -> None:
+        """Append an entry; assistant text has no special tokens, user text is empty if the user ends the episode."""
+        self.entries.append(TranscriptEntry(role, text, details))
+
+    def messages(self) -> list[Message]:
+        """The conversation as chat messages, prompt first."""
+        return [*self.prompt, *({"role": entry.role, "content": entry.text} for entry in self.entries)]
+
+    def turn_rewards(self) -> list[float]:
+        """The user's rewards, one for each user turn."""
+        return [entry.details["reward"] for entry in self.entries if "reward" in entry.details]
+
+    def rewards_by_assistant_turn(self) -> list[float]:
+        """The user's rewards, one for each assistant turn: 0 where the user was not asked."""
+        rewards: list[float] = []
+        for entry in self.entries:
+            if entry.role == "assistant":
+                rewards.append(0.0)
+            elif entry.role == "user":
+                rewards[-1] += entry.details["reward"]
+        return rewards
+
+
+@dataclass(slots=True)
+class EpisodeStep:
+    """What an episode does now.
+
+    Attributes:
+        ends: when its time limits must have ended it, by `time.monotonic`.
+        late: seconds that it was seen to go on after that.
+    """
+
+    name: str
+    ends: float
+    late: float = 0.0
+
+
+@dataclass
+class Row:
+    """Tokens in the order in which the model saw them, with the log-probs and versions of those it sampled.
+
+    Attributes:
+        spans: half-open ranges of the tokens that the model sampled, one per turn.
+        logprobs: of each turn's tokens.
+        versions: (weight version, start, end) over the sampled tokens.
+        experts: what the engine chose for the first tokens, piece by piece; see `Completion.experts`.
+        length: number of all tokens.
+        sampled: tokens the model sampled.
+    """
+
+    prompt_ids: np.ndarray
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    length: int = 0
+    sampled: int = 0
+
+    def __post_init__(self) -> None:
+        self._ids = np.empty(0, np.int32)
+        self.append(self.prompt_ids)
+
+    def append(self, token_ids: np.ndarray) -> None:
+        """Add tokens the model did not sample: the prompt, results of tools, what the user says."""
+        start, self.length = self.length, self.length + len(token_ids)
+        if self.length > len(self._ids):
+            grown = np.empty(2 * self.length, np.int32)
+            grown[:start] = self._ids[:start]
+            self._ids = grown
+        self._ids[start : self.length] = token_ids
+
+    def extend(self, turn: Completion) -> None:
+        """Add tokens the model sampled."""
+        self.spans.append((self.length, self.length + len(turn.token_ids)))
+        self.logprobs.append(turn.logprobs)
+        for version, start, end in turn.versions:
+            if self.versions and self.versions[-1][0] == version:
+                self.versions[-1] = (version, self.versions[-1][1], self.sampled + end)
+            else:
+                self.versions.append((version, self.sampled + start, self.sampled + end))
+        if turn.experts is not None:
+            self.experts.append(turn.experts)
+        self.append(turn.token_ids)
+        self.sampled += len(turn.token_ids)
+
+    @property
+    def routed(self) -> int:
+        """Number of tokens, from the first on, whose experts are known."""
+        return sum(map(len, self.experts))
+
+    def tokens(self) -> np.ndarray:
+        """All token ids, int32 [T]; a view that later turns do not change."""
+        return self._ids[: self.length]
+
+    def response_ids(self) -> np.ndarray:
+        """Token ids of everything after the prompt, int32 [T]."""
+        return self.tokens()[len(self.prompt_ids) :]
+
+
+@dataclass
+class Episode:
+    """The rows of one episode, which are trained on as one sample, and its transcript.
+
+    Attributes:
+        rows: one for each sequence of turns in which each continues the one before; our own loop makes one.
+        user_turns: turns of tools (one answers all calls of an assistant turn) and of the simulated user.
+        tool_calls: calls answered, with a result or an error text.
+        tool_errors: calls answered with an error text.
+        reason: why it ended; see `generator.episode.runner` and `generator.agents.runner`.
+        answer: text of the model's last turn, if it ended that itself and called nothing, or what an agent gave as its
+            answer; else empty.
+        response: text of everything after the prompt, without special tokens; set at the end.
+        opened: tags, such as <think>, with which the template begins the assistant's turns.
+        reward: an agent's own, or that of its failure.
+        failure: what an agent failed with, where that counts as the model's doing.
+        requests: what became of each request of an agent; see `Session.requests_made`.
+        retries: an agent's requests that got the reply to an earlier one again.
+        refusals: an agent's requests that were refused; see `Session.refusals_made`.
+        refused: how many they were, without those beyond a limit.
+        lost: by which of an agent's requests a prefix was lost, and why; see `generator.agents.lost`.
+        folder: an agent's files, until the episode is scored.
+        step: the step under way, from the first turn to the last.
+    """
+
+    rows: list[Row]
+    transcript: Transcript
+    user_turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    reason: str = ""
+    answer: str = ""
+    response: str = ""
+    opened: str = ""
+    reward: float | None = None
+    failure: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    retries: int = 0
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    refused: int = 0
+    lost: str = ""
+    folder: Path | None = None
+    step: EpisodeStep | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of all tokens."""
+        return sum(row.length for row in self.rows)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens the model sampled."""
+        return sum(row.sampled for row in self.rows)
+
+    @property
+    def turns(self) -> int:
+        """Assistant turns."""
+        return sum(len(row.spans) for row in self.rows)
+
+    @property
+    def versions(self) -> list[int]:
+        """Weight versions that sampled tokens."""
+        return [version for row in self.rows for version, _, _ in row.versions]
+
+    @property
+    def row_tokens(self) -> list[int]:
+        """Tokens of each row; empty if there is one."""
+        return [row.length for row in self.rows] if len(self.rows) > 1 else []
+
+    def payload(self) -> Payload:
+        """The episode as the learner reads it: its rows, one after another."""
+        rows = self.rows
+        tokens = accumulate((row.length for row in rows), initial=0)
+        sampled = accumulate((row.sampled for row in rows), initial=0)
+        spans = [(at + start, at + end) for row, at in zip(rows, tokens, strict=False) for start, end in row.spans]
+        versions = [
+            (version, at + start, at + end)
+            for row, at in zip(rows, sampled, strict=False)
+            for version, start, end in row.versions
+        ]
+        return Payload(
+            np.concatenate([row.tokens() for row in rows]),
+            np.asarray(spans, np.int32).reshape(-1, 2),
+            np.concatenate([logprobs for row in rows for logprobs in row.logprobs]),
+            np.asarray(versions, np.int32).reshape(-1, 3),
+            np.asarray(self.row_tokens, np.int32),
+            **self._experts(),
+        )
+
+    def _experts(self) -> dict[str, np.ndarray]:
+        """The payload's fields about experts; empty where the engine told none."""
+        pieces = [piece for row in self.rows for piece in row.experts]
+        if not pieces:
+            return {}
+        return {
+            "experts": np.concatenate(pieces),
+            "expert_lengths": np.asarray([row.routed for row in self.rows], np.int32),
+        }
+
+
+def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: bool = True) -> bytes:
+    """Pack an episode for people to read, with its tokens if `task.keep` asks for them and it is `finished`.
+
+    Takes milliseconds for a long episode, so keep it off the event loop.
+    """
+    record: dict[str, Any] = {
+        "input": task.prompt,
+        "output": "\n".join(template.text(row.response_ids()) for row in episode.rows),
+        "gts": task.answer,
+        "messages": [
+            {"role": entry.role, "content": entry.text, **entry.details} for entry in episode.transcript.entries
+        ],
+    }
+    if episode.opened:
+        record["opened"] = episode.opened
+    if episode.lost:
+        record["lost"] = episode.lost
+    if episode.refusals:
+        record["refusals"] = episode.refusals
+    if episode.requests:
+        record["requests"] = episode.requests
+        if finished:  # neither the messages nor the header say what an agent gave
+            record["scored"] = {"answer": episode.answer, "reward": episode.reward, "failure": episode.failure}
+    if task.keep and finished:
+        payload = episode.payload()
+        record |= {
+            "token_ids": payload.token_ids,
+            "model_spans": payload.model_spans,
+            "logprobs": payload.logprobs.astype(np.float64).round(5),
+            "version_spans": payload.version_spans,
+        }
+        if len(episode.rows) > 1:
+            record["row_lengths"] = payload.row_lengths
+        if len(payload.experts):
+            record["experts"] = payload.expert_sums()
+    return pack_record(record)

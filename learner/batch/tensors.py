@@ -1,0 +1,359 @@
+"""From payloads to the tensors of micro-batches, for model and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from common.config import LearnerConfig
+from common.messages import Batch, InvalidMessage
+from common.payload import Payload
+from learner.batch.outcome import Advantage, Outcome, judged_fields, of_rows, outcomes_of, token_advantages
+from learner.batch.plan import Place, plan_micro_batches
+from learner.batch.prefixes import pack_rows
+from learner.batch.teacher import TeacherScores, check_scores, scores_of_rows
+from learner.correction import Layout
+from learner.policy.attention import PackedSequences, pack_sequences
+from learner.policy.routers import ExpertShape
+from learner.ranks.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows that go through the model together.
+
+    Attributes:
+        input_ids: packed tokens, int64 [1, T]; what rows begin with alike may be there once.
+        position_ids: positions inside each row, int64 [1, T].
+        sequences: where each row begins and ends.
+        predict: packed positions whose row's next token is a model token, int64 [N]; one position even if N is 0.
+        targets: these next tokens, int64, as many.
+        layout: which row each model token belongs to, and each row's share of its sample's model tokens.
+        rollout_logprobs: log pi_rollout of the model tokens, float32 [N].
+        advantages: float32 [N].
+        versions: weight version that sampled each model token, int64 [N].
+        experts: ids that the engine chose, uint8 or int16 [T, layers, k]; None where it told none.
+        known: tokens for which it told them, bool [T]; None with `experts`.
+        teacher: a teacher's scores of the model tokens; None where no row has any.
+        rewards: at each model token, float64 [N]: of a row, or of a turn, at its last; None without a critic.
+        tracked: the tracker's value of each token's prompt, float64 [N]; None without a critic.
+        values: the critic's, of the state in which each token was sampled, float32 [N]; None before it has judged.
+        returns: what the critic learns at each token, float32 [N]; None before it has judged.
+        names: sample id and number of each row, in order; empty if not needed.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    sequences: PackedSequences
+    predict: torch.Tensor
+    targets: torch.Tensor
+    layout: Layout
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    versions: torch.Tensor
+    names: Sequence[tuple[str, int]] = ()
+    experts: torch.Tensor | None = None
+    known: torch.Tensor | None = None
+    teacher: TeacherScores | None = None
+    rewards: torch.Tensor | None = None
+    tracked: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+    @property
+    def model_tokens(self) -> int:
+        """The number N of model tokens."""
+        return len(self.rollout_logprobs)
+
+    def ages(self, version: int) -> torch.Tensor:
+        """Versions between the weights that sampled each token and `version`, int64 [N]."""
+        return (version - self.versions).clamp(min=0)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """One rank's share of a batch.
+
+    Attributes:
+        version: weight version that trains on it.
+        mini_batches: micro-batches of each optimizer step; all ranks have equally many.
+        samples: samples of the whole batch, over all ranks.
+        tokens: prompt and response tokens of this rank's rows.
+        left_out: samples without a usable payload whose first row is this rank's.
+        reason: why one of this rank's samples cannot be used; empty: all can, or have no payload.
+        rewards: of the whole batch.
+    """
+
+    version: int
+    mini_batches: list[list[MicroBatch]]
+    samples: int
+    tokens: int
+    left_out: int = 0
+    reason: str = ""
+    rewards: Sequence[float] = field(default_factory=list)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of the rows that are not computed, because another row begins with them too."""
+        return sum(micro.sequences.tokens_saved for micros in self.mini_batches for micro in micros)
+
+
+def usable_rows(
+    payload: Payload,
+    advantage: Advantage,
+    vocabulary: int,
+    experts: ExpertShape | None = None,
+    top_k: int | None = None,
+) -> list[tuple[Payload, Advantage]]:
+    """A payload's rows and their advantages.
+
+    Args:
+        vocabulary: number of the model's token ids.
+        experts: numbers of the model's experts, if those of the payload are replayed.
+        top_k: likeliest tokens of a teacher's at each model token, 0 where it scores that itself; None: no teacher.
+
+    Raises:
+        InvalidMessage: such a model cannot train on all rows; says why.
+    """
+    rows = payload.rows()
+    for row in rows:
+        _check_row(row, vocabulary, experts)
+        if top_k is not None and len(row.teacher_logprobs):
+            check_scores(row.teacher_ids, top_k, vocabulary)
+    return list(zip(rows, of_rows(payload, rows, advantage, "advantages"), strict=True))
+
+
+def _check_row(row: Payload, vocabulary: int, experts: ExpertShape | None) -> None:
+    if len(row.logprobs) == 0:
+        raise InvalidMessage("no token of the model's")
+    if row.mask()[0]:
+        raise InvalidMessage("no token before the model's first, to predict it")
+    least, most = int(row.token_ids.min()), int(row.token_ids.max())
+    if least < 0 or most >= vocabulary:
+        raise InvalidMessage(f"token ids from {least} to {most}; the model has {vocabulary}")
+    if experts is None or not len(row.experts):
+        return
+    if row.experts.shape[1:] != (experts.layers, experts.chosen):
+        layers, chosen = row.experts.shape[1:]
+        raise InvalidMessage(
+            f"{chosen} experts a token in each of {layers} layers; the model has {experts.chosen} in each of "
+            f"{experts.layers}"
+        )
+    if row.experts.max() >= experts.experts:
+        raise InvalidMessage(f"expert {row.experts.max()}; the model has {experts.experts} in a layer, from 0 on")
+
+
+def micro_batch(
+    rows: Sequence[tuple[Payload, Advantage]],
+    device: torch.device | str = "cpu",
+    names: Sequence[tuple[str, int]] = (),
+    shares: Sequence[float] | None = None,
+    experts: ExpertShape | None = None,
+    top_k: int | None = None,
+    outcomes: Sequence[Outcome] | None = None,
+    share_prefixes: bool = False,
+) -> MicroBatch:
+    """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
+
+    Args:
+        names: sample id and number of each row.
+        shares: of each row in its sample's model tokens; by default each row is a sample.
+        experts: numbers of the model's experts, if those of the payloads are replayed.
+        top_k: see `usable_rows`.
+        outcomes: of the rows; None without a critic.
+        share_prefixes: pack what rows begin with alike once; not with `experts`, which are told for each row.
+    """
+    if not rows:
+        return _idle(device, outcomes is not None)
+    lengths = [len(row.token_ids) for row, _ in rows]
+    sampled = [len(row.logprobs) for row, _ in rows]
+    packed = pack_rows([row.token_ids for row, _ in rows], share_prefixes)
+    model_tokens = np.flatnonzero(np.concatenate([row.mask() for row, _ in rows]))
+    targets, predict = model_tokens, model_tokens - 1
+    if packed.places is not None:
+        targets, predict = packed.places[targets], packed.places[predict]
+
+    def joined(values: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(values).astype(dtype)).to(device)
+
+    return MicroBatch(
+        input_ids=torch.from_numpy(packed.tokens)[None].to(device),
+        position_ids=torch.from_numpy(packed.positions)[None].to(device),
+        sequences=pack_sequences(lengths, device, packed.places),
+        predict=torch.from_numpy(predict).to(device),
+        targets=torch.from_numpy(packed.tokens[targets]).to(device),
+        layout=Layout.of_lengths(sampled, device, shares),
+        rollout_logprobs=joined([row.logprobs for row, _ in rows], np.float32),
+        advantages=joined([token_advantages(*row) for row in rows], np.float32),
+        versions=joined([row.versions() for row, _ in rows], np.int64),
+        names=names,
+        **(_replayed([row for row, _ in rows], experts, device) if experts else {}),
+        teacher=None if top_k is None else scores_of_rows([row for row, _ in rows], top_k, device),
+        **(judged_fields([row for row, _ in rows], outcomes, device) if outcomes is not None else {}),
+    )
+
+
+def _replayed(rows: Sequence[Payload], shape: ExpertShape, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """The fields `experts` and `known` of a micro-batch; none where no row has experts."""
+    if not any(len(row.experts) for row in rows):
+        return {}
+    known = np.concatenate([np.arange(len(row.token_ids)) < len(row.experts) for row in rows])
+    experts = np.zeros((len(known), shape.layers, shape.chosen), np.uint8 if shape.experts <= 256 else np.int16)
+    experts[known] = np.concatenate([row.experts for row in rows if len(row.experts)])
+    return {"experts": torch.from_numpy(experts).to(device), "known": torch.from_numpy(known).to(device)}
+
+
+def _idle(device: torch.device | str, judged: bool) -> MicroBatch:
+    """A micro-batch for a rank without samples, so that collectives meet: it predicts a token and learns from none."""
+    ids = np.zeros(2, np.int32)
+    payload = Payload(ids, np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
+    packed = micro_batch([(payload, 0.0)], device)
+    nothing = torch.zeros(0, dtype=torch.float64, device=device) if judged else None
+    return replace(
+        packed,
+        layout=Layout.of_lengths([], device),
+        rollout_logprobs=packed.rollout_logprobs[:0],
+        advantages=packed.advantages[:0],
+        versions=packed.versions[:0],
+        rewards=nothing,
+        tracked=nothing,
+    )
+
+
+def rollout_batch(
+    version: int,
+    places: Sequence[Sequence[Sequence[Place]]],
+    payloads: Mapping[int, Payload | None],
+    advantages: Sequence[Advantage],
+    rewards: Sequence[float],
+    vocabulary: int,
+    device: torch.device | str = "cpu",
+    sample_ids: Sequence[str] | None = None,
+    experts: ExpertShape | None = None,
+    top_k: int | None = None,
+    unit_tokens: Sequence[float] | None = None,
+    outcomes: Sequence[Outcome] | None = None,
+    share_prefixes: bool = False,
+) -> RolloutBatch:
+    """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
+
+    Samples whose payload is missing or unusable, or has not as many turns as advantages, are left out and counted.
+
+    Args:
+        places: `[mini_batch][micro_batch]` lists of rows.
+        payloads: by sample index.
+        advantages: of the whole batch [B].
+        sample_ids: of the whole batch [B], if its micro-batches need them.
+        experts: numbers of the model's experts, if those of the payloads are replayed.
+        top_k: see `usable_rows`.
+        unit_tokens: model tokens of which each sample's rows are shares [B]; by default those of the sample.
+        outcomes: of the whole batch [B]; None without a critic.
+        share_prefixes: see `micro_batch`.
+    """
+    rows: dict[Place, tuple[Payload, Advantage]] = {}
+    judged: dict[Place, Outcome] = {}
+    shares: dict[Place, float] = {}
+    reason = ""
+    for sample, payload in payloads.items():
+        if payload is None:
+            continue
+        try:
+            usable = usable_rows(payload, advantages[sample], vocabulary, experts, top_k)
+            if outcomes is not None:
+                of_each = of_rows(payload, [row for row, _ in usable], outcomes[sample].returns, "returns")
+                for number, returns in enumerate(of_each):
+                    judged[sample, number] = Outcome(returns, outcomes[sample].value)
+        except InvalidMessage as error:
+            reason = str(error)
+            continue
+        whole = len(payload.logprobs) if unit_tokens is None else unit_tokens[sample]
+        for number, row in enumerate(usable):
+            rows[sample, number], shares[sample, number] = row, len(row[0].logprobs) / whole
+
+    def packed(held: Sequence[Place]) -> MicroBatch:
+        held = [place for place in held if place in rows]
+        names = [(sample_ids[sample], number) for sample, number in held] if sample_ids else ()
+        of_rows, of_samples = [rows[place] for place in held], [shares[place] for place in held]
+        ends = None if outcomes is None else [judged[place] for place in held]
+        return micro_batch(of_rows, device, names, of_samples, experts, top_k, ends, share_prefixes)
+
+    placed = [place for micro_batches in places for held in micro_batches for place in held]
+    return RolloutBatch(
+        version=version,
+        mini_batches=[[packed(held) for held in micro_batches] for micro_batches in places],
+        samples=len(advantages),
+        tokens=sum(len(rows[place][0].token_ids) for place in placed if place in rows),
+        left_out=sum(number == 0 and (sample, number) not in rows for sample, number in placed),
+        reason=reason,
+        rewards=rewards,
+    )
+
+
+def own_share(
+    batch: Batch,
+    fetch: Callable[[list[str]], list[Payload | None]],
+    config: LearnerConfig,
+    world: World,
+    vocabulary: int,
+    experts: ExpertShape | None = None,
+    top_k: int | None = None,
+    together: int = 1,
+    share_prefixes: bool = False,
+) -> RolloutBatch:
+    """This rank's share of a batch that the sampler has sent.
+
+    Args:
+        fetch: payloads of samples by their ids, None for one that is gone.
+        vocabulary: number of the model's token ids.
+        experts: numbers of the model's experts, if those of the payloads are replayed.
+        top_k: see `usable_rows`.
+        together: samples, one after another, whose rows are shares of all their model tokens (`prompt-mean`).
+        share_prefixes: see `micro_batch`.
+    """
+    of_samples = batch.row_tokens or [[]] * len(batch.tokens)
+    row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
+    plan = plan_micro_batches(row_tokens, config.mini_batches, world.shares, config.token_budget)
+    places = plan.of_rank(world.share)
+    samples = sorted({sample for micro_batches in places for held in micro_batches for sample, _ in held})
+    payloads = fetch([batch.sample_ids[sample] for sample in samples])
+    # The plan is made from the headers: a row longer than its header says could exceed the device's memory, again
+    # each time the batch is trained on.
+    as_planned = {
+        sample: payload
+        for sample, payload in zip(samples, payloads, strict=True)
+        if payload is not None and [len(row.token_ids) for row in payload.rows()] == row_tokens[sample]
+    }
+    if world.sequence is not None:
+        # Ranks with slices of the same sequences must have the same ones: what one did not get, the others leave out.
+        missing = set(samples) - as_planned.keys()
+        is_missing = world.all_reduce_max([float(sample in missing) for sample in range(len(row_tokens))])
+        as_planned = {sample: payload for sample, payload in as_planned.items() if not is_missing[sample]}
+    unit_tokens = _tokens_together(as_planned, len(row_tokens), together, world) if together > 1 else None
+    advantages = batch.advantages if batch.turn_advantages is None else batch.turn_advantages
+    return rollout_batch(
+        batch.batch_id,
+        places,
+        as_planned,
+        advantages,
+        batch.rewards,
+        vocabulary,
+        world.device,
+        batch.sample_ids,
+        experts,
+        top_k,
+        unit_tokens,
+        outcomes_of(batch),
+        share_prefixes,
+    )
+
+
+def _tokens_together(payloads: Mapping[int, Payload], samples: int, together: int, world: World) -> list[float]:
+    """For each sample of the batch, the model tokens of all samples of its prompt; all ranks together."""
+    own = [float(len(payloads[sample].logprobs)) if sample in payloads else 0.0 for sample in range(samples)]
+    # A sample of several rows may be on several ranks, each of which has fetched all of it.
+    counts = world.all_reduce_max(own)
+    starts = (sample - sample % together for sample in range(samples))
+    return [sum(counts[start : start + together]) for start in starts]

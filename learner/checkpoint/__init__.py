@@ -1,0 +1,1 @@
+"""Checkpoints and exports: written, read, and found whole."""

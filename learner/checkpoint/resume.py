@@ -1,0 +1,192 @@
+"""Loads a checkpoint into the engine, also one written with another number of ranks or another ZeRO stage."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import UserError, first_line
+from common.log import get_logger
+from learner.checkpoint.plain_data import reads_plain_data
+from learner.checkpoint.saved_state import FP32, Indivisible, SavedState, read_state
+from learner.ranks.world import World
+from learner.trainer import Trainer
+
+
+def load_own(trainer: Trainer, folder: Path) -> None:
+    """Each rank reads what it wrote.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    for tag, engine in trainer.engines().items():
+        try:
+            with reads_plain_data(engine):
+                loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not has_frozen(engine))
+        except Exception as error:
+            raise _unreadable(folder, error) from error
+        if loaded is None:
+            raise UserError(f"checkpoint {folder} is incomplete; remove it to use an earlier one")
+
+
+def has_frozen(engine: Any) -> bool:
+    """Whether some weights are not trained: those are in no checkpoint, but in the model that training began with."""
+    return not all(parameter.requires_grad for parameter in engine.module.parameters())
+
+
+def load_redivided(trainer: Trainer, folder: Path, differing: str) -> None:
+    """Each rank reads its share of what other ranks wrote.
+
+    Args:
+        differing: how the checkpoint's division differs from the one here, as text.
+
+    Raises:
+        UserError: on all ranks; the checkpoint cannot be read, or cannot be divided in another way.
+    """
+    for tag, engine in trainer.engines().items():
+        _load_redivided(engine, trainer.world, folder, tag, differing)
+    if trainer.world.is_main:
+        get_logger().info("checkpoint divided among these ranks", file=str(folder), written_with=differing)
+
+
+def _load_redivided(engine: Any, world: World, folder: Path, tag: str, differing: str) -> None:
+    def read() -> tuple[SavedState, Share]:
+        try:
+            saved = read_state(folder / tag, trained_parameters(engine))
+            return saved, own_share(engine, saved, world)
+        except Indivisible as error:
+            raise UserError(
+                f"checkpoint {folder} was written with {differing}, and cannot be divided in another way: {error}; "
+                f"start the learner like that, or begin a new run with model.path={folder / 'hf'}"
+            ) from error
+        except Exception as error:
+            raise _unreadable(folder, error) from error
+
+    saved, share = world.raise_on_all_ranks(read)
+    load_share(engine, share, saved, world)
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    return UserError(f"checkpoint {folder} cannot be read ({first_line(error)}); remove it to use an earlier one")
+
+
+# DeepSpeed's keys for the optimizer's state and for its fp32 weights, by ZeRO stage.
+NAMES = {3: ("optimizer_state_dict", "fp32_flat_groups")}
+NAMES_BELOW_3 = ("base_optimizer_state", "single_partition_of_fp32_groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Elements of a parameter from `start` on, which lie in a flat tensor from `offset` on."""
+
+    name: str
+    start: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The fp32 weights that one rank holds, and the optimizer's state of each of its tensors."""
+
+    weights: list[torch.Tensor]
+    states: dict[int, dict[str, Any]]
+
+
+def trained_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
+    """Trained parameters by their names in the policy, in the optimizer's order if it has them one by one."""
+    return {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+
+
+def own_share(engine: Any, saved: SavedState, world: World) -> Share:
+    """Assemble this rank's share, in host memory.
+
+    Raises:
+        ValueError: the checkpoint is of another model.
+    """
+    shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in trained_parameters(engine).items()}
+    if shapes != {name: parameter.shape for name, parameter in saved.parameters.items()}:
+        raise ValueError("it is of another model")
+    keys = {key for parameter in saved.parameters.values() for key in parameter.pieces}
+    weights, states = [], {}
+    for number, (size, places) in enumerate(_layout(engine, world.rank)):
+        tensors = {key: torch.zeros(size) for key in keys}
+        for place in places:
+            parameter = saved.parameters[place.name]
+            for key in parameter.pieces:
+                part = parameter.part(key, place.start, place.length)
+                tensors[key][place.offset : place.offset + place.length] = part
+        weights.append(tensors.pop(FP32))
+        # Copies: a shared counter in a tensor would be increased once for each state that shares it.
+        states[number] = tensors | copy.deepcopy(saved.counts)
+    return Share(weights, states)
+
+
+def load_share(engine: Any, share: Share, saved: SavedState, world: World) -> None:
+    """Load a share into the engine; all ranks together."""
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 0:
+        parameters = list(trained_parameters(engine).values())
+        for number, parameter in enumerate(parameters):
+            parameter.data.copy_(share.weights[number].view_as(parameter))
+            for key, value in share.states[number].items():
+                if key not in saved.counts:
+                    share.states[number][key] = value.view_as(parameter)
+        optimizer.load_state_dict(_optimizer_state(optimizer.state_dict(), share, saved))
+    else:
+        state, weights = NAMES.get(stage, NAMES_BELOW_3)
+        if stage == 3:
+            optimizer.checkpoint_event_prologue()
+        content = optimizer.state_dict()
+        content |= {weights: share.weights, state: _optimizer_state(content[state], share, saved)}
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints for debugging
+            optimizer.load_state_dict({world.rank: content}, load_from_fp32_weights=True)
+        if stage == 3:
+            optimizer.checkpoint_event_epilogue()
+        else:
+            optimizer.update_lp_params()
+    for name, value in saved.counters.items():
+        setattr(engine, name, value)
+
+
+def _layout(engine: Any, rank: int) -> Iterator[tuple[int, list[Place]]]:
+    """Size of each tensor that this rank's optimizer changes, and the places of parameters in it."""
+    stage, zero, names = engine.zero_optimization_stage(), engine.optimizer, engine.param_names
+    if stage == 0:
+        for name, parameter in trained_parameters(engine).items():
+            yield parameter.numel(), [Place(name, 0, 0, parameter.numel())]
+    elif stage == 3:
+        for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+            yield flat.numel(), list(_even_pieces(group, names, rank))
+    else:
+        groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
+        for group, own in zip(groups, zero.optimizer.param_groups, strict=True):
+            mapped = ((names[parameter], parameter._hp_mapping) for parameter in group)
+            places = [_mapped_piece(name, mapping) for name, mapping in mapped if mapping is not None]
+            yield own["params"][0].numel(), places
+
+
+def _mapped_piece(name: str, mapping: Any) -> Place:
+    start, flat = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+    return Place(name, start, flat.start, flat.numel)
+
+
+def _even_pieces(group: list[Any], names: dict[Any, str], rank: int) -> Iterator[Place]:
+    """Under ZeRO 3 each parameter is divided evenly, and its last piece is padded."""
+    offset = 0
+    for parameter in group:
+        size = parameter.ds_tensor.numel()
+        yield Place(names[parameter], rank * size, offset, max(0, min(size, parameter.ds_numel - rank * size)))
+        offset += size
+
+
+def _optimizer_state(own: dict[str, Any], share: Share, saved: SavedState) -> dict[str, Any]:
+    """The state of torch's optimizer in its own form."""
+    return {"state": share.states, "param_groups": [group | saved.settings for group in own["param_groups"]]}

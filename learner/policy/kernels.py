@@ -1,0 +1,149 @@
+"""Chooses the implementations of the policy's attention and layers on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.config import LearnerConfig
+from common.errors import UserError
+from learner.policy import attention
+from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN
+
+# In order of preference, as `learner.attention` and as transformers name them.
+IMPLEMENTATIONS = {"varlen": PACKED_VARLEN, "flash_attention_2": "flash_attention_2", "sdpa": PACKED_SDPA}
+CAPABILITY = (8, 0)  # of a GPU that can run flash attention, which the first two are
+LONGEST_HEAD = 256
+WITH_SINKS = ("gpt_oss",)  # types of models whose attention only sdpa computes
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """An implementation of attention.
+
+    Attributes:
+        name: as in `learner.attention`.
+        reason: why it was taken.
+    """
+
+    name: str
+    reason: str
+
+    @property
+    def implementation(self) -> str:
+        return IMPLEMENTATIONS[self.name]
+
+
+def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> AttentionChoice:
+    """The implementation that `learner.attention` names; with `auto` the first of `IMPLEMENTATIONS` that works here.
+
+    Raises:
+        UserError: the implementation cannot be used; the message says why.
+    """
+    asked = config.attention
+    if asked != "auto":
+        hindrance = _hindrance(asked, config, model)
+        if hindrance:
+            raise UserError(f"learner.attention = {asked!r} cannot be used: {hindrance}; use auto or sdpa")
+        return AttentionChoice(asked, "learner.attention names it")
+    names_by_hindrance: dict[str, list[str]] = {}
+    for name in IMPLEMENTATIONS:
+        hindrance = _hindrance(name, config, model)
+        if hindrance is None:
+            break
+        names_by_hindrance.setdefault(hindrance, []).append(name)
+    reasons = [f"{', '.join(names)}: {hindrance}" for hindrance, names in names_by_hindrance.items()]
+    return AttentionChoice(name, "; ".join(reasons) or "the first choice can be used")
+
+
+def apply_kernels(model: PreTrainedModel, kernels: str) -> None:
+    """Replace norms, rotary positions and gated layers of a model, in place, by the kernels of `learner.kernels`.
+
+    The output layer stays: `learner.policy.logprobs` never holds all logits either, and computes what the loss needs.
+
+    Raises:
+        UserError: the kernels are not installed, there is no GPU, or there are none for this model.
+    """
+    if kernels == "torch":
+        return
+    for package in ("liger_kernel", "triton"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"learner.kernels = {kernels!r} needs the package {package}: pip install 'spo-trainer[liger]', or set "
+                "it to torch"
+            )
+    if not torch.cuda.is_available():
+        raise UserError(f"learner.kernels = {kernels!r} needs a GPU, and torch sees none; set it to torch")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    model_type = model.config.model_type
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(
+            f"learner.kernels = {kernels!r}: Liger has none for models of type {model_type}; set it to torch"
+        )
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _hindrance(name: str, config: LearnerConfig, model: PreTrainedConfig) -> str | None:
+    """Why an implementation of attention cannot be used here; None: it can."""
+    if name == "sdpa":
+        return None
+    if has_sinks(model):
+        return "the model's attention has sinks"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if name == "varlen" and attention.varlen_attn is None:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed"
+    if name == "flash_attention_2" and config.sequence_parallel > 1:
+        return "learner.sequence_parallel exchanges heads for varlen and sdpa only"
+    if config.dtype == "float32":
+        return "it computes in 16 bits, and learner.dtype is float32"
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY:
+        return "the GPU has compute capability {}.{}, it needs {}.{}".format(*capability, *CAPABILITY)
+    width = _head_width(model)
+    if width > LONGEST_HEAD or width % 8:
+        return f"the model's heads are {width} wide, it takes multiples of 8 up to {LONGEST_HEAD}"
+    return None
+
+
+def has_sinks(model: PreTrainedConfig) -> bool:
+    """Whether scores without a value take part in every softmax of its attention."""
+    return model.get_text_config().model_type in WITH_SINKS
+
+
+def _head_width(model: PreTrainedConfig) -> int:
+    text = model.get_text_config()
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+# Read by cuBLAS, whose workspace otherwise depends on what else runs, and by flash attention in transformers.
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+
+
+@contextmanager
+def deterministic(seed: int) -> Iterator[None]:
+    """Within the block torch uses only deterministic algorithms, and its random numbers start from the seed.
+
+    Raises:
+        UserError: an operation in the block has no deterministic algorithm.
+    """
+    os.environ.update(ENVIRONMENT)
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_deterministic_algorithms" not in str(error):
+            raise
+        raise UserError(f"run.deterministic: {str(error).splitlines()[0]}") from error
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,1 @@
+"""Publishes a version: its weights are copied, served and announced."""

@@ -1,0 +1,104 @@
+"""Serves the learner's newest weights: each version is copied once, into one block, and sent from the copy."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from common.config import WeightsConfig
+from common.weights.delta import encode_all, item_bytes, same_layout
+from common.weights.memory import Snapshot
+from common.weights.server import SnapshotServer
+from common.weights.wire import ScoredPrompt
+from learner.publish.host_copy import HostMemory
+from learner.publish.weight_copy import WeightCopy, copy_weights
+
+
+class WeightServer:
+    """Copies tensors and serves the copy; raises `UserError` as `SnapshotServer` does.
+
+    Attributes:
+        address, sent, endpoint: those of its `SnapshotServer`.
+    """
+
+    def __init__(self, config: WeightsConfig, *, log: Any = None) -> None:
+        self._server = SnapshotServer(config, log=log)
+        self.address, self.sent, self.endpoint = self._server.address, self._server.sent, self._server.endpoint
+        self._chunk_bytes = config.chunk_mib << 20
+        self._deltas = config.deltas != "off"
+        self._life = secrets.token_hex(8)
+        self._published = 0
+        self._last: Snapshot | None = None
+
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        dtype: torch.dtype | str,
+        prompt: ScoredPrompt | None = None,
+    ) -> None:
+        """Copy the weights and serve them from now on; arguments as in `copy`."""
+        self.serve(self.copy(version, tensors, dtype, prompt))
+
+    def copy(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        dtype: torch.dtype | str,
+        prompt: ScoredPrompt | None = None,
+        **options: Any,
+    ) -> WeightCopy:
+        """Copy the weights, which may change afterwards (on a GPU: after `WeightCopy.before_update`).
+
+        The copy before must have been served.
+
+        Args:
+            version: weights after this many learner steps.
+            tensors: (name, tensor) as `transformers` names them, each tied tensor once.
+            dtype: floating-point tensors are sent in this type.
+            prompt: scored with these weights; generators check theirs with it.
+            options: other arguments of `copy_weights`; `memory` is by default that of `self.memory()`.
+        """
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        if "memory" not in options:
+            options["memory"] = self.memory()
+        name = f"{self._life}-{self._published}"
+        self._published += 1
+        return copy_weights(version, tensors, dtype, self._chunk_bytes, snapshot=name, prompt=prompt, **options)
+
+    def memory(self) -> HostMemory | None:
+        """Memory for the next copy, of its size; None for the first copy, whose size is not known."""
+        spare = self._server.spare()
+        memory: HostMemory | None = None if spare is None else spare.memory
+        if self._last is None:
+            return memory
+        # The first version's size was not known: its memory is dropped if it grew larger than needed.
+        size = self._last.manifest.total_bytes
+        return memory if memory is not None and memory.file.size == size else HostMemory(size)
+
+    def serve(self, copy: WeightCopy, checksums: Mapping[int, int] | None = None) -> None:
+        """Serve a copy from now on; in any thread, as long as `copy` is not called meanwhile.
+
+        Args:
+            checksums: of all chunks, where other ranks have copied some of them.
+        """
+        snapshot = copy.snapshot(checksums)
+        if self._last is not None and self._deltas and self._server.deltas_wanted:
+            snapshot = with_deltas(snapshot, self._last)
+        self._server.serve(snapshot)
+        self._last = snapshot
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def with_deltas(snapshot: Snapshot, base: Snapshot) -> Snapshot:
+    """The same snapshot with a delta for each chunk; unchanged if the base has another layout."""
+    if not same_layout(base.manifest, snapshot.manifest):
+        return snapshot
+    deltas = encode_all(snapshot.chunks, base.chunks, item_bytes(snapshot.manifest))
+    manifest = snapshot.manifest.model_copy(update={"base": base.name})
+    return Snapshot(manifest, snapshot.chunks, snapshot.file, deltas, snapshot.memory)

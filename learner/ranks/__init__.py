@@ -1,0 +1,1 @@
+"""The learner's processes: how they start, find each other, and what they do together."""

@@ -1,0 +1,1 @@
+"""What the sampler writes into the run folder."""

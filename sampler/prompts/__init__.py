@@ -1,0 +1,1 @@
+"""The prompts of a run, read from its data."""

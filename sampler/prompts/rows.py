@@ -1,0 +1,412 @@
+"""Rows of a data set, read when asked for: JSONL, Parquet, a Hugging Face dataset, or a family of reasoning-gym."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import mmap
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from common.config.data import FILES, NOT_READ, matching_files, misspelt_set
+from common.errors import UserError, one_line
+from common.files import near_file
+from common.gym_families import make_family, score_answer
+from common.model import LFS
+from sampler.prompts.chat import Messages
+
+CHUNK = 4096
+BOM = codecs.BOM_UTF8  # Windows' editors begin files with it
+PREFIX = "reasoning_gym:"
+# How files begin that are not what their names say.
+BEGINNINGS = {
+    b"\x1f\x8b": "is compressed by gzip; unpack it",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it",
+    LFS: "is a Git LFS pointer, not the data; run `git lfs pull` in its folder",
+}
+ONE_LIST = "; the file begins like one JSON list: write each of its items on a line of its own"
+CHECKED = 4  # items of a family whose own answers are verified when it is opened
+
+
+class BadRow(Exception):
+    """A row that cannot be used; the text says why.
+
+    Attributes:
+        problem: the kind of problem: `unreadable`, `prompt`, `answer`, `id`, `duplicate` or `template`.
+        reason: the text without what differs from row to row.
+    """
+
+    def __init__(self, text: str, problem: str = "unreadable", reason: str = "") -> None:
+        super().__init__(text)
+        self.problem, self.reason = problem, reason or text
+
+
+@dataclass(slots=True)
+class CheckedRow:
+    """A row and its problem, if it has one.
+
+    Attributes:
+        number: position in the data.
+        row: None where it cannot be read.
+        prompt_id, prompt, answer: set if the row has no problem or is a duplicate.
+        problem: why the row cannot be used; None where it can.
+        earlier: of a duplicate, the number of the row with the same prompt or id.
+    """
+
+    number: int
+    row: dict[str, Any] | None = None
+    prompt_id: str = ""
+    prompt: str | Messages = ""
+    answer: Any = None
+    problem: BadRow | None = None
+    earlier: int | None = None
+
+
+class Rows(ABC):
+    """A sequence of rows that does not hold them as Python objects."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """Row i; raises `BadRow` where it cannot be read."""
+
+    @abstractmethod
+    def where(self, i: int) -> str:
+        """File and line of row i, for messages."""
+
+    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+        return map(self.row_or_problem, range(len(self)))
+
+    def row_or_problem(self, i: int) -> dict[str, Any] | BadRow:
+        try:
+            return self[i]
+        except BadRow as problem:
+            return problem
+
+
+class JsonLines(Rows):
+    """A JSONL file, mapped into memory; blank lines are skipped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            self._data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        self._starts, self._lines = self._scan(size)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        try:
+            line = self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)].decode()
+            row = json.loads(line, object_pairs_hook=_mapping)
+        except UnicodeDecodeError as error:
+            text = f"not UTF-8 text (byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
+            raise BadRow(text, reason="not UTF-8 text") from None
+        except ValueError as error:
+            raise BadRow(f"not JSON ({error}){self._hint()}", reason="not JSON") from None
+        except RecursionError:
+            raise BadRow("not JSON that can be read (lists or objects nested too deep)") from None
+        if not isinstance(row, dict):
+            raise BadRow(f"not a JSON object{self._hint()}", reason="not a JSON object")
+        return row
+
+    def where(self, i: int) -> str:
+        return f"{self._path} line {self._lines.item(i)}"
+
+    def _hint(self) -> str:
+        return ONE_LIST if self._data[self._starts.item(0)] == ord("[") else ""
+
+    def _scan(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bounds of the rows in bytes, flat int64 [2N], and their line numbers, int64 [N]."""
+        if not size:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        ends = np.flatnonzero(np.frombuffer(self._data, np.uint8) == ord("\n"))
+        starts = np.concatenate([[len(BOM) if self._data[: len(BOM)] == BOM else 0], ends + 1])
+        ends = np.append(ends, size)
+        filled = [i for i in range(len(starts)) if self._data[starts.item(i) : ends.item(i)].strip()]
+        return np.stack([starts[filled], ends[filled]], axis=1).ravel(), np.array(filled, np.int64) + 1
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; raises `BadRow` where a key is there twice, since nobody knows which value is meant."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRow(f"a key is there twice ({twice[:100]!r})", reason="a key is there twice")
+    return values
+
+
+class ArrowRows(Rows):
+    """An Arrow table; row numbers start at 1."""
+
+    def __init__(self, table: pa.Table, name: str) -> None:
+        self._name = name
+        self.table = _plain(table)
+        self._columns = list(zip(self.table.column_names, self.table.columns, strict=True))
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        row = {}
+        for name, column in self._columns:
+            try:
+                row[name] = column[i].as_py()
+            except (ValueError, OverflowError, pa.ArrowException) as error:
+                # Text that is not UTF-8, or a date that Python cannot represent.
+                general = f"column {name!r} cannot be read"
+                raise BadRow(f"{general} ({error})", reason=general) from None
+        return row
+
+    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+        first = 0
+        for batch in self.table.to_batches(max_chunksize=CHUNK):
+            try:
+                yield from batch.to_pylist()
+            except (ValueError, OverflowError, pa.ArrowException):
+                yield from map(self.row_or_problem, range(first, first + len(batch)))
+            first += len(batch)
+
+    def where(self, i: int) -> str:
+        return f"{self._name} row {i + 1}"
+
+
+class GymRows(Rows):
+    """Items of one family, generated whenever they are asked for; item i is always the same.
+
+    A row has `prompt`, `answer`, `family`, and `entry`: what the family's verifier needs, as JSON.
+
+    Args:
+        source: `reasoning_gym:` and the name of a family.
+        split: different splits have different items, even with the same seed.
+        options: the family's own (`min_terms`, ...), and two that every family has: `size` (500), the number of items,
+            and `seed` (0).
+
+    Raises:
+        UserError: there is no such family, it does not take the options, or its verifier does not accept its own
+            answers, so that no reward could be trusted.
+    """
+
+    def __init__(self, source: str, split: str, options: Mapping[str, Any]) -> None:
+        self._family = source.removeprefix(PREFIX)
+        field = f"data {source}"
+        self._options = {name: value for name, value in options.items() if name not in ("seed", "size")}
+        self._items = make_family(self._family, {"size": 500, **options, "seed": _seed(split, options, field)}, field)
+        self._name = f"{source} ({split})"
+        self._check(field)
+
+    def __len__(self) -> int:
+        return int(self._items.size)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        try:
+            item = self._items[i]
+        except Exception as error:  # a family may raise anything on options that it cannot fulfil
+            text = f"cannot be generated ({type(error).__name__}: {error})"
+            raise BadRow(text, reason="cannot be generated") from None
+        entry = {**item, "options": self._options} if self._options else item
+        return {
+            "prompt": item["question"],
+            "answer": item["answer"],
+            "family": self._family,
+            "entry": json.dumps(entry, ensure_ascii=False, default=str),
+        }
+
+    def where(self, i: int) -> str:
+        return f"{self._name} item {i + 1}"
+
+    def _check(self, field: str) -> None:
+        for i in range(min(CHECKED, len(self))):
+            try:
+                row = self[i]
+            except BadRow as problem:
+                raise UserError(f"{field}: item {i + 1} {problem}") from None
+            score = score_answer(self._family, str(row["answer"]), json.loads(row["entry"]))
+            if score < 1:
+                raise UserError(
+                    f"{field}: family {self._family!r} of reasoning-gym cannot be used: its verifier gives {score:g} "
+                    f"for its own answer {str(row['answer'])[:80]!r}"
+                )
+
+
+def _seed(split: str, options: Mapping[str, Any], field: str) -> int:
+    """The family's seed for a split. Item i has seed + i, so the seeds of splits must be far apart."""
+    seed = options.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise UserError(f"{field}: seed = {seed!r} is no integer of 0 or more")
+    # Some families take no more than 32 bits.
+    return int.from_bytes(blake2b(f"{split} {seed}".encode(), digest_size=4).digest()) >> 1
+
+
+class JoinedRows(Rows):
+    """The rows of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        part = bisect_right(self._starts, i) - 1
+        return self._parts[part][i - self._starts[part]]
+
+    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+        return chain.from_iterable(self._parts)
+
+    def where(self, i: int) -> str:
+        part = bisect_right(self._starts, i) - 1
+        return self._parts[part].where(i - self._starts[part])
+
+
+def open_rows(
+    path: str | Sequence[str], split: str, options: Mapping[str, Any] | None = None, config: str | None = None
+) -> Rows:
+    """Open `*.jsonl`, `*.parquet`, a Hugging Face dataset (name or folder), or a family of reasoning-gym.
+
+    Args:
+        path: also several files, as a list, or as a pattern that they match.
+        split: of a Hugging Face dataset.
+        options: of a family of reasoning-gym.
+        config: configuration of a Hugging Face dataset, `load_dataset`'s second argument.
+
+    Raises:
+        UserError: it does not exist, cannot be read, has no such split or configuration, or takes no options.
+    """
+    files = matching_files(path)
+    if files == [path]:
+        return _open(files[0], split, options, config)
+    if others := [file for file in files if Path(file).suffix not in FILES]:
+        raise UserError(
+            f"data {others[0]} is not *.jsonl or *.parquet, and only such files are read together; give other data "
+            "sets as a list of sources, [{path: …}, …]"
+        )
+    return JoinedRows([_open(file, split, options, config) for file in files])
+
+
+def _open(path: str, split: str, options: Mapping[str, Any] | None, config: str | None) -> Rows:
+    if path.startswith(PREFIX):
+        return GymRows(path, split, options or {})
+    if options:
+        raise UserError(f"data {path} takes no options (given: {', '.join(options)}); they are for {PREFIX}FAMILY")
+    file = Path(path)
+    if file.suffix in FILES:
+        if not file.is_file():
+            raise UserError(f"data file {path} does not exist{near_file(file, FILES)}")
+        try:
+            _check_file(file)
+            return JsonLines(file) if file.suffix == ".jsonl" else ArrowRows(pq.read_table(file), path)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"data file {path} cannot be read: {one_line(str(error))}") from None
+    if file.is_file() or file.suffix in NOT_READ:
+        raise UserError(
+            f"data file {path} is of an unknown kind; use *.jsonl, *.parquet, {PREFIX}FAMILY, or a Hugging Face dataset"
+        )
+    return open_dataset(path, split, config)
+
+
+def _check_file(file: Path) -> None:
+    """Raise `UserError` for a file whose name does not say what it is, or with two columns of one name."""
+    with file.open("rb") as opened:
+        beginning = opened.read(max(map(len, BEGINNINGS)))
+    for start, what in BEGINNINGS.items():
+        if beginning.startswith(start):
+            raise UserError(f"data file {file} {what}")
+    if file.suffix == ".parquet":
+        names = pq.read_schema(file).names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"data file {file} has several columns {twice!r}; rename or drop all but one")
+
+
+def open_dataset(path: str, split: str, config: str | None) -> ArrowRows:
+    """Open a Hugging Face dataset: a folder, or a name on the hub; raises `UserError`."""
+    near = misspelt_set(path)
+    if near is not None:
+        raise UserError(f"data {path!r} is no file, no folder and no known set; did you mean {near}?")
+    name = f"{path} ({split})" if config is None else f"{path} ({config}, {split})"
+    return ArrowRows(_table(path, split, config), name)
+
+
+def _table(path: str, split: str, config: str | None) -> pa.Table:
+    # Slow to import, and most runs read files.
+    import datasets
+
+    datasets.disable_progress_bars()
+    shown = f"dataset {path}" if config is None else f"dataset {path}, configuration {config!r}"
+    try:
+        saved = _saved_split(Path(path), split, config, shown)
+        dataset: Any = datasets.load_dataset(path, config, split=split) if saved is None else _load_saved(saved, shown)
+    except UserError:
+        raise
+    except Exception as error:
+        # The library passes on any error of its readers or the network; each concerns the data that the user named.
+        raise UserError(f"{shown} (split {split!r}) cannot be loaded: {error}") from None
+    return dataset.data.table
+
+
+def _saved_split(folder: Path, split: str, config: str | None, shown: str) -> Path | None:
+    """Folder of a split that `save_to_disk` wrote, perhaps inside that of its configuration; None if there is none."""
+    for place in (folder,) if config is None else (folder / config, folder):
+        if (place / "dataset_dict.json").is_file():
+            splits = json.loads((place / "dataset_dict.json").read_bytes())["splits"]
+            if split not in splits:
+                raise UserError(f"{shown} has no split {split!r}; there are {', '.join(splits)}")
+            return place / split
+        if (place / "state.json").is_file():
+            return place
+    return None
+
+
+def _load_saved(folder: Path, shown: str) -> Any:
+    import datasets
+
+    # The library fails on a split that was saved without rows.
+    if not json.loads((folder / "state.json").read_bytes()).get("_data_files", True):
+        raise UserError(f"{shown}: {folder} has no rows")
+    return datasets.load_from_disk(str(folder))
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """Times, dates and decimals as text, in lists and structs too, because messages cannot carry them."""
+    for i, field in enumerate(table.schema):
+        plain = _plain_type(field.type)
+        if plain != field.type:
+            # A column that Arrow cannot write as text stays as it is; its rows are refused later.
+            with contextlib.suppress(pa.ArrowException):
+                table = table.set_column(i, field.name, table.column(i).cast(plain))
+    return table
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """A type with text wherever it has times, dates or decimals."""
+    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        return pa.string()
+    if pa.types.is_dictionary(kind):
+        value = _plain_type(kind.value_type)
+        return kind if value == kind.value_type else value
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain_type(kind.value_type), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain_type(kind.value_type))
+    return pa.list_(_plain_type(kind.value_type)) if pa.types.is_list(kind) else kind

@@ -1,0 +1,228 @@
+"""The value tracker: the reward expected from the current policy on each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from common.answers import in_range
+from common.config import SelectionConfig, TrackerConfig
+from sampler.values.population import Population, PromptTraits
+from sampler.values.selection import draw, selection_weights
+
+# Jeffreys' prior: the counts of a prompt that was never answered.
+PRIOR = 0.5
+# The selection weights of a large pool are computed again after one reward per so many of its prompts.
+REFRESH_PART = 16
+SMALL_POOL = 4096
+
+
+class Counts(NamedTuple):
+    """The counts of one prompt.
+
+    Attributes:
+        alpha, beta: counts of the Beta distribution.
+        prior: what is left in each of them of its initial count.
+        visits: rewards counted.
+        retired: whether the prompt is never selected again.
+    """
+
+    alpha: float
+    beta: float
+    prior: float
+    visits: int
+    retired: bool
+
+
+class ValueTracker:
+    """Beta counts of every prompt, which forget as the policy moves (SPO, arXiv 2509.13232).
+
+    N_eff = alpha + beta says how much is known. With `prior: paper` the expected reward v is alpha / (alpha + beta);
+    with `prior: population` it is the prompt's decayed mean reward, shrunk towards that of all prompts (`Population`).
+
+    Raises:
+        ValueError: no prompts, or a prompt id twice.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[str],
+        config: TrackerConfig,
+        selection: SelectionConfig | None = None,
+        traits: PromptTraits | None = None,
+    ) -> None:
+        self.config = config
+        self.selection = selection or SelectionConfig()
+        self.population = Population(traits or PromptTraits()) if config.prior == "population" else None
+        self.prompt_ids = list(prompt_ids)
+        self.index = {prompt_id: i for i, prompt_id in enumerate(self.prompt_ids)}
+        if not self.prompt_ids or len(self.index) != len(self.prompt_ids):
+            raise ValueError("a tracker needs at least one prompt id, each only once")
+        self.alpha = np.full(len(self.prompt_ids), PRIOR)  # [N]
+        self.beta = np.full(len(self.prompt_ids), PRIOR)  # [N]
+        self.prior = np.full(len(self.prompt_ids), PRIOR)  # [N]
+        self.visits = np.zeros(len(self.prompt_ids), np.int64)  # [N]
+        self.retired = np.zeros(len(self.prompt_ids), bool)  # [N]
+        self._weights = np.empty(0)  # [N], of `draw`
+        self._largest: dict[int, float] = {}  # upper bound of a pool's weights, by the index where the pool begins
+        self._updates = 0  # since all weights were computed
+
+    def value(self, prompt_id: str) -> float:
+        """v, the expected reward in [0, 1]."""
+        i = self.index[prompt_id]
+        if self.population is not None:
+            return self.population.estimate(i, *self._evidence(i))
+        return self.alpha.item(i) / (self.alpha.item(i) + self.beta.item(i))
+
+    def values(self) -> np.ndarray:
+        """v of all prompts, float64 [N]."""
+        if self.population is None:
+            return self.alpha / (self.alpha + self.beta)
+        successes = self.alpha - self.prior
+        return self.population.estimates(successes, successes + self.beta - self.prior)
+
+    def counts(self, prompt_id: str) -> tuple[float, float]:
+        """(alpha, beta)."""
+        i = self.index[prompt_id]
+        return self.alpha.item(i), self.beta.item(i)
+
+    def rho(self, kl: float) -> float:
+        """Forgetting factor for a policy that moved by D = `kl`: 2^(-D / half_life), clipped."""
+        return min(max(self._raw_rho(kl), self.config.rho_min), self.config.rho_max)
+
+    def is_clipped(self, kl: float) -> bool:
+        """Whether the forgetting factor for D = `kl` is one of its bounds instead of 2^(-D / half_life)."""
+        return self._raw_rho(kl) != self.rho(kl)
+
+    def _raw_rho(self, kl: float) -> float:
+        return float(2.0 ** (-kl / self.config.half_life))
+
+    def rescale(self, reward: float) -> float:
+        """Map a reward from the declared range to [0, 1]; raises ValueError outside the range."""
+        low, high = self.config.reward_range
+        return (in_range(reward, low, high) - low) / (high - low)
+
+    def update(self, prompt_id: str, reward: float, kl: float = 0.0, rho: float | None = None) -> float:
+        """Count a reward and return the baseline: v before this reward.
+
+        Args:
+            reward: in `config.reward_range`.
+            kl: drift D of the policy on this prompt since it last answered it.
+            rho: forgetting factor to use instead of the one that D gives.
+
+        Raises:
+            ValueError: the reward is outside the declared range.
+        """
+        reward = self.rescale(reward)
+        rho = self.rho(kl) if rho is None else rho
+        i = self.index[prompt_id]
+        alpha, beta = self.alpha.item(i), self.beta.item(i)
+        if self.population is None:
+            baseline = alpha / (alpha + beta)
+        else:
+            baseline = self.population.learn(i, *self._evidence(i), reward)
+        self.alpha[i] = rho * alpha + reward
+        self.beta[i] = rho * beta + 1 - reward
+        self.prior[i] *= rho
+        self.visits[i] += 1
+        self._updates += 1
+        return baseline
+
+    def initialize(self, scores: Mapping[str, Sequence[float]]) -> None:
+        """Start from offline scores: N0 = 1/(1 - rho_min) counts, smoothed by half a success and half a failure.
+
+        Raises:
+            ValueError: a score is outside the declared range.
+        """
+        size = 1 / (1 - self.config.rho_min)
+        for prompt_id, prompt_scores in scores.items():
+            if not prompt_scores:
+                continue
+            n, successes = len(prompt_scores), sum(self.rescale(score) for score in prompt_scores)
+            i = self.index[prompt_id]
+            self.alpha[i] = size * (successes + PRIOR) / (n + 1)
+            self.beta[i] = size * (n - successes + PRIOR) / (n + 1)
+            self.prior[i] = size * PRIOR / (n + 1)
+        self.forget_weights()
+
+    def retire(self, prompt_id: str) -> None:
+        """Never select this prompt again."""
+        self.retired[self.index[prompt_id]] = True
+        if len(self._weights):
+            self._weights[self.index[prompt_id]] = 0.0
+
+    def sampling_weights(self, rng: np.random.Generator | None = None) -> np.ndarray:
+        """Weight of each prompt in the next draw, float64 [N]; 0 for retired prompts.
+
+        Args:
+            rng: for the criterion `thompson`, which draws a success rate for each prompt; a fixed seed by default.
+        """
+        weights = selection_weights(self.values(), self.alpha + self.beta, self.selection, rng)
+        weights[self.retired] = 0.0
+        return weights
+
+    def select(self, n: int, rng: np.random.Generator, exclude: Iterable[str] = ()) -> list[str]:
+        """Draw n prompts, without replacement and without `exclude` while the pool is large enough."""
+        blocked = np.zeros(len(self.prompt_ids), bool)
+        blocked[[self.index[prompt_id] for prompt_id in exclude]] = True
+        return [self.prompt_ids[i] for i in self.draw(n, rng, blocked)]
+
+    def draw(
+        self,
+        n: int,
+        rng: np.random.Generator,
+        blocked: np.ndarray | None = None,
+        pool: tuple[int, int] | None = None,
+    ) -> np.ndarray:
+        """`select` by index, int64 [n]; `blocked` is bool [N], `pool` the range of prompts to draw from."""
+        # Exact for a small pool. For a large one the weights of all prompts would cost more than the samples.
+        stale = self._updates * REFRESH_PART > len(self.prompt_ids) or len(self.prompt_ids) <= SMALL_POOL
+        if stale or not len(self._weights):
+            self._weights = self.sampling_weights(rng)
+            self._updates = 0
+            self._largest.clear()
+        start, end = pool or (0, len(self.prompt_ids))
+        weights = self._weights[start:end]
+        if start not in self._largest:
+            self._largest[start] = float(weights.max())
+        within = None if blocked is None else blocked[start:end]
+        return start + draw(weights, n, rng, within, self._largest[start])
+
+    def forget_weights(self) -> None:
+        """Compute the weights of all prompts again for the next draw, as a new process would."""
+        self._weights = np.empty(0)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Ids (UTF-8 bytes), counts, visits and retired prompts, each [N], and the state of the population."""
+        ids = np.array([prompt_id.encode() for prompt_id in self.prompt_ids])
+        arrays = {name: getattr(self, name).copy() for name in Counts._fields}
+        return {"prompt_ids": ids, **arrays} | (self.population.state_dict() if self.population else {})
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Restore the counts of the prompts that `state` has; the others keep theirs."""
+        ids = state["prompt_ids"].tolist()
+        indices = np.array([self.index.get(prompt_id.decode(), -1) for prompt_id in ids], np.int64)
+        source = np.flatnonzero(indices >= 0)
+        target = indices[source]
+        for name in Counts._fields:
+            getattr(self, name)[target] = state[name][source]
+        if self.population is not None:
+            self.population.load_state_dict(state)
+        self.forget_weights()
+
+    def row(self, i: int) -> Counts:
+        return Counts(*(getattr(self, name).item(i) for name in Counts._fields))
+
+    def restore_rows(self, indices: np.ndarray, rows: np.ndarray) -> None:
+        """Restore many prompts, given their indices, int64 [R], and the fields of `Counts`, [R] each."""
+        for name in Counts._fields:
+            getattr(self, name)[indices] = rows[name]
+        self.forget_weights()
+
+    def _evidence(self, i: int) -> tuple[float, float]:
+        """s and n: the decayed sum of the prompt's rewards and their number, without the initial counts."""
+        prior = self.prior.item(i)
+        successes = self.alpha.item(i) - prior
+        return successes, successes + self.beta.item(i) - prior
