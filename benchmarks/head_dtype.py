@@ -62,12 +62,12 @@ async def sample(config: Config) -> list[Payload]:
 
 def gaps(config: Config) -> np.ndarray:
     """log pi_learner - log pi_generator of every sampled token [N]."""
-    from learner.batch.tensors import micro_batch
+    from learner.batch.tensors import Packer
     from learner.policy.model import load_policy
 
     payloads = asyncio.run(sample(config))
     policy = load_policy(config).to(torch.bfloat16).eval()
-    packed = micro_batch([(payload, 0.0) for payload in payloads])
+    packed = Packer(policy.vocabulary).micro_batch([(payload, 0.0) for payload in payloads])
     with torch.no_grad():
         logprobs, _ = policy(packed.input_ids, packed.position_ids, packed.sequences, packed.predict, packed.targets)
     return (logprobs - packed.rollout_logprobs).numpy()

@@ -50,7 +50,7 @@ def configuration(model: Path, folder: Path) -> Config:
 
 def logprobs(policy: Any, contexts: Sequence[np.ndarray], answers: Sequence[np.ndarray]) -> torch.Tensor:
     """Log-probs of all answers' tokens, one context after the other [N]."""
-    from learner.batch.tensors import micro_batch
+    from learner.batch.tensors import Packer
 
     payloads = [
         Payload(
@@ -61,7 +61,7 @@ def logprobs(policy: Any, contexts: Sequence[np.ndarray], answers: Sequence[np.n
         )
         for context, answer in zip(contexts, answers, strict=True)
     ]
-    micro = micro_batch([(payload, 0.0) for payload in payloads])
+    micro = Packer(policy.vocabulary).micro_batch([(payload, 0.0) for payload in payloads])
     values: torch.Tensor = policy(micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets)[0]
     return values
 

@@ -23,7 +23,7 @@ from common.errors import reports_user_errors
 from common.payload import Payload
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from learner.batch.plan import plan_micro_batches
-from learner.batch.tensors import RolloutBatch, rollout_batch
+from learner.batch.tensors import Packer, RolloutBatch
 from learner.policy.engine import optimizer_step
 from learner.ranks.world import start
 from learner.trainer import Trainer
@@ -113,7 +113,7 @@ def make_batch(
     rows, learner = lengths[:, None].tolist(), config.learner
     places = plan_micro_batches(rows, learner.mini_batches, 1, learner.token_budget).of_rank(0)
     advantages = rng.normal(size=samples).tolist()
-    return rollout_batch(0, places, payloads, advantages, [0.5] * samples, 256, device)
+    return Packer(256, device).rollout_batch(0, places, payloads, advantages, [0.5] * samples)
 
 
 def bare_step(trainer: Trainer, config: Config, batch: RolloutBatch) -> None:

@@ -28,7 +28,7 @@ from generator.weight_updater import load_weights
 from generator.weights.weight_client import WeightClient
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from learner.batch.plan import plan_micro_batches
-from learner.batch.tensors import micro_batch, rollout_batch
+from learner.batch.tensors import Packer
 from learner.publish.weight_server import WeightServer
 from learner.ranks.world import World, start
 from learner.trainer import Trainer
@@ -63,7 +63,7 @@ async def sample(engine: Engine, count: int, seed: int) -> tuple[list[Payload], 
 @torch.no_grad()
 def gap(trainer: Trainer, payloads: list[Payload]) -> float:
     """Mean |log pi_learner - log pi_generator| over the sampled tokens."""
-    packed = micro_batch([(payload, 0.0) for payload in payloads])
+    packed = Packer(trainer.policy.vocabulary).micro_batch([(payload, 0.0) for payload in payloads])
     logprobs, _ = trainer.policy(
         packed.input_ids, packed.position_ids, packed.sequences, packed.predict, packed.targets
     )
@@ -77,7 +77,7 @@ def step(trainer: Trainer, payloads: list[Payload], version: int) -> None:
     advantages = np.random.default_rng(version).normal(size=len(payloads)).tolist()
     rewards = [0.0] * len(payloads)
     held: dict[int, Payload | None] = dict(enumerate(payloads))
-    trainer.train(rollout_batch(version, samples, held, advantages, rewards, trainer.policy.vocabulary))
+    trainer.train(Packer(trainer.policy.vocabulary).rollout_batch(version, samples, held, advantages, rewards))
 
 
 async def measure(config: Config, world: World, versions: int, count: int) -> str:

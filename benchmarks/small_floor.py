@@ -50,7 +50,7 @@ def learner(config: Config) -> float:
     from benchmarks.learner import bare_step
     from common.payload import Payload
     from learner.batch.plan import plan_micro_batches
-    from learner.batch.tensors import rollout_batch
+    from learner.batch.tensors import Packer
     from learner.ranks.world import start
     from learner.trainer import Trainer
 
@@ -66,7 +66,7 @@ def learner(config: Config) -> float:
         for index in range(batch)
     }
     places = plan_micro_batches([[length]] * batch, 1, 1, config.learner.token_budget).of_rank(0)
-    rollouts = rollout_batch(0, places, payloads, rng.normal(size=batch).tolist(), [0.5] * batch, vocabulary=256)
+    rollouts = Packer(256).rollout_batch(0, places, payloads, rng.normal(size=batch).tolist(), [0.5] * batch)
     trainer = Trainer(config, start())
     bare_step(trainer, config, rollouts)
     used = time.process_time()

@@ -117,7 +117,7 @@ def learner_seconds(folder: Path, tokens: int, rounds: int = 3) -> float:
     from benchmarks.learner import make_config
     from common.payload import Payload
     from learner.batch.plan import plan_micro_batches
-    from learner.batch.tensors import rollout_batch
+    from learner.batch.tensors import Packer
     from learner.ranks.world import start
     from learner.trainer import Trainer
 
@@ -132,7 +132,7 @@ def learner_seconds(folder: Path, tokens: int, rounds: int = 3) -> float:
     trainer = Trainer(config, start())
     places = plan_micro_batches([[tokens]] * samples, 1, 1, config.learner.token_budget).of_rank(0)
     advantages = rng.normal(size=samples).tolist()
-    batch = rollout_batch(0, places, dict.fromkeys(range(samples), payload), advantages, [0.5] * samples, 256)
+    batch = Packer(256).rollout_batch(0, places, dict.fromkeys(range(samples), payload), advantages, [0.5] * samples)
     trainer.train(batch)
     began = time.process_time()
     for _ in range(rounds):

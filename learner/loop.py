@@ -22,7 +22,6 @@ from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.weights.server import SentStats
 from learner.batch.left_out import LeftOut
-from learner.batch.tensors import own_share
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.publish.publisher import Publisher, RankCopies, scored_prompt
 from learner.publish.weight_copy import WeightCopy
@@ -246,11 +245,10 @@ class Learner:
         """
         self._set_state("training")
         with phases("payload"):
-            trainer, together = self.trainer, self.config.algorithm.together
-            reads = trainer.policy.vocabulary, trainer.replayed_experts, trainer.top_k, together, trainer.share_prefixes
-            rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, *reads)
+            packer = self.trainer.packer()
+            rollouts = packer.own_share(batch, self.inbox.payloads, self.config.learner, self.world)
         record = TokenRecord(batch)
-        metrics = trainer.train(rollouts, phases, record)
+        metrics = self.trainer.train(rollouts, phases, record)
         if self.trainer.not_finite >= DIVERGED_AFTER:
             raise self._diverged(f"{self.trainer.not_finite} gradients in a row were not finite")
         if record:  # on all ranks, or on none

@@ -14,7 +14,7 @@ from common.config import AGE_BUCKETS, Config
 from common.log import get_logger
 from common.masking import what_masks
 from learner.batch.teacher import weight_at
-from learner.batch.tensors import MicroBatch, RolloutBatch
+from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR, weight_divisor
 from learner.correction.statistics import age_buckets
 from learner.critic import Critic, with_explained_variance
@@ -31,7 +31,7 @@ from learner.policy.engine import (
 )
 from learner.policy.lora import merged_weights
 from learner.policy.model import Policy
-from learner.policy.routers import ExpertShape, Routing, routing_statistics
+from learner.policy.routers import Routing, routing_statistics
 from learner.ranks.world import World
 from learner.reference import load_reference
 from learner.stats import Phases, Stats
@@ -39,9 +39,9 @@ from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct,
 from learner.survey import survey
 from learner.token_record import TokenRecord
 
-# They decide on an optimizer step, and are known only after the forward pass of its last micro-batch.
 TAG = "deepspeed"  # the folder of the ranks' files in a checkpoint
 CRITIC_TAG = "deepspeed-critic"  # that of the critic's, if there is one
+# They decide on an optimizer step, and are known only after the forward pass of its last micro-batch.
 LEFT = ("learned_tokens", "learned_samples", "not_finite", "rollout_corr/eff_sample_size")
 
 
@@ -81,24 +81,22 @@ class Trainer:
         """All engines that are trained, by the folder of their state in a checkpoint."""
         return {TAG: self.engine} | ({} if self.critic is None else {CRITIC_TAG: self.critic.engine})
 
-    @property
-    def replayed_experts(self) -> ExpertShape | None:
-        """Numbers of a mixture's experts, if those that the engine chose are replayed."""
-        routers = self.policy.routers
-        return routers.shape if routers is not None and self.config.learner.router_replay == "rollout" else None
-
-    @property
-    def top_k(self) -> int | None:
-        """Likeliest tokens of the teacher's at each model token, 0 where it scores that itself; None: no teacher."""
-        return None if self.teacher is None else self.teacher.top_k
-
-    @property
-    def share_prefixes(self) -> bool:
-        """Whether what rows of a micro-batch begin with alike is computed once."""
-        attention = self.policy.attention
-        is_flash = attention is not None and attention.name == "flash_attention_2"
-        is_whole = self.world.sequence is None and self.replayed_experts is None
-        return self.config.learner.share_prefixes and is_whole and not is_flash
+    def packer(self) -> Packer:
+        """Packs batches for this model."""
+        policy, config, world = self.policy, self.config, self.world
+        routers = policy.routers if config.learner.router_replay == "rollout" else None
+        experts = None if routers is None else routers.shape
+        # Flash attention reads no shared prefixes, and slices of sequences hold each row whole.
+        reads_trees = policy.attention is None or policy.attention.name != "flash_attention_2"
+        is_shared = reads_trees and world.sequence is None and experts is None
+        return Packer(
+            vocabulary=policy.vocabulary,
+            device=world.device,
+            experts=experts,
+            top_k=None if self.teacher is None else self.teacher.top_k,
+            share_prefixes=config.learner.share_prefixes and is_shared,
+            together=config.algorithm.together,
+        )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights for generators: whole, as the model's files have them, or the adapter alone by peft's names.

@@ -28,7 +28,7 @@ from launcher.tasks.arithmetic import TASK
 from launcher.tasks.task import TRAIN_SIZE, Problem, QuickstartTask
 from learner.batch.outcome import Outcome as Judgement
 from learner.batch.plan import plan_micro_batches
-from learner.batch.tensors import RolloutBatch, rollout_batch
+from learner.batch.tensors import Packer, RolloutBatch
 from learner.ranks.world import World
 from learner.trainer import Trainer
 from sampler.advantages import normalize
@@ -148,13 +148,12 @@ class Simulation:
         payloads: dict[int, Payload | None] = {i: episode.payload() for i, (episode, _) in enumerate(played)}
         rewards = [reward for _, reward in played]
         outcomes = [Judgement(*one) for one in zip(rewards, values.tolist(), strict=True)]
-        return rollout_batch(
+        return Packer(self.trainer.policy.vocabulary).rollout_batch(
             version,
             places.of_rank(0),
             payloads,
             advantages.tolist(),
             rewards,
-            self.trainer.policy.vocabulary,
             outcomes=outcomes if self.trainer.critic is not None else None,
         )
 

@@ -101,29 +101,200 @@ class RolloutBatch:
         return sum(micro.sequences.tokens_saved for micros in self.mini_batches for micro in micros)
 
 
-def usable_rows(
-    payload: Payload,
-    advantage: Advantage,
-    vocabulary: int,
-    experts: ExpertShape | None = None,
-    top_k: int | None = None,
-) -> list[tuple[Payload, Advantage]]:
-    """A payload's rows and their advantages.
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Packs the rows of samples into micro-batches for one model.
 
-    Args:
+    Attributes:
         vocabulary: number of the model's token ids.
-        experts: numbers of the model's experts, if those of the payload are replayed.
+        device: where the tensors are.
+        experts: numbers of the model's experts, if those that the engine chose are replayed.
         top_k: likeliest tokens of a teacher's at each model token, 0 where it scores that itself; None: no teacher.
-
-    Raises:
-        InvalidMessage: such a model cannot train on all rows; says why.
+        share_prefixes: pack what rows begin with alike once; not with `experts`, which are told for each row.
+        together: samples, one after another, whose rows are shares of all their model tokens (`prompt-mean`).
     """
-    rows = payload.rows()
-    for row in rows:
-        _check_row(row, vocabulary, experts)
-        if top_k is not None and len(row.teacher_logprobs):
-            check_scores(row.teacher_ids, top_k, vocabulary)
-    return list(zip(rows, of_rows(payload, rows, advantage, "advantages"), strict=True))
+
+    vocabulary: int
+    device: torch.device | str = "cpu"
+    experts: ExpertShape | None = None
+    top_k: int | None = None
+    share_prefixes: bool = False
+    together: int = 1
+
+    def own_share(
+        self, batch: Batch, fetch: Callable[[list[str]], list[Payload | None]], config: LearnerConfig, world: World
+    ) -> RolloutBatch:
+        """This rank's share of a batch that the sampler has sent.
+
+        Args:
+            fetch: payloads of samples by their ids, None for one that is gone.
+        """
+        of_samples = batch.row_tokens or [[]] * len(batch.tokens)
+        row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
+        plan = plan_micro_batches(row_tokens, config.mini_batches, world.shares, config.token_budget)
+        places = plan.of_rank(world.share)
+        samples = sorted({sample for micro_batches in places for held in micro_batches for sample, _ in held})
+        payloads = fetch([batch.sample_ids[sample] for sample in samples])
+        # The plan is made from the headers: a row longer than its header says could exceed the device's memory, again
+        # each time the batch is trained on.
+        as_planned = {
+            sample: payload
+            for sample, payload in zip(samples, payloads, strict=True)
+            if payload is not None and [len(row.token_ids) for row in payload.rows()] == row_tokens[sample]
+        }
+        if world.sequence is not None:
+            # Ranks with slices of the same sequences must have the same ones: a payload that one of them could not
+            # read, the others leave out too.
+            missing = set(samples) - as_planned.keys()
+            is_missing = world.all_reduce_max([float(sample in missing) for sample in range(len(row_tokens))])
+            as_planned = {sample: payload for sample, payload in as_planned.items() if not is_missing[sample]}
+        return self.rollout_batch(
+            batch.batch_id,
+            places,
+            as_planned,
+            batch.advantages if batch.turn_advantages is None else batch.turn_advantages,
+            batch.rewards,
+            sample_ids=batch.sample_ids,
+            unit_tokens=self._unit_tokens(as_planned, len(row_tokens), world),
+            outcomes=outcomes_of(batch),
+        )
+
+    def rollout_batch(
+        self,
+        version: int,
+        places: Sequence[Sequence[Sequence[Place]]],
+        payloads: Mapping[int, Payload | None],
+        advantages: Sequence[Advantage],
+        rewards: Sequence[float],
+        sample_ids: Sequence[str] | None = None,
+        unit_tokens: Sequence[float] | None = None,
+        outcomes: Sequence[Outcome] | None = None,
+    ) -> RolloutBatch:
+        """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
+
+        Samples whose payload is missing or unusable, or has not as many turns as advantages, are left out and counted.
+
+        Args:
+            places: `[mini_batch][micro_batch]` lists of rows.
+            payloads: by sample index.
+            advantages: of the whole batch [B].
+            sample_ids: of the whole batch [B], if its micro-batches need them.
+            unit_tokens: model tokens of which each sample's rows are shares [B]; by default those of the sample.
+            outcomes: of the whole batch [B]; None without a critic.
+        """
+        rows: dict[Place, tuple[Payload, Advantage]] = {}
+        judged: dict[Place, Outcome] = {}
+        shares: dict[Place, float] = {}
+        reason = ""
+        for sample, payload in payloads.items():
+            if payload is None:
+                continue
+            try:
+                usable = self.usable_rows(payload, advantages[sample])
+                if outcomes is not None:
+                    of_each = of_rows(payload, [row for row, _ in usable], outcomes[sample].returns, "returns")
+                    for number, returns in enumerate(of_each):
+                        judged[sample, number] = Outcome(returns, outcomes[sample].value)
+            except InvalidMessage as error:
+                reason = str(error)
+                continue
+            whole = len(payload.logprobs) if unit_tokens is None else unit_tokens[sample]
+            for number, row in enumerate(usable):
+                rows[sample, number], shares[sample, number] = row, len(row[0].logprobs) / whole
+
+        def packed(held: Sequence[Place]) -> MicroBatch:
+            held = [place for place in held if place in rows]
+            names = [(sample_ids[sample], number) for sample, number in held] if sample_ids else ()
+            ends = None if outcomes is None else [judged[place] for place in held]
+            return self.micro_batch([rows[place] for place in held], names, [shares[place] for place in held], ends)
+
+        placed = [place for micro_batches in places for held in micro_batches for place in held]
+        return RolloutBatch(
+            version=version,
+            mini_batches=[[packed(held) for held in micro_batches] for micro_batches in places],
+            samples=len(advantages),
+            tokens=sum(len(rows[place][0].token_ids) for place in placed if place in rows),
+            left_out=sum(number == 0 and (sample, number) not in rows for sample, number in placed),
+            reason=reason,
+            rewards=rewards,
+        )
+
+    def usable_rows(self, payload: Payload, advantage: Advantage) -> list[tuple[Payload, Advantage]]:
+        """A payload's rows and their advantages; raises `InvalidMessage` if the model cannot train on all of them."""
+        rows = payload.rows()
+        for row in rows:
+            _check_row(row, self.vocabulary, self.experts)
+            if self.top_k is not None and len(row.teacher_logprobs):
+                check_scores(row.teacher_ids, self.top_k, self.vocabulary)
+        return list(zip(rows, of_rows(payload, rows, advantage, "advantages"), strict=True))
+
+    def micro_batch(
+        self,
+        rows: Sequence[tuple[Payload, Advantage]],
+        names: Sequence[tuple[str, int]] = (),
+        shares: Sequence[float] | None = None,
+        outcomes: Sequence[Outcome] | None = None,
+    ) -> MicroBatch:
+        """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
+
+        Args:
+            names: sample id and number of each row.
+            shares: of each row in its sample's model tokens; by default each row is a sample.
+            outcomes: of the rows; None without a critic.
+        """
+        if not rows:
+            return self._idle(outcomes is not None)
+        payloads, device = [row for row, _ in rows], self.device
+        packed = pack_rows([row.token_ids for row in payloads], self.share_prefixes)
+        model_tokens = np.flatnonzero(np.concatenate([row.mask() for row in payloads]))
+        targets, predict = model_tokens, model_tokens - 1
+        if packed.places is not None:
+            targets, predict = packed.places[targets], packed.places[predict]
+
+        def joined(values: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(values).astype(dtype)).to(device)
+
+        return MicroBatch(
+            input_ids=torch.from_numpy(packed.tokens)[None].to(device),
+            position_ids=torch.from_numpy(packed.positions)[None].to(device),
+            sequences=pack_sequences([len(row.token_ids) for row in payloads], device, packed.places),
+            predict=torch.from_numpy(predict).to(device),
+            targets=torch.from_numpy(packed.tokens[targets]).to(device),
+            layout=Layout.of_lengths([len(row.logprobs) for row in payloads], device, shares),
+            rollout_logprobs=joined([row.logprobs for row in payloads], np.float32),
+            advantages=joined([token_advantages(*row) for row in rows], np.float32),
+            versions=joined([row.versions() for row in payloads], np.int64),
+            names=names,
+            **(_replayed(payloads, self.experts, device) if self.experts else {}),
+            teacher=None if self.top_k is None else scores_of_rows(payloads, self.top_k, device),
+            **(judged_fields(payloads, outcomes, device) if outcomes is not None else {}),
+        )
+
+    def _idle(self, judged: bool) -> MicroBatch:
+        """A micro-batch for a rank without samples, so that collectives meet: a token is predicted, none is learned."""
+        ids = np.zeros(2, np.int32)
+        payload = Payload(ids, np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
+        packed = Packer(self.vocabulary, self.device).micro_batch([(payload, 0.0)])
+        nothing = torch.zeros(0, dtype=torch.float64, device=self.device) if judged else None
+        return replace(
+            packed,
+            layout=Layout.of_lengths([], self.device),
+            rollout_logprobs=packed.rollout_logprobs[:0],
+            advantages=packed.advantages[:0],
+            versions=packed.versions[:0],
+            rewards=nothing,
+            tracked=nothing,
+        )
+
+    def _unit_tokens(self, payloads: Mapping[int, Payload], samples: int, world: World) -> list[float] | None:
+        """For each sample, the model tokens of all samples of its prompt, from all ranks; None: each has its own."""
+        if self.together == 1:
+            return None
+        own = [float(len(payloads[sample].logprobs)) if sample in payloads else 0.0 for sample in range(samples)]
+        # A sample of several rows may be on several ranks, each of which has fetched all of it.
+        counts = world.all_reduce_max(own)
+        starts = (sample - sample % self.together for sample in range(samples))
+        return [sum(counts[start : start + self.together]) for start in starts]
 
 
 def _check_row(row: Payload, vocabulary: int, experts: ExpertShape | None) -> None:
@@ -146,56 +317,6 @@ def _check_row(row: Payload, vocabulary: int, experts: ExpertShape | None) -> No
         raise InvalidMessage(f"expert {row.experts.max()}; the model has {experts.experts} in a layer, from 0 on")
 
 
-def micro_batch(
-    rows: Sequence[tuple[Payload, Advantage]],
-    device: torch.device | str = "cpu",
-    names: Sequence[tuple[str, int]] = (),
-    shares: Sequence[float] | None = None,
-    experts: ExpertShape | None = None,
-    top_k: int | None = None,
-    outcomes: Sequence[Outcome] | None = None,
-    share_prefixes: bool = False,
-) -> MicroBatch:
-    """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
-
-    Args:
-        names: sample id and number of each row.
-        shares: of each row in its sample's model tokens; by default each row is a sample.
-        experts: numbers of the model's experts, if those of the payloads are replayed.
-        top_k: see `usable_rows`.
-        outcomes: of the rows; None without a critic.
-        share_prefixes: pack what rows begin with alike once; not with `experts`, which are told for each row.
-    """
-    if not rows:
-        return _idle(device, outcomes is not None)
-    lengths = [len(row.token_ids) for row, _ in rows]
-    sampled = [len(row.logprobs) for row, _ in rows]
-    packed = pack_rows([row.token_ids for row, _ in rows], share_prefixes)
-    model_tokens = np.flatnonzero(np.concatenate([row.mask() for row, _ in rows]))
-    targets, predict = model_tokens, model_tokens - 1
-    if packed.places is not None:
-        targets, predict = packed.places[targets], packed.places[predict]
-
-    def joined(values: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(values).astype(dtype)).to(device)
-
-    return MicroBatch(
-        input_ids=torch.from_numpy(packed.tokens)[None].to(device),
-        position_ids=torch.from_numpy(packed.positions)[None].to(device),
-        sequences=pack_sequences(lengths, device, packed.places),
-        predict=torch.from_numpy(predict).to(device),
-        targets=torch.from_numpy(packed.tokens[targets]).to(device),
-        layout=Layout.of_lengths(sampled, device, shares),
-        rollout_logprobs=joined([row.logprobs for row, _ in rows], np.float32),
-        advantages=joined([token_advantages(*row) for row in rows], np.float32),
-        versions=joined([row.versions() for row, _ in rows], np.int64),
-        names=names,
-        **(_replayed([row for row, _ in rows], experts, device) if experts else {}),
-        teacher=None if top_k is None else scores_of_rows([row for row, _ in rows], top_k, device),
-        **(judged_fields([row for row, _ in rows], outcomes, device) if outcomes is not None else {}),
-    )
-
-
 def _replayed(rows: Sequence[Payload], shape: ExpertShape, device: torch.device | str) -> dict[str, torch.Tensor]:
     """The fields `experts` and `known` of a micro-batch; none where no row has experts."""
     if not any(len(row.experts) for row in rows):
@@ -204,156 +325,3 @@ def _replayed(rows: Sequence[Payload], shape: ExpertShape, device: torch.device 
     experts = np.zeros((len(known), shape.layers, shape.chosen), np.uint8 if shape.experts <= 256 else np.int16)
     experts[known] = np.concatenate([row.experts for row in rows if len(row.experts)])
     return {"experts": torch.from_numpy(experts).to(device), "known": torch.from_numpy(known).to(device)}
-
-
-def _idle(device: torch.device | str, judged: bool) -> MicroBatch:
-    """A micro-batch for a rank without samples, so that collectives meet: it predicts a token and learns from none."""
-    ids = np.zeros(2, np.int32)
-    payload = Payload(ids, np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
-    packed = micro_batch([(payload, 0.0)], device)
-    nothing = torch.zeros(0, dtype=torch.float64, device=device) if judged else None
-    return replace(
-        packed,
-        layout=Layout.of_lengths([], device),
-        rollout_logprobs=packed.rollout_logprobs[:0],
-        advantages=packed.advantages[:0],
-        versions=packed.versions[:0],
-        rewards=nothing,
-        tracked=nothing,
-    )
-
-
-def rollout_batch(
-    version: int,
-    places: Sequence[Sequence[Sequence[Place]]],
-    payloads: Mapping[int, Payload | None],
-    advantages: Sequence[Advantage],
-    rewards: Sequence[float],
-    vocabulary: int,
-    device: torch.device | str = "cpu",
-    sample_ids: Sequence[str] | None = None,
-    experts: ExpertShape | None = None,
-    top_k: int | None = None,
-    unit_tokens: Sequence[float] | None = None,
-    outcomes: Sequence[Outcome] | None = None,
-    share_prefixes: bool = False,
-) -> RolloutBatch:
-    """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
-
-    Samples whose payload is missing or unusable, or has not as many turns as advantages, are left out and counted.
-
-    Args:
-        places: `[mini_batch][micro_batch]` lists of rows.
-        payloads: by sample index.
-        advantages: of the whole batch [B].
-        sample_ids: of the whole batch [B], if its micro-batches need them.
-        experts: numbers of the model's experts, if those of the payloads are replayed.
-        top_k: see `usable_rows`.
-        unit_tokens: model tokens of which each sample's rows are shares [B]; by default those of the sample.
-        outcomes: of the whole batch [B]; None without a critic.
-        share_prefixes: see `micro_batch`.
-    """
-    rows: dict[Place, tuple[Payload, Advantage]] = {}
-    judged: dict[Place, Outcome] = {}
-    shares: dict[Place, float] = {}
-    reason = ""
-    for sample, payload in payloads.items():
-        if payload is None:
-            continue
-        try:
-            usable = usable_rows(payload, advantages[sample], vocabulary, experts, top_k)
-            if outcomes is not None:
-                of_each = of_rows(payload, [row for row, _ in usable], outcomes[sample].returns, "returns")
-                for number, returns in enumerate(of_each):
-                    judged[sample, number] = Outcome(returns, outcomes[sample].value)
-        except InvalidMessage as error:
-            reason = str(error)
-            continue
-        whole = len(payload.logprobs) if unit_tokens is None else unit_tokens[sample]
-        for number, row in enumerate(usable):
-            rows[sample, number], shares[sample, number] = row, len(row[0].logprobs) / whole
-
-    def packed(held: Sequence[Place]) -> MicroBatch:
-        held = [place for place in held if place in rows]
-        names = [(sample_ids[sample], number) for sample, number in held] if sample_ids else ()
-        of_rows, of_samples = [rows[place] for place in held], [shares[place] for place in held]
-        ends = None if outcomes is None else [judged[place] for place in held]
-        return micro_batch(of_rows, device, names, of_samples, experts, top_k, ends, share_prefixes)
-
-    placed = [place for micro_batches in places for held in micro_batches for place in held]
-    return RolloutBatch(
-        version=version,
-        mini_batches=[[packed(held) for held in micro_batches] for micro_batches in places],
-        samples=len(advantages),
-        tokens=sum(len(rows[place][0].token_ids) for place in placed if place in rows),
-        left_out=sum(number == 0 and (sample, number) not in rows for sample, number in placed),
-        reason=reason,
-        rewards=rewards,
-    )
-
-
-def own_share(
-    batch: Batch,
-    fetch: Callable[[list[str]], list[Payload | None]],
-    config: LearnerConfig,
-    world: World,
-    vocabulary: int,
-    experts: ExpertShape | None = None,
-    top_k: int | None = None,
-    together: int = 1,
-    share_prefixes: bool = False,
-) -> RolloutBatch:
-    """This rank's share of a batch that the sampler has sent.
-
-    Args:
-        fetch: payloads of samples by their ids, None for one that is gone.
-        vocabulary: number of the model's token ids.
-        experts: numbers of the model's experts, if those of the payloads are replayed.
-        top_k: see `usable_rows`.
-        together: samples, one after another, whose rows are shares of all their model tokens (`prompt-mean`).
-        share_prefixes: see `micro_batch`.
-    """
-    of_samples = batch.row_tokens or [[]] * len(batch.tokens)
-    row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
-    plan = plan_micro_batches(row_tokens, config.mini_batches, world.shares, config.token_budget)
-    places = plan.of_rank(world.share)
-    samples = sorted({sample for micro_batches in places for held in micro_batches for sample, _ in held})
-    payloads = fetch([batch.sample_ids[sample] for sample in samples])
-    # The plan is made from the headers: a row longer than its header says could exceed the device's memory, again
-    # each time the batch is trained on.
-    as_planned = {
-        sample: payload
-        for sample, payload in zip(samples, payloads, strict=True)
-        if payload is not None and [len(row.token_ids) for row in payload.rows()] == row_tokens[sample]
-    }
-    if world.sequence is not None:
-        # Ranks with slices of the same sequences must have the same ones: what one did not get, the others leave out.
-        missing = set(samples) - as_planned.keys()
-        is_missing = world.all_reduce_max([float(sample in missing) for sample in range(len(row_tokens))])
-        as_planned = {sample: payload for sample, payload in as_planned.items() if not is_missing[sample]}
-    unit_tokens = _tokens_together(as_planned, len(row_tokens), together, world) if together > 1 else None
-    advantages = batch.advantages if batch.turn_advantages is None else batch.turn_advantages
-    return rollout_batch(
-        batch.batch_id,
-        places,
-        as_planned,
-        advantages,
-        batch.rewards,
-        vocabulary,
-        world.device,
-        batch.sample_ids,
-        experts,
-        top_k,
-        unit_tokens,
-        outcomes_of(batch),
-        share_prefixes,
-    )
-
-
-def _tokens_together(payloads: Mapping[int, Payload], samples: int, together: int, world: World) -> list[float]:
-    """For each sample of the batch, the model tokens of all samples of its prompt; all ranks together."""
-    own = [float(len(payloads[sample].logprobs)) if sample in payloads else 0.0 for sample in range(samples)]
-    # A sample of several rows may be on several ranks, each of which has fetched all of it.
-    counts = world.all_reduce_max(own)
-    starts = (sample - sample % together for sample in range(samples))
-    return [sum(counts[start : start + together]) for start in starts]

@@ -19,7 +19,7 @@ from generator.weight_updater import load_weights
 from generator.weights.logprob_check import LogprobCheck
 from generator.weights.weight_client import WeightClient
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.batch.tensors import micro_batch
+from learner.batch.tensors import Packer
 from learner.publish.publisher import scored_prompt
 from learner.publish.weight_server import WeightServer
 from learner.ranks.world import start
@@ -107,7 +107,7 @@ async def sample(engine: Engine) -> list[Payload]:
 
 def difference(trainer: Trainer, payloads: list[Payload]) -> float:
     """Mean |log pi_learner - log pi_generator| over the sampled tokens."""
-    packed = micro_batch([(payload, 0.0) for payload in payloads])
+    packed = Packer(trainer.policy.vocabulary).micro_batch([(payload, 0.0) for payload in payloads])
     with torch.no_grad():
         logprobs, _ = trainer.policy(
             packed.input_ids, packed.position_ids, packed.sequences, packed.predict, packed.targets

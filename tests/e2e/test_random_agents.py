@@ -23,7 +23,7 @@ from generator.agents.endpoint import Endpoint
 from generator.engine.engine import Engine
 from generator.episode.episode import Episode, Row, Transcript
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.batch.tensors import micro_batch
+from learner.batch.tensors import Packer
 from learner.ranks.world import start
 from learner.trainer import Trainer
 from tests.support.broken_connections import BreakingTransport
@@ -226,7 +226,7 @@ def compare(trainer: Trainer, first: Any, rows: list[Row]) -> tuple[int, int, fl
         set_weights(trainer, model_of(version, first))
         of_version = [payload for payload in payloads if (own_tokens(payload) & (payload.versions() == version)).any()]
         for some in packs(of_version):
-            packed = micro_batch([(payload, 0.0) for payload in some])
+            packed = Packer(trainer.policy.vocabulary).micro_batch([(payload, 0.0) for payload in some])
             with torch.no_grad():
                 logprobs, _ = trainer.policy(
                     packed.input_ids, packed.position_ids, packed.sequences, packed.predict, packed.targets

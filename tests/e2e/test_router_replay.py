@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from common.log import get_logger
 from common.payload import Payload, decode_payload, encode_payload
 from generator.engine.engine import Completion, Engine
 from generator.episode.episode import Episode, Row, Transcript
-from learner.batch.tensors import micro_batch
 from learner.policy.routers import Routing
 from learner.ranks.world import start
 from learner.trainer import Trainer
@@ -65,7 +65,8 @@ async def episodes(engine: Engine, count: int = 8) -> list[Payload]:
 @torch.no_grad()
 def difference(trainer: Trainer, payloads: list[Payload], replay: bool = True) -> float:
     """Mean |log pi_learner - log pi_generator| over the sampled tokens."""
-    packed = micro_batch([(one, 0.0) for one in payloads], experts=trainer.replayed_experts if replay else None)
+    packer = trainer.packer()
+    packed = (packer if replay else replace(packer, experts=None)).micro_batch([(one, 0.0) for one in payloads])
     assert (packed.known is not None) == replay
     routing = Routing(packed.predict, packed.experts, packed.known)
     assert bool(routing.replayed().all()) == replay

@@ -18,13 +18,13 @@ from common.config import Config, parse_config
 from common.payload import Payload
 from learner.batch.outcome import Advantage, Outcome
 from learner.batch.plan import plan_micro_batches
-from learner.batch.tensors import MicroBatch, RolloutBatch, rollout_batch
+from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.correction import Layout
 from learner.policy.attention import pack_sequences
-from learner.policy.routers import ExpertShape
 from tests.support.ranks import on_ranks
 
 VOCABULARY = 97
+PACKER = Packer(VOCABULARY)
 # Made-up log-probs are so far from the model's that the recommended correction would reject them all.
 KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # Defaults of a job of the rank program.
@@ -162,8 +162,7 @@ def make_batch(
     version: int = 0,
     rank: int = 0,
     ranks: int = 1,
-    experts: ExpertShape | None = None,
-    top_k: int | None = None,
+    packer: Packer = PACKER,
     outcomes: Sequence[Outcome] | None = None,
 ) -> RolloutBatch:
     """One rank's share of a batch of payloads."""
@@ -172,8 +171,7 @@ def make_batch(
     places = plan_micro_batches(row_tokens, learner.mini_batches, ranks, learner.token_budget).of_rank(rank)
     mine = {index: payloads[index] for micros in places for held in micros for index, _ in held}
     rewards = [0.5] * len(payloads)
-    numbers = {"experts": experts, "top_k": top_k, "outcomes": outcomes}
-    return rollout_batch(version, places, mine, advantages, rewards, VOCABULARY, **numbers)
+    return packer.rollout_batch(version, places, mine, advantages, rewards, outcomes=outcomes)
 
 
 def job_outcomes(job: dict[str, Any], version: int) -> list[Outcome]:

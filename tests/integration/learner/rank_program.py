@@ -19,6 +19,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +83,7 @@ def train(job: dict[str, Any], trainer: Trainer, checkpoints: Checkpoints, left:
     while version < job["steps"]:
         payloads, advantages = job_batch(job, version)
         share = {"rank": world.share, "ranks": world.shares}
-        reads = {"experts": trainer.replayed_experts, "top_k": trainer.top_k}
+        reads = {"packer": replace(trainer.packer(), share_prefixes=False)}
         if trainer.critic is not None:
             reads["outcomes"] = job_outcomes(job, version)
         batch = make_batch(config, payloads, advantages, version=version, **share, **reads)

@@ -41,7 +41,6 @@ def model(tmp_path: Path) -> str:
 
 def train_on_batch(world: World, url: str, model: str, folder: str) -> None:
     """One rank: trains on the batch that is in Redis; leaves the step's metrics."""
-    from learner.batch.tensors import own_share
     from learner.trainer import Trainer
 
     config = learner_config(model, folder, sequence_parallel=RANKS)
@@ -49,7 +48,7 @@ def train_on_batch(world: World, url: str, model: str, folder: str) -> None:
     ((_, fields),) = broker.redis.xrange(broker.key("batches"))
     trainer = Trainer(config, world)
     fetch = BatchInbox(broker).payloads
-    share = own_share(Batch.unpack(fields[b"batch"]), fetch, config.learner, world, trainer.policy.vocabulary)
+    share = trainer.packer().own_share(Batch.unpack(fields[b"batch"]), fetch, config.learner, world)
     Path(folder, f"metrics.{world.rank}").write_text(json.dumps(trainer.train(share)))
 
 

@@ -20,7 +20,7 @@ from common.files import Keep
 from common.messages import Batch
 from common.payload import NO_EXPERTS, Payload
 from learner.batch.plan import plan_micro_batches
-from learner.batch.tensors import RolloutBatch, micro_batch, own_share, rollout_batch
+from learner.batch.tensors import Packer, RolloutBatch
 from learner.policy.routers import ExpertShape
 from learner.ranks.ulysses import SequenceGroup
 from learner.ranks.world import World
@@ -48,7 +48,7 @@ LONG = payload([1, 2, 3, 4], [[1, 4]], [-5, -6, -7], [[2, 0, 3]])
 
 
 def test_model_tokens_are_predicted_from_the_one_before():
-    micro = micro_batch([(ONE, 0.5), (LONG, -1.0)])
+    micro = PACKER.micro_batch([(ONE, 0.5), (LONG, -1.0)])
     assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 1, 2, 3, 4]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
     assert micro.predict.tolist() == [1, 3, 5, 6, 7]
@@ -61,12 +61,12 @@ def test_model_tokens_are_predicted_from_the_one_before():
 
 
 def test_each_turn_has_its_own_advantage():
-    micro = micro_batch([(ONE, [0.5, -2.0]), (LONG, [-1.0]), (TWO, 3.0)])
+    micro = PACKER.micro_batch([(ONE, [0.5, -2.0]), (LONG, [-1.0]), (TWO, 3.0)])
     assert micro.advantages.tolist() == [0.5, -2.0, -1, -1, -1, 3, 3]
 
 
 def test_a_micro_batch_without_samples_learns_from_no_token():
-    micro = micro_batch([])
+    micro = PACKER.micro_batch([])
     assert (len(micro.predict), micro.model_tokens, micro.layout.count) == (1, 0, 0)
 
 
@@ -99,13 +99,14 @@ REASONS = {
     "a token scored twice": "the same token twice among a teacher's likeliest at one place",
 }
 SHAPE = ExpertShape(layers=3, chosen=2, experts=8)
+PACKER, ROUTED = Packer(50), Packer(50, experts=SHAPE)
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
 def test_what_cannot_be_trained_on_is_left_out_and_counted(kind):
     unusable, advantage = UNUSABLE[kind]
     payloads, advantages = {0: unusable, 1: TWO}, [advantage, [2.0]]
-    batch = rollout_batch(4, [[[(0, 0), (1, 0)]]], payloads, advantages, [0.0, 1.0], 50, experts=SHAPE, top_k=2)
+    batch = replace(ROUTED, top_k=2).rollout_batch(4, [[[(0, 0), (1, 0)]]], payloads, advantages, [0.0, 1.0])
     assert batch.left_out == 1
     assert batch.reason == REASONS.get(kind, batch.reason)
     assert bool(batch.reason) == (unusable is not None)
@@ -115,18 +116,18 @@ def test_what_cannot_be_trained_on_is_left_out_and_counted(kind):
 def test_experts_are_packed_with_their_tokens():
     ids = np.arange(18, dtype=np.uint8).reshape(3, 3, 2) % 8
     rows = [(with_experts(ONE, [3], ids), 1.0), (TWO, 1.0), (with_experts(LONG, [3], ids + 0), 1.0)]
-    micro = micro_batch(rows, experts=SHAPE)
+    micro = ROUTED.micro_batch(rows)
     assert micro.known.tolist() == [True] * 3 + [False] * 2 + [False] * 3 + [True] * 3 + [False]
     assert torch.equal(micro.experts[micro.known], torch.from_numpy(np.concatenate([ids, ids])))
     assert micro.experts.dtype == torch.uint8
-    many = micro_batch(rows, experts=SHAPE._replace(experts=300))
+    many = Packer(50, experts=SHAPE._replace(experts=300)).micro_batch(rows)
     assert torch.equal(many.experts, micro.experts.to(torch.int16))
-    for without in (micro_batch(rows), micro_batch([(ONE, 1.0)], experts=SHAPE), micro_batch([], experts=SHAPE)):
+    for without in (PACKER.micro_batch(rows), ROUTED.micro_batch([(ONE, 1.0)]), ROUTED.micro_batch([])):
         assert (without.experts, without.known) == (None, None)
 
 
 def test_token_ages_are_counted_by_bucket():
-    batch = rollout_batch(3, [[[(0, 0)], [(1, 0), (2, 0)]]], {0: ONE, 1: TWO, 2: LONG}, [0.0] * 3, [0.0] * 3, 50)
+    batch = PACKER.rollout_batch(3, [[[(0, 0)], [(1, 0), (2, 0)]]], {0: ONE, 1: TWO, 2: LONG}, [0.0] * 3, [0.0] * 3)
     stats = Stats()
     batch_statistics(batch, stats)
     shares = {"age_0": 3 / 7, "age_1": 3 / 7, "age_2": 0, "age_3_4": 1 / 7, "age_5_plus": 0, "mean": 6 / 7, "max": 3}
@@ -142,7 +143,7 @@ def test_a_payload_of_another_length_is_left_out():
     )
     payloads = {"one": ONE, "two": TWO}
     config, world = LearnerConfig(mini_batches=1, token_budget=100), World(0, 1, torch.device("cpu"))
-    share = own_share(batch, lambda ids: [payloads.get(sample) for sample in ids], config, world, 50)
+    share = PACKER.own_share(batch, lambda ids: [payloads.get(sample) for sample in ids], config, world)
     assert (share.left_out, share.version, share.samples) == (2, 4, 3)
     assert share.mini_batches[0][0].advantages.tolist() == [1.0, 1.0]
 
@@ -154,7 +155,7 @@ def test_ranks_of_one_sequence_leave_out_what_one_of_them_misses(monkeypatch):
     batch = Batch(batch_id=4, sample_ids=["one", "two"], advantages=[1.0, 2.0], rewards=[0.0] * 2, tokens=tokens)
     config = LearnerConfig(mini_batches=1, token_budget=100)
     world = World(1, 2, torch.device("cpu"), sequence=SequenceGroup(1, 2, None))
-    share = own_share(batch, lambda ids: [ONE, TWO], config, world, 50)
+    share = PACKER.own_share(batch, lambda ids: [ONE, TWO], config, world)
     assert share.left_out == 1
     assert share.mini_batches[0][0].names == [("one", 0)]
 
@@ -180,7 +181,7 @@ def test_rows_are_shares_of_all_the_tokens_of_their_prompt(monkeypatch, ranks):
     shares: dict[tuple[str, int], float] = {}
     for rank in range(ranks):
         world = World(rank, ranks, torch.device("cpu"))
-        part = own_share(batch, lambda ids: [samples[sample] for sample in ids], config, world, 50, together=2)
+        part = Packer(50, together=2).own_share(batch, lambda ids: [samples[sample] for sample in ids], config, world)
         for micro in part.mini_batches[0]:
             shares |= dict(zip(micro.names, micro.layout.shares.tolist(), strict=True))
     assert [max(counts) for counts in zip(*told, strict=True)] == [5.0, 2.0, 3.0, 2.0]
@@ -197,7 +198,7 @@ def shares_of_two_ranks(batch: Batch, budget: int, payloads: dict[str, Payload])
 
     config = LearnerConfig(mini_batches=1, token_budget=budget)
     worlds = [World(rank, 2, torch.device("cpu")) for rank in (0, 1)]
-    return [own_share(batch, fetch, config, world, 50) for world in worlds]
+    return [PACKER.own_share(batch, fetch, config, world) for world in worlds]
 
 
 @pytest.mark.parametrize("budget", [8, 100])
@@ -283,7 +284,7 @@ def test_b05_advantages_are_broadcast_to_model_tokens_only() -> None:
     for mask in masks:  # one prompt token, then a response whose model tokens are those of the mask
         borders, sampled = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]))) + 1, int(mask.sum())
         samples.append(payload(range(1 + len(mask)), borders.reshape(-1, 2), np.zeros(sampled), [[0, 0, sampled]]))
-    batch = micro_batch(list(zip(samples, case["inputs"]["A_norm"], strict=True)))
+    batch = PACKER.micro_batch(list(zip(samples, case["inputs"]["A_norm"], strict=True)))
     tokens = np.zeros(masks.shape)
     tokens[masks == 1] = batch.advantages.numpy()
     np.testing.assert_allclose(tokens, case["expected"]["token_advantages"], rtol=1e-6)
@@ -295,8 +296,8 @@ NAMES = ["one", "two", "long"]
 @pytest.fixture(scope="module")
 def rollouts() -> RolloutBatch:
     payloads = {0: ONE, 1: TWO, 2: LONG}
-    return rollout_batch(
-        3, [[[(0, 0), (1, 0)]], [[(2, 0)]]], payloads, [0.5, 1.0, -1.0], [0.0] * 3, 50, sample_ids=NAMES
+    return PACKER.rollout_batch(
+        3, [[[(0, 0), (1, 0)]], [[(2, 0)]]], payloads, [0.5, 1.0, -1.0], [0.0] * 3, sample_ids=NAMES
     )
 
 
@@ -333,8 +334,8 @@ def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollo
 def test_a_record_has_the_experts_and_scores_of_its_tokens(tmp_path: Path) -> None:
     routed = with_experts(ONE, [4], np.arange(24, dtype=np.uint8).reshape(4, 3, 2) % 8)
     one = replace(routed, teacher_logprobs=np.array([[-0.5], [-0.25]], np.float32))
-    rollouts = rollout_batch(
-        3, [[[(0, 0), (1, 0)]]], {0: one, 1: TWO}, [0.5, 1.0], [0.0] * 2, 50, sample_ids=NAMES, experts=SHAPE, top_k=0
+    rollouts = replace(ROUTED, top_k=0).rollout_batch(
+        3, [[[(0, 0), (1, 0)]]], {0: one, 1: TWO}, [0.5, 1.0], [0.0] * 2, sample_ids=NAMES
     )
     taught, other = recorded(TokenRecord(batch([True, True, False])), tmp_path, rollouts)
     assert taught["experts"] == one.expert_sums()

@@ -17,7 +17,6 @@ from common.errors import UserError
 from common.messages import Batch
 from common.payload import Payload
 from learner.batch.outcome import Outcome, token_rewards
-from learner.batch.tensors import micro_batch, own_share
 from learner.critic import Critic, load_value_model, with_explained_variance
 from learner.memory_model import Zero, critic_sizes, divided, with_critic
 from learner.ranks.world import World
@@ -25,7 +24,7 @@ from learner.step_loss import PolicyOutput
 from learner.token_record import TokenRecord
 from sampler.batches import OpenBatch
 from sampler.records import OpenSample
-from tests.support.learner import VOCABULARY, joined, learner_config, make_payload, save_tiny_model
+from tests.support.learner import PACKER, VOCABULARY, joined, learner_config, make_payload, save_tiny_model
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -55,11 +54,11 @@ def test_a_reward_stands_at_the_last_token_of_what_earned_it(returns: Any, expec
 
 def test_a_micro_batch_has_rewards_and_the_trackers_value_of_each_token() -> None:
     rows = [(payload_of(1, 2), 0.0), (payload_of(2), 0.0)]
-    micro = micro_batch(rows, outcomes=[Outcome(1.0, 0.25), Outcome([0.5], 0.75)])
+    micro = PACKER.micro_batch(rows, outcomes=[Outcome(1.0, 0.25), Outcome([0.5], 0.75)])
     assert micro.rewards.tolist() == [0, 0, 1, 0, 0.5]
     assert micro.tracked.tolist() == [0.25, 0.25, 0.25, 0.75, 0.75]
-    assert micro_batch([], outcomes=[]).rewards.tolist() == []
-    assert micro_batch(rows).rewards is None
+    assert PACKER.micro_batch([], outcomes=[]).rewards.tolist() == []
+    assert PACKER.micro_batch(rows).rewards is None
 
 
 def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn() -> None:
@@ -71,7 +70,7 @@ def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn() -> None
     }  # fmt: skip
 
     def rewards(**others: Any) -> list[list[float]]:
-        batch = own_share(Batch(**columns, **others), lambda _: [sample], config, ALONE, VOCABULARY)
+        batch = PACKER.own_share(Batch(**columns, **others), lambda _: [sample], config, ALONE)
         micros = sorted((micro for micro in batch.mini_batches[0]), key=lambda micro: micro.input_ids.numel())
         rows = [row.tolist() for micro in micros for row in micro.rewards.split(micro.layout.lengths.tolist())]
         return sorted([number for number in row if number] for row in rows)
@@ -80,7 +79,7 @@ def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn() -> None
     turns = {"turn_advantages": [[0.0] * 4], "returns": [[1.0, 0.5, 0.75, 0.25]]}
     assert rewards(**turns) == [[0.5, 0.25], [0.5, 0.5]]
     wrong = {"turn_advantages": [[0.0] * 4], "returns": [[1.0, 0.5]]}
-    batch = own_share(Batch(**columns, **wrong), lambda _: [sample], config, ALONE, VOCABULARY)
+    batch = PACKER.own_share(Batch(**columns, **wrong), lambda _: [sample], config, ALONE)
     assert (batch.left_out, batch.reason) == (1, "2 returns of 4 turns")
 
 
@@ -131,7 +130,7 @@ def test_the_memory_table_counts_the_parameters_of_a_critic(model: str, tmp_path
 
 
 def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path: Path) -> None:
-    micro = micro_batch([(payload_of(2), 0.5)], names=[("a", 0)], outcomes=[Outcome(1.0, 0.25)])
+    micro = PACKER.micro_batch([(payload_of(2), 0.5)], names=[("a", 0)], outcomes=[Outcome(1.0, 0.25)])
     record = TokenRecord(Batch(batch_id=1, sample_ids=["a"], advantages=[0.5], rewards=[1.0], tokens=[3], kept=[True]))
     judged = {"advantages": [-1.0, 0.25], "values": [0.5, 0.75], "returns": [1.0, 1.0]}
     with_values = replace(micro, **{name: torch.tensor(numbers) for name, numbers in judged.items()})

@@ -7,6 +7,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from common.weights.server import SentStats
 from common.weights.wire import ScoredPrompt
 from learner import loop
 from learner.batch.left_out import LeftOut
+from learner.batch.tensors import Packer
 from learner.loop import Learner
 from learner.publish.publisher import Publisher, RankCopies
 from learner.publish.weight_copy import WeightCopy, copy_weights
@@ -47,8 +49,7 @@ class Counting:
         self.weight = torch.zeros(8)
         self.began = [threading.Event() for _ in range(4)]
         self.before_update: Any = None
-        self.policy, self.replayed_experts, self.top_k = SimpleNamespace(vocabulary=1), None, None
-        self.share_prefixes = False
+        self.packer = partial(Packer, vocabulary=1)
         self.not_finite = 0
         self.left_out = 0.0
 

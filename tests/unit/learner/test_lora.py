@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from common.errors import UserError
-from learner.batch.tensors import micro_batch
+from learner.batch.tensors import Packer
 from learner.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
 from learner.policy.model import Policy, load_policy
-from tests.support.learner import learner_config, make_payload
+from tests.support.learner import VOCABULARY, learner_config, make_payload
 from tests.support.mixtures import tiny_mixture
 
 PREFIX = "base_model.model.model.layers"
@@ -39,7 +39,7 @@ def moved(policy: Policy) -> Policy:
 
 @torch.no_grad()
 def logprobs(policy: Policy) -> torch.Tensor:
-    micro = micro_batch([(make_payload(np.random.default_rng(0), 40), 0.0)])
+    micro = Packer(VOCABULARY).micro_batch([(make_payload(np.random.default_rng(0), 40), 0.0)])
     return policy(micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets)[0]
 
 

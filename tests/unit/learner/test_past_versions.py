@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from common.payload import Payload
-from learner.batch.tensors import MicroBatch, RolloutBatch, micro_batch
+from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.past_versions import PastVersions, exact_statistics, in_own_turn
 from learner.policy.model import Policy, load_policy
 from learner.ranks.world import World
-from tests.support.learner import learner_config, make_payload
+from tests.support.learner import PACKER, learner_config, make_payload
 
 VERSIONS = 4
 
@@ -92,7 +92,7 @@ def test_the_engines_gap_is_told_from_staleness(model: str) -> None:
         if version:
             step(policy, version, 0.3)
             past.keep()
-        engine[version] = [score(policy, micro_batch([(one, 0.0)])).numpy() + off for one in payloads]
+        engine[version] = [score(policy, PACKER.micro_batch([(one, 0.0)])).numpy() + off for one in payloads]
     rows = []
     for number, payload in enumerate(payloads):
         own = [engine[version][number][at] for at, version in enumerate(payload.versions().tolist())]
@@ -120,11 +120,14 @@ def test_what_is_sampled_after_an_update_within_a_turn_is_of_no_version_alone() 
     versions = np.array([[3, 0, 5], [4, 5, 7]], np.int32)
     ids, logprobs = np.arange(11, dtype=np.int32), np.zeros(7, np.float32)
     rows = [Payload(ids, turns, logprobs, versions), Payload(ids, turns, logprobs, np.array([[4, 0, 7]], np.int32))]
-    micro = micro_batch([(row, 0.0) for row in rows])
+    micro = PACKER.micro_batch([(row, 0.0) for row in rows])
     assert in_own_turn(micro).tolist() == [True] * 5 + [False] * 2 + [True] * 7
-    assert in_own_turn(micro_batch([])).tolist() == []
+    assert in_own_turn(PACKER.micro_batch([])).tolist() == []
 
 
 def batch_of(version: int, rows: list[Payload]) -> RolloutBatch:
-    micros = [micro_batch([(row, 0.0) for row in rows[:2]]), micro_batch([(row, 0.0) for row in rows[2:]])]
+    micros = [
+        PACKER.micro_batch([(row, 0.0) for row in rows[:2]]),
+        PACKER.micro_batch([(row, 0.0) for row in rows[2:]]),
+    ]
     return RolloutBatch(version, [micros], len(rows), 0, rewards=[0.0] * len(rows))

@@ -12,12 +12,12 @@ from torch import nn
 
 from common.config import AlgorithmConfig, TeacherConfig
 from learner.batch.teacher import TeacherScores, coarse_kl, weight_at
-from learner.batch.tensors import MicroBatch, micro_batch
+from learner.batch.tensors import MicroBatch, Packer
 from learner.losses import LOSSES, Denominators
 from learner.policy.logprobs import LogprobHead
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput, Precomputed, StepLoss, TrainPosition, step_loss
-from tests.support.learner import joined, make_payload, tokens_of_rows, with_scores
+from tests.support.learner import VOCABULARY, joined, make_payload, tokens_of_rows, with_scores
 
 N, V = 6, 8
 PLAIN = AlgorithmConfig(loss="reinforce", correction={"preset": "disabled"})
@@ -180,8 +180,9 @@ def test_scores_are_packed_with_their_tokens():
     plain, first, second = (make_payload(rng, length) for length in (9, 12, 15))
     for k in (0, 3):
         taught = with_scores(joined([first, second]), k)
+        packer = Packer(VOCABULARY, top_k=k)
         rows = [(row, 1.0) for row in (*taught.rows(), plain)]
-        micro = micro_batch([rows[0], (plain, 1.0), rows[1]], top_k=k)
+        micro = packer.micro_batch([rows[0], (plain, 1.0), rows[1]])
         scores, tokens = micro.teacher, [len(first.logprobs), len(plain.logprobs), len(second.logprobs)]
         assert scores.scored.tolist() == [True] * tokens[0] + [False] * tokens[1] + [True] * tokens[2]
         packed = taught.teacher_logprobs if k else taught.teacher_logprobs[:, 0]
@@ -189,9 +190,9 @@ def test_scores_are_packed_with_their_tokens():
         assert not scores.logprobs[~scores.scored].any()
         if k:
             assert torch.equal(scores.ids[scores.scored], torch.from_numpy(taught.teacher_ids).long())
-        assert micro_batch(rows).teacher is None, "without a teacher in the configuration"
-        assert micro_batch([(plain, 1.0)], top_k=k).teacher is None
-        assert micro_batch([], top_k=k).teacher is None
+        assert Packer(VOCABULARY).micro_batch(rows).teacher is None, "without a teacher in the configuration"
+        assert packer.micro_batch([(plain, 1.0)]).teacher is None
+        assert packer.micro_batch([]).teacher is None
 
 
 class TinyPolicy(nn.Module):

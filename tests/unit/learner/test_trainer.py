@@ -13,14 +13,13 @@ import torch
 
 from common.payload import Payload
 from learner.batch.plan import plan_micro_batches
-from learner.batch.tensors import rollout_batch
 from learner.losses import PolicyTokens, TokenLoss, TokenLosses, load_loss
 from learner.policy.model import Policy, load_policy
 from learner.ranks.world import World
 from learner.reference import _scorer
 from learner.trainer import Trainer
 from tests.support import other_device
-from tests.support.learner import KEEPS_ALL, VOCABULARY, learner_config, make_samples, with_scores
+from tests.support.learner import KEEPS_ALL, learner_config, make_samples, with_scores
 
 CPU = torch.device("cpu")
 Samples = tuple[list[Payload], list[float]]
@@ -101,8 +100,8 @@ def trained(
         trainer.config, trainer.world, trainer.engine = config, world, DescentEngine(policy)
         trainer.teacher = config.teacher if config.teacher.is_set else None
         rewards = [0.5] * len(payloads)
-        named = {"top_k": trainer.top_k, "share_prefixes": share_prefixes}
-        batch = rollout_batch(4, places, held, advantages, rewards, VOCABULARY, world.device, **named)
+        packer = replace(trainer.packer(), share_prefixes=share_prefixes)
+        batch = packer.rollout_batch(4, places, held, advantages, rewards)
         trainer.token_loss = loss or load_loss(config.algorithm)
         trainer.reference = _scorer(policy) if config.algorithm.kl_coef else None
         trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)
