@@ -144,8 +144,7 @@ def _episodes(config: Config, engine: Any, endpoint: Any) -> Side:
     runner = TaskRunner(config, engine, RunParts(config), "benchmark", get_logger(), endpoint)
 
     async def play(task: Task) -> int:
-        episode = await runner.episodes(task).prepare(task)
-        header, _ = await runner.run(task, episode, None)
+        header, _ = await (await runner.begin(task)).run()
         return header.model_tokens
 
     return play

@@ -15,12 +15,11 @@ from common.streams.inbox import Delivery, Finished, Pulse
 from common.streams.presence import LearnerWatch
 from generator.chat.prompts import UnusablePrompt
 from generator.concurrency import STALL_SECONDS
-from generator.episode.episode import Episode
 from generator.episode.self_teacher import CannotTell
 from generator.rewards.failures import Failure, RewardFailures
 from generator.services import Services
 from generator.slots import Cache, Slots
-from generator.task_runner import TaskRunner
+from generator.task_runner import Attempt, TaskRunner
 from generator.task_source import TaskSource
 from generator.weight_updater import WeightUpdater
 from generator.worker import Leased, Worker
@@ -32,12 +31,12 @@ class LeasedTask(Leased):
 
     Attributes:
         previous: the response before this one to the same prompt, where drift is measured on it.
-        episode: its state so far.
+        attempt: the one under way, once its episode is prepared.
         awaits_weights: it has a slot, but asks for newer weights than there are.
     """
 
     previous: Payload | None = None
-    episode: Episode | None = None
+    attempt: Attempt | None = None
     awaits_weights: bool = False
 
 
@@ -109,9 +108,9 @@ class Generator(Worker[LeasedTask]):
         try:
             async with self.weights.at_least(task.min_version):
                 lease.awaits_weights = False
-                lease.episode = await self.runner.episodes(task).prepare(task)
+                lease.attempt = attempt = await self.runner.begin(task)
                 with self.metrics.timeline.span(task.kind, lane="episodes", task=task.task_id):
-                    header, payload = await self.runner.run(task, lease.episode, lease.previous)
+                    header, payload = await attempt.run(lease.previous)
         except UnusablePrompt as error:
             return self.inbox.set_aside(delivery, f"{type(error).__name__}: {error}", retire=True)
         except CannotTell as error:
@@ -123,18 +122,18 @@ class Generator(Worker[LeasedTask]):
         self.metrics.finished(header.model_tokens)
         if payload is None:
             return Finished(delivery.entry_id, header)
-        teacher = self.teachers[self.parts.find(task)]
+        teacher = self.teachers[attempt.source.key]
         return Finished(delivery.entry_id, header, payload, keep=self.rescores, teacher=teacher)
 
     async def failed(self, lease: LeasedTask, reason: str) -> None:
         """As `Worker` has it; no step of the episode is under way any more."""
-        if lease.episode:
-            lease.episode.step = None
+        if lease.attempt:
+            lease.attempt.episode.step = None
         await super().failed(lease, reason)
 
     async def give_up(self, lease: LeasedTask, reason: str) -> Finished:
         """Set a task aside, with what there is of its episode."""
-        progress = await self.runner.progress(lease.delivery.task, lease.episode) if lease.episode else {}
+        progress = await lease.attempt.progress() if lease.attempt else {}
         return self.inbox.set_aside(lease.delivery, reason, **progress)
 
     async def beaten(self, pulse: Pulse) -> None:
@@ -148,7 +147,7 @@ class Generator(Worker[LeasedTask]):
 
     def overdue(self, lease: LeasedTask) -> str:
         """Whether a step of the episode goes on long after its time limits."""
-        step = lease.episode.step if lease.episode else None
+        step = lease.attempt.episode.step if lease.attempt else None
         if not step or time.monotonic() <= step.ends:
             return ""
         # Counted in heartbeats: a process that was frozen still gets the time to end its steps.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from common.config import Config
+from common.config.data import Side
 from common.messages import SampleHeader, Task
 from common.payload import Payload
 from common.process import in_thread
@@ -18,11 +20,28 @@ from generator.agents.runner import AgentRunner
 from generator.concurrency import LONG_TOKENS, offload
 from generator.engine.engine import Engine
 from generator.episode.episode import Episode, make_record
-from generator.episode.parts import RunParts
+from generator.episode.parts import EpisodeParts, RunParts
 from generator.episode.runner import EpisodeRunner
 from generator.episode.self_teacher import SelfTeacher
 from generator.rewards import Outcome, Score
 from generator.rewards.scorer import returns_to_go
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRunner:
+    """What plays the tasks of one source of the data.
+
+    Attributes:
+        config: of the source.
+        key: of the source in `RunParts.by_source`.
+        episodes: plays them.
+        teacher: the policy as its own teacher, if it is one.
+    """
+
+    config: Config
+    key: tuple[Side, str]
+    episodes: EpisodeRunner | AgentRunner
+    teacher: SelfTeacher | None
 
 
 class TaskRunner:
@@ -42,44 +61,70 @@ class TaskRunner:
         log: Any,
         endpoint: Endpoint | None = None,
     ) -> None:
-        self.config, self.engine, self.parts = config, engine, parts
-        self._episodes = {
-            source: EpisodeRunner(source_config, engine, source_parts)
-            if source_config.episode.agent is None
-            else AgentRunner(source_config, engine, source_parts, endpoint)
-            for source, (source_config, source_parts) in parts.by_source.items()
-        }
-        self._self_teachers = {
-            source: SelfTeacher(source_config, engine, self._episodes[source].template)
-            for source, (source_config, _) in parts.by_source.items()
-            if source_config.teacher.context is not None and config.run.has_learner
-        }
-        self.generator, self.log = generator, log
+        self.config, self.engine, self.parts, self.generator, self.log = config, engine, parts, generator, log
+        self._sources = {key: self._source(key, *own, endpoint) for key, own in parts.by_source.items()}
 
-    def episodes(self, task: Task) -> EpisodeRunner | AgentRunner:
-        """Return the runner for a task's source; raises `UnknownSource`."""
-        return self._episodes[self.parts.find(task)]
+    def source(self, task: Task) -> SourceRunner:
+        """What plays a task; raises `UnknownSource`."""
+        return self._sources[self.parts.find(task)]
 
-    async def run(self, task: Task, episode: Episode, previous: Payload | None) -> tuple[SampleHeader, Payload | None]:
-        """Run and score a prepared episode, rescore the previous response meanwhile; only training has a payload.
+    async def begin(self, task: Task) -> Attempt:
+        """Prepare the episode of a task; raises like `EpisodeRunner.prepare`, and `UnknownSource`."""
+        source = self.source(task)
+        return Attempt(self, task, source, await source.episodes.prepare(task))
+
+    async def close(self) -> None:
+        """Close what the agents' runners hold."""
+        for source in self._sources.values():
+            if isinstance(source.episodes, AgentRunner):
+                await source.episodes.close()
+
+    def _source(
+        self, key: tuple[Side, str], config: Config, parts: EpisodeParts, endpoint: Endpoint | None
+    ) -> SourceRunner:
+        episodes: EpisodeRunner | AgentRunner
+        if config.episode.agent is None:
+            episodes = EpisodeRunner(config, self.engine, parts)
+        else:
+            episodes = AgentRunner(config, self.engine, parts, endpoint)
+        is_teacher = config.teacher.context is not None and self.config.run.has_learner
+        teacher = SelfTeacher(config, self.engine, episodes.template) if is_teacher else None
+        return SourceRunner(config, key, episodes, teacher)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at a task, made by `TaskRunner.begin`.
+
+    Attributes:
+        episode: its state so far.
+    """
+
+    runner: TaskRunner
+    task: Task
+    source: SourceRunner
+    episode: Episode
+
+    async def run(self, previous: Payload | None = None) -> tuple[SampleHeader, Payload | None]:
+        """Run and score the episode, rescore the previous response meanwhile; only training has a payload.
 
         Raises:
             CannotTell: the policy is its own teacher, and its prompt cannot be made.
             Exception: see `EpisodeRunner.run`.
         """
         started = time.monotonic()
-        teacher = self._self_teachers.get(self.parts.find(task)) if task.kind == "train" else None
+        config, task, episode = self.runner.config, self.task, self.episode
+        teacher = self.source.teacher if task.kind == "train" else None
         if teacher is not None:
             teacher.check(task)
         rescoring: asyncio.Task[float] | None = None
         if previous is not None:
-            rescoring = asyncio.create_task(rescore(self.engine, previous, self.config.sampler.drift.estimator))
+            rescoring = asyncio.create_task(rescore(self.runner.engine, previous, config.sampler.drift.estimator))
         try:
-            source = self.config.eval if task.kind == "eval" else self.config.generator
-            sampling = {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
-            episodes = self.episodes(task)
-            await episodes.run(task, episode, seed=task.seed, **sampling)
-            score, answer = await self._score(task, episode)
+            asked = config.eval if task.kind == "eval" else config.generator
+            sampling = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+            await self.source.episodes.run(task, episode, seed=task.seed, **sampling)
+            score, answer = await self._score()
             payload = episode.payload() if task.kind == "train" else None
             if teacher is not None and payload is not None:
                 payload = await teacher.taught(task, episode, score, payload)
@@ -101,55 +146,52 @@ class TaskRunner:
             oldest_version=min(episode.versions),
             newest_version=max(episode.versions),
             drift=drift,
-            generator=self.generator,
+            generator=self.runner.generator,
             seconds=seconds,
             turn_rewards=episode.transcript.turn_rewards(),
-            record=await self._record(task, episode) if task.keep or task.kind != "train" else None,
-            **self._returns(episode, score.final),
+            record=await self.record() if task.keep or task.kind != "train" else None,
+            **self._returns(score.final),
             **_counts(episode),
         )
         return header, payload
 
-    async def close(self) -> None:
-        """Close what the agents' runners hold."""
-        for runner in self._episodes.values():
-            if isinstance(runner, AgentRunner):
-                await runner.close()
-
-    async def progress(self, task: Task, episode: Episode) -> dict[str, Any]:
+    async def progress(self) -> dict[str, Any]:
         """Fields of a failed episode's header: its counts, and a record of the conversation."""
-        counts = _counts(episode)
-        if task.kind == "train" and self.config.episode.rollouts_every == 0:
+        counts = _counts(self.episode)
+        if self.task.kind == "train" and self.runner.config.episode.rollouts_every == 0:
             return counts  # the record would not be written
         try:
-            return counts | {"record": await self._record(task, episode, finished=False)}
+            return counts | {"record": await self.record(finished=False)}
         except Exception as error:  # a record that cannot be made must not lose the task
-            self.log.warning("no record of a failed episode", task=task.task_id, error=repr(error))
+            self.runner.log.warning("no record of a failed episode", task=self.task.task_id, error=repr(error))
             return counts
 
-    def _returns(self, episode: Episode, final: float) -> dict[str, Any]:
+    async def record(self, finished: bool = True) -> bytes:
+        """The episode as people read it, packed."""
+        long = self.episode.length > LONG_TOKENS
+        return await offload(long, make_record, self.task, self.episode, self.source.episodes.template, finished)
+
+    def _returns(self, final: float) -> dict[str, Any]:
         """The header's fields about single turns, if each turn has its own advantage."""
-        if self.config.algorithm.turn_advantage == "episode":
+        config = self.runner.config
+        if config.algorithm.turn_advantage == "episode":
             return {}
-        rewards = episode.transcript.rewards_by_assistant_turn()
+        rewards = self.episode.transcript.rewards_by_assistant_turn()
         return {
-            "turn_returns": returns_to_go(final, rewards, self.config.sampler.tracker.reward_range),
-            "turn_tokens": [end - start for row in episode.rows for start, end in row.spans],
+            "turn_returns": returns_to_go(final, rewards, config.sampler.tracker.reward_range),
+            "turn_tokens": [end - start for row in self.episode.rows for start, end in row.spans],
         }
 
-    async def _record(self, task: Task, episode: Episode, finished: bool = True) -> bytes:
-        long = episode.length > LONG_TOKENS
-        return await offload(long, make_record, task, episode, self.episodes(task).template, finished)
+    async def _score(self) -> tuple[Score, str]:
+        """The reward of the episode, and for an evaluation the answer that was compared."""
+        if self.episode.reason == "agent_failed":
+            assert self.episode.reward is not None
+            return Score(self.episode.reward, {}, self.episode.reward), ""
+        outcome, scorer = self._outcome(), self.source.episodes.parts.scorer
+        return await scorer.score(outcome), await scorer.answer(outcome) if self.task.kind == "eval" else ""
 
-    async def _score(self, task: Task, episode: Episode) -> tuple[Score, str]:
-        """The reward of an episode, and for an evaluation the answer that was compared."""
-        if episode.reason == "agent_failed":
-            assert episode.reward is not None
-            return Score(episode.reward, {}, episode.reward), ""
-        outcome, scorer = self._outcome(task, episode), self.episodes(task).parts.scorer
-        return await scorer.score(outcome), await scorer.answer(outcome) if task.kind == "eval" else ""
-
-    def _outcome(self, task: Task, episode: Episode) -> Outcome:
+    def _outcome(self) -> Outcome:
+        task, episode = self.task, self.episode
         return Outcome(
             text=episode.answer,
             response=episode.response,
@@ -157,13 +199,13 @@ class TaskRunner:
             row=task.row,
             prompt=task.prompt,
             tokens=episode.sampled,
-            limit=self.episodes(task).config.max_response_tokens,
+            limit=self.source.config.episode.max_response_tokens,
             reason=episode.reason,
             turn_rewards=episode.transcript.turn_rewards(),
             reward=episode.reward,
             folder="" if episode.folder is None else str(episode.folder),
             opened=episode.opened,
-            answer_column=self.parts.by_source[self.parts.find(task)][0].data.answer_column,
+            answer_column=self.source.config.data.answer_column,
         )
 
 

@@ -103,18 +103,15 @@ async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
 
 async def played(runner: Any, task: Task) -> dict[str, Any]:
     """See `play`."""
-    from generator.episode.episode import make_record
-
-    episode = await runner.episodes(task).prepare(task)
+    attempt = await runner.begin(task)
     about: dict[str, Any] = {"failed": ""}
     try:
-        header, _ = await runner.run(task, episode, None)
+        header, _ = await attempt.run()
         about |= {"reason": header.reason, "reward": header.reward, "parts": header.reward_parts}
     except Exception as error:  # whatever an agent or a reward raises
         about["failed"] = f"{type(error).__name__}: {error}"
-    about |= {"rows": [[row.length, row.sampled] for row in episode.rows if row.sampled]}
-    packed = make_record(task, episode, runner.episodes(task).template, finished=not about["failed"])
-    record: dict[str, Any] = json.loads(open_record(packed))
+    about |= {"rows": [[row.length, row.sampled] for row in attempt.episode.rows if row.sampled]}
+    record: dict[str, Any] = json.loads(open_record(await attempt.record(finished=not about["failed"])))
     return record | about
 
 

@@ -154,8 +154,8 @@ async def _begin(runner: TaskRunner, prompts: PromptSet, kind: Kind) -> int:
 
 async def _begin_one(runner: TaskRunner, task: Task, score: bool) -> int:
     """Start one episode and return its prompt length; with `score`, an empty response is scored too."""
-    episodes = runner.episodes(task)
-    episode, parts = await episodes.prepare(task), episodes.parts
+    attempt = await runner.begin(task)
+    episode, parts = attempt.episode, attempt.source.episodes.parts
     if parts.user is not None:
         details = {"row": task.row, "answer": task.answer, "messages": episode.transcript.prompt}
         async with conversation(parts.user, task.task_id, **details):

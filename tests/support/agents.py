@@ -134,7 +134,7 @@ def kept_line(config: Config, task: Task) -> bytes:
         parts = RunParts(config)
         runner = TaskRunner(config, engine, parts, "g", structlog.get_logger(), endpoint)
         try:
-            header, _ = await runner.run(task, await runner.episodes(task).prepare(task), None)
+            header, _ = await (await runner.begin(task)).run()
         finally:
             await runner.close()
             await parts.close()

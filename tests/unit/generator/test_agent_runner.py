@@ -213,8 +213,7 @@ async def test_markup_counts_in_what_agents_send_if_the_source_says_so() -> None
     try:
         for source in ("plain", "marked"):
             task = Task(task_id="t", prompt_id="p", prompt="What is 1+1?", row=ONCE, source=source)
-            episode = await tasks.episodes(task).prepare(task)
-            await tasks.run(task, episode, None)
+            await (await tasks.begin(task)).run()
     finally:
         await parts.close()
     assert [session.limits.markup for session in endpoint.sessions] == [False, True]
@@ -230,13 +229,13 @@ async def test_a_reward_reads_the_agents_files_which_are_then_removed() -> None:
     tasks = TaskRunner(config, engine, parts, "g", structlog.get_logger(), endpoint)
     task = Task(task_id="t", prompt_id="p", prompt="What is 1+1?", row={**ONCE, "files": "x" * 7}, seed=5)
     try:
-        episode = await tasks.episodes(task).prepare(task)
-        header, payload = await tasks.run(task, episode, None)
+        attempt = await tasks.begin(task)
+        header, payload = await attempt.run()
     finally:
         await parts.close()
     assert (header.reward, header.reason, header.turns, header.model_tokens) == (0.07, "stop", 1, 2)
     assert payload is not None
-    assert episode.folder is not None
-    assert not episode.folder.exists()
+    assert attempt.episode.folder is not None
+    assert not attempt.episode.folder.exists()
     limits = endpoint.sessions[0].limits
     assert (limits.seed, limits.temperature, limits.max_turns, limits.reward_range) == (5, 1.0, MAX_TURNS, None)

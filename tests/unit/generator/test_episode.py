@@ -65,7 +65,7 @@ async def test_reward_record_and_audit_see_the_tags_that_the_template_opened() -
     tasks = TaskRunner(config, engine, parts, "g", structlog.get_logger())
     task = Task(task_id="t", prompt_id="p", prompt="What is 1+1?", keep=True)
     try:
-        header, _ = await tasks.run(task, await tasks.episodes(task).prepare(task), None)
+        header, _ = await (await tasks.begin(task)).run()
     finally:
         await parts.close()
     assert header.record is not None
