@@ -17,7 +17,8 @@ from benchmarks import options
 from benchmarks.learner import make_batch, make_config, make_model
 from common.config import CorrectionConfig
 from common.errors import reports_user_errors
-from learner.correction import Layout, correct_tokens
+from learner.batch.layout import Layout
+from learner.correction import correct_tokens
 from learner.ranks.world import start
 from learner.stats import Stats
 from learner.trainer import Trainer

@@ -17,9 +17,10 @@ from common.held_folder import HeldFolder
 from common.log import Timeline
 from common.masking import METRIC, RECENT, advice, recent_warning
 from common.messages import Batch, Step
-from common.streams.batches import STEPS_KEPT, BatchInbox, StepReader, latest
+from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
+from common.streams.steps import STEPS_KEPT, StepReader, latest
 from common.weights.server import SentStats
 from learner.batch.left_out import LeftOut
 from learner.checkpoint.checkpoint import Checkpoints

@@ -17,8 +17,8 @@ from sampler.evaluation import prompt_groups
 from sampler.files.answer_file import AnswerFile, Request
 from sampler.prompts.prompt_set import PromptSet, load_prompts
 from sampler.records import DispatchedTask
+from sampler.seeds import task_seed
 from sampler.state import SamplerState
-from sampler.tasks import task_seed
 
 
 class Answers:

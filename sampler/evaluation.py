@@ -16,8 +16,8 @@ from sampler.evaluation_metrics import Response, summarize_groups
 from sampler.files.episode_files import EpisodeFiles, episode_line
 from sampler.prompts.prompt_set import PromptSet, column_value
 from sampler.records import DispatchedTask, EvaluationCounts
+from sampler.seeds import task_seed
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
-from sampler.tasks import task_seed
 
 SLICE = 8192  # tasks sent by one commit
 SLICES_IN_FLIGHT = 4

@@ -15,21 +15,23 @@ from common.errors import UserError
 from common.held_folder import HeldFolder
 from common.messages import InvalidMessage, SampleHeader, Step, Task
 from common.streams import scoring
-from common.streams.batches import StepReader
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import LearnerWatch, Presence
+from common.streams.steps import StepReader
 from sampler.answers import Answers
 from sampler.evaluation import Evaluations
 from sampler.files.answer_file import Request
 from sampler.files.episode_files import Rollouts
 from sampler.files.snapshots import Snapshots
+from sampler.lost_tasks import LostTasks
+from sampler.memory_watch import MemoryWatch
 from sampler.metrics import SamplerMetrics, Visit
 from sampler.process_metrics import SamplerTimeline
 from sampler.prompts.prompt_set import RunData
 from sampler.records import DispatchedTask, OpenSample
 from sampler.results import EqualRewards, FailureLimit, SetAsideKinds, checked, refused
+from sampler.seeds import task_seed
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
-from sampler.tasks import LostTasks, MemoryWatch, task_seed
 from sampler.values.mixture import Mixture
 from sampler.values.scores import apply_initial_values
 from sampler.values.traits import prompt_traits

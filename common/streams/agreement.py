@@ -19,8 +19,8 @@ from common.files import checkpoint_versions
 from common.model import cached_folder, model_digests
 from common.process import Role
 from common.release import release
-from common.streams.batches import latest
 from common.streams.broker import Broker
+from common.streams.steps import latest
 
 POLL = 0.1
 SETTLING = 2  # heartbeats after a run's start or a change during which no other process changes the configuration

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -16,13 +15,12 @@ from common.payload import Payload
 from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.lease import Replaced, is_dead_neighbour, owner_name
+from common.streams.steps import STEPS_KEPT
 
 GROUP = "learner"
 # A run has one learner, so its name is fixed, and after a restart it finds its own unreleased batches.
 CONSUMER = "learner"
-STEPS_KEPT = 10_000
 BEHIND = -2  # what learner.lua returns in place of a count
-READ_BACK = 16  # newest steps that are tried until one can be read
 
 
 class RunLost(UserError):
@@ -159,31 +157,3 @@ class BatchInbox:
         except InvalidMessage as error:
             dead.bury(self._broker, "batches", GROUP, entry_id, dead.letter("batches", str(error), fields, CONSUMER))
             return None
-
-
-class StepReader:
-    """Reads announcements in order; `last` is the entry id to go on from after a restart."""
-
-    def __init__(self, broker: Broker, after: str = "0") -> None:
-        self._broker = broker
-        self.last = after
-
-    def read(self, count: int = 100, block_ms: int = 0) -> list[Step]:
-        """New steps; waits up to `block_ms` for one (0: does not wait). Unreadable ones are skipped."""
-        reply = self._broker.redis.xread({self._broker.key("steps"): self.last}, count=count, block=block_ms or None)
-        steps = []
-        for entry_id, fields in reply[0][1] if reply else []:
-            self.last = entry_id.decode()
-            try:
-                steps.append(Step.unpack(fields.get(b"step", b"")))
-            except InvalidMessage:
-                continue
-        return steps
-
-
-def latest(broker: Broker) -> Step | None:
-    """The newest announcement that can be read, if there is one."""
-    for _, fields in broker.redis.xrevrange(broker.key("steps"), count=READ_BACK):
-        with contextlib.suppress(InvalidMessage):
-            return Step.unpack(fields.get(b"step", b""))
-    return None

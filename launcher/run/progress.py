@@ -16,8 +16,8 @@ from common.config import Config
 from common.masking import METRIC, MOST, advice, recent_warning
 from common.messages import Step
 from common.streams import scoring
-from common.streams.batches import StepReader
 from common.streams.broker import Broker, Memory
+from common.streams.steps import StepReader
 from launcher.folder.metrics import Metrics
 from launcher.folder.time_budget import Bottleneck, Pace, bottleneck
 from launcher.layout.gpus import Gpu

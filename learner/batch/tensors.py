@@ -11,11 +11,11 @@ import torch
 from common.config import LearnerConfig
 from common.messages import Batch, InvalidMessage
 from common.payload import Payload
+from learner.batch.layout import Layout
 from learner.batch.outcome import Advantage, Outcome, judged_fields, of_rows, outcomes_of, token_advantages
 from learner.batch.plan import Place, plan_micro_batches
 from learner.batch.prefixes import pack_rows
 from learner.batch.teacher import TeacherScores, check_scores, scores_of_rows
-from learner.correction import Layout
 from learner.policy.attention import PackedSequences, pack_sequences
 from learner.policy.routers import ExpertShape
 from learner.ranks.world import World

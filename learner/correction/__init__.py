@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 import torch
 
 from common.config import CorrectionConfig
+from learner.batch.layout import Layout, padded
 from learner.correction.engine import TokenCorrection, correct_tokens
-from learner.correction.layout import Layout, padded
 from learner.stats import Stats
 
 __all__ = [
     "BATCH_NORM_FACTOR",
     "Correction",
     "CorrectionConfig",
-    "Layout",
     "TokenCorrection",
     "correct",
     "correct_tokens",

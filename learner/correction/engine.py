@@ -13,7 +13,7 @@ import torch
 
 from common.config import CorrectionConfig
 from common.config.stages import LOG_RATIO_BOUND, Mask, SecondMoment, Weight
-from learner.correction.layout import Layout
+from learner.batch.layout import Layout
 from learner.correction.second_moment import columns, second_moment_mask
 from learner.correction.statistics import (
     PREFIX,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from learner.correction.layout import Layout
+from learner.batch.layout import Layout
 from learner.ranks.world import World
 
 # Keys below this are exact as floating-point numbers.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from learner.correction.layout import Layout
+from learner.batch.layout import Layout
 from learner.correction.ranking import largest, token_keys
 
 

@@ -11,7 +11,7 @@ import torch
 
 from common.config import CorrectionConfig
 from common.config.stages import LOG_RATIO_BOUND, Mask, Weight
-from learner.correction.layout import Layout
+from learner.batch.layout import Layout
 from learner.stats import Stats
 
 PREFIX = "rollout_corr/"

@@ -9,7 +9,7 @@ import torch
 
 from common.config import AlgorithmConfig
 from common.config.algorithm import Aggregation
-from learner.correction import Layout
+from learner.batch.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

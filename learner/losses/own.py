@@ -13,7 +13,7 @@ from common.config.algorithm import loss_options
 from common.config.losses import GROUP
 from common.errors import UserError
 from common.plugins import check_options, load_object
-from learner.correction import Layout
+from learner.batch.layout import Layout
 from learner.losses.policy_loss import LOSSES
 from learner.losses.tokens import PolicyTokens, TokenLoss, TokenLosses
 

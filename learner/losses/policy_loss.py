@@ -7,7 +7,8 @@ import torch
 from common.config import AlgorithmConfig
 from common.config.algorithm import loss_options, weighs
 from common.config.losses import spec_of
-from learner.correction import Correction, Layout
+from learner.batch.layout import Layout
+from learner.correction import Correction
 from learner.losses import by_row, by_token, covariance
 from learner.losses.aggregation import Denominators, aggregate_tokens, row_lengths
 from learner.losses.tokens import PolicyTokens, TokenLoss

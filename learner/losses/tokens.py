@@ -9,7 +9,7 @@ import torch
 
 from common.config import AlgorithmConfig
 from common.config.stages import LOG_RATIO_BOUND
-from learner.correction import Layout
+from learner.batch.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ import numpy as np
 from common.config import Config
 from common.errors import UserError
 from common.files import sync_folder, tracker_path
-from common.streams.batches import RedisBehind, latest
+from common.streams.batches import RedisBehind
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import learner_version
+from common.streams.steps import latest
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
 

@@ -9,8 +9,8 @@ import json
 
 import pytest
 
-from common.streams.batches import latest
 from common.streams.broker import Broker
+from common.streams.steps import latest
 from tests.support.compose import CONFIG, Containers, sh
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]

@@ -12,8 +12,8 @@ import torch
 
 from common.config import BrokerConfig, load_config
 from common.files import tracker_is_whole, tracker_path
-from common.streams.batches import StepReader, latest
 from common.streams.broker import Broker, connect
+from common.streams.steps import StepReader, latest
 from tests.conftest import RedisServer
 from tests.support.whole_run import cache_of_quickstart, importing, options, settled_counters, spo, started
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from common.streams.batches import latest
 from common.streams.broker import Broker
+from common.streams.steps import latest
 from tests.support.namespaces import HUB, PASSWORD, PORT, BridgeRedis, Machines, NoNamespaces, wait
 from tests.support.whole_run import settled_counters, write_run
 

@@ -13,8 +13,8 @@ import pytest
 
 from common.config import BrokerConfig
 from common.messages import Batch
-from common.streams.batches import latest
 from common.streams.broker import Broker, connect
+from common.streams.steps import latest
 from launcher.folder.metrics import read_metrics
 from launcher.page.episode import trained_view, training_lines
 from launcher.trace import read_timelines

@@ -44,7 +44,7 @@ def test_a_redis_that_may_drop_samples_is_refused_at_any_time(
     sampler, generator, learner = started(broker, tmp_path)
     reach(sampler, generator, learner, 1)
     broker.redis.config_set("maxmemory-policy", policy)
-    monkeypatch.setattr("sampler.tasks.MEMORY_INTERVAL", 0.0)
+    monkeypatch.setattr("sampler.memory_watch.INTERVAL", 0.0)
     try:
         for use in (lambda: agree(broker, sampler.config), broker.memory_is_short, sampler.round):
             with pytest.raises(UserError, match=f"maxmemory-policy {policy}: .*CONFIG SET maxmemory-policy noeviction"):

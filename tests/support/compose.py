@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config import BrokerConfig
-from common.streams.batches import StepReader
 from common.streams.broker import Broker, connect
+from common.streams.steps import StepReader
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("redis", "sampler", "generator", "learner", "sandbox")

@@ -16,10 +16,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config import Config, parse_config
 from common.payload import Payload
+from learner.batch.layout import Layout
 from learner.batch.outcome import Advantage, Outcome
 from learner.batch.plan import plan_micro_batches
 from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
-from learner.correction import Layout
 from learner.policy.attention import pack_sequences
 from tests.support.ranks import on_ranks
 

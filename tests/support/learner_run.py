@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from common.messages import Batch, Step
 from common.payload import encode_payload
-from common.streams.batches import StepReader
 from common.streams.broker import Broker
+from common.streams.steps import StepReader
 from tests.support.forked import Forked, forked_module
 from tests.support.learner import learner_config, make_samples
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from common.streams.batches import StepReader
 from common.streams.broker import Broker
+from common.streams.steps import StepReader
 
 STREAMS = ("tasks", "samples", "batches", "dead")
 SPO = (sys.executable, "-m", "launcher.cli")

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from common.messages import Batch, Step
-from common.streams.batches import BatchInbox, RedisBehind, RunLost, latest
+from common.streams.batches import BatchInbox, RedisBehind, RunLost
 from common.streams.broker import Broker
 from common.streams.inbox import Delivery
 from common.streams.lease import LeaseLost, Replaced
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
+from common.streams.steps import latest
 from common.streams.tasks import GROUP, TaskInbox
 from tests.support.streams import (
     Crew,

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.correction import Correction, CorrectionConfig, Layout, correct, correct_tokens, weight_divisor
+from learner.batch.layout import Layout
+from learner.correction import Correction, CorrectionConfig, correct, correct_tokens, weight_divisor
 from learner.correction.statistics import age_buckets
 from learner.stats import Stats
 from tests.support.correction import CONFIGS, Batch, batches, plain_correction

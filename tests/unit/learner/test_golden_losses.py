@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from common.config import AlgorithmConfig, CorrectionConfig
-from learner.correction import Correction, Layout, correct
+from learner.batch.layout import Layout
+from learner.correction import Correction, correct
 from learner.correction.ranking import largest, token_keys
 from learner.losses import policy_loss
 from tests.support.golden import LOSSES_FILE

@@ -20,8 +20,9 @@ from common.errors import UserError
 from common.held_folder import HeldFolder
 from common.log import Timeline
 from common.messages import Batch, Step
-from common.streams.batches import BatchInbox, StepReader
+from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
+from common.streams.steps import StepReader
 from common.weights.server import SentStats
 from common.weights.wire import ScoredPrompt
 from learner import loop

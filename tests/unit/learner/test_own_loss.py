@@ -14,7 +14,7 @@ import yaml
 from common.config import AlgorithmConfig
 from common.config.losses import LOSS_NAMES
 from common.errors import UserError
-from learner.correction import Layout
+from learner.batch.layout import Layout
 from learner.losses import LOSSES, PolicyTokens, load_loss
 from tests.support.documented import blocks, modules
 from tests.support.plugin_package import announce

@@ -13,7 +13,7 @@ from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.inbox import Finished
 from common.streams.tasks import TaskInbox
-from sampler import tasks
+from sampler import lost_tasks
 from tests.support.sampler import NoopGenerator, NoopLearner, TaughtGenerator, make_config
 from tests.support.sampler_driving import audited, drive, start, started
 from tests.support.streams import payload
@@ -21,8 +21,8 @@ from tests.support.streams import payload
 
 @pytest.fixture(autouse=True)
 def _check_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "EVERY", 0.0)
-    monkeypatch.setattr(tasks, "SLICE", 3)
+    monkeypatch.setattr(lost_tasks, "EVERY", 0.0)
+    monkeypatch.setattr(lost_tasks, "SLICE", 3)
 
 
 def test_a_run_ends_although_tasks_vanish_from_redis(broker: Broker, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_streams_are_searched_in_the_order_in_which_tasks_pass_them() -> None:
         searched.append(stream)
         return "", []
 
-    search = tasks.LostTasks(SimpleNamespace(task_ids=task_ids), ["scoring:maths"])  # type: ignore[arg-type]
+    search = lost_tasks.LostTasks(SimpleNamespace(task_ids=task_ids), ["scoring:maths"])  # type: ignore[arg-type]
     for _ in range(4):
         search.search({"t0"}, "e0")
     assert searched == ["tasks", "tasks:e0", "scoring:maths", "samples"]

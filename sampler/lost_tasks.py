@@ -1,21 +1,14 @@
-"""Tasks: their seeds, the search for tasks that Redis has lost, and the watch over Redis's memory."""
+"""The search for tasks that Redis has lost."""
 
 from __future__ import annotations
 
-import math
 import time
-import zlib
 from collections.abc import Collection, Sequence
-from typing import Any
 
-from common.config import RunConfig
-from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 
 EVERY = 30.0  # seconds between the end of a search and the next one
 SLICE = 512  # entries read in a round
-MEMORY_INTERVAL = 0.1  # seconds between two looks at how full Redis is
-MEMORY_LOG_INTERVAL = 30.0
 
 
 class LostTasks:
@@ -64,34 +57,3 @@ class LostTasks:
             self._due = time.monotonic() + EVERY
             self.ids = sorted(self._unseen.intersection(in_flight, self._missed))
             self._missed = self._unseen
-
-
-class MemoryWatch:
-    """Watches whether Redis is so full that nothing may be sent before the learner has freed memory."""
-
-    def __init__(self, broker: Broker, log: Any) -> None:
-        self.was_short = False  # at the last look
-        self._broker, self._log = broker, log
-        self._read_at = self._logged_at = -math.inf
-
-    def is_short(self) -> bool:
-        now = time.monotonic()
-        if now - self._read_at < MEMORY_INTERVAL:
-            return self.was_short
-        self._read_at, before, self.was_short = now, self.was_short, self._broker.memory_is_short()
-        if self.was_short and now - self._logged_at > MEMORY_LOG_INTERVAL:
-            self._logged_at = now
-            memory = self._broker.memory()
-            self._log.warning(
-                "redis is nearly full, no task is sent until the learner has saved and freed memory; if that does not "
-                "help, raise maxmemory",
-                used=f"{memory.share:.0%} of {memory.limit / 2**20:,.0f} MiB",
-            )
-        if before and not self.was_short:
-            self._log.info("redis has memory again")
-        return self.was_short
-
-
-def task_seed(run: RunConfig, name: str) -> int | None:
-    """A task's seed, by its name; None unless the run is deterministic, since vLLM samples more slowly with seeds."""
-    return zlib.crc32(f"{run.seed} {name}".encode()) if run.deterministic else None
