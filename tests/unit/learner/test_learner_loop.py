@@ -7,7 +7,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,6 @@ from common.weights.server import SentStats
 from common.weights.wire import ScoredPrompt
 from learner import loop
 from learner.batch.left_out import LeftOut
-from learner.batch.tensors import Packer
 from learner.loop import Learner
 from learner.publish.publisher import Publisher, RankCopies
 from learner.publish.weight_copy import WeightCopy, copy_weights
@@ -50,9 +48,11 @@ class Counting:
         self.weight = torch.zeros(8)
         self.began = [threading.Event() for _ in range(4)]
         self.before_update: Any = None
-        self.packer = partial(Packer, vocabulary=1)
         self.not_finite = 0
         self.left_out = 0.0
+
+    def packer(self) -> Any:
+        return SimpleNamespace(own_share=lambda *_: SimpleNamespace(reason=""))
 
     def train(self, rollouts: Any, phases: Phases, record: Any) -> dict[str, float]:
         self.began[int(self.weight[0])].set()
@@ -94,7 +94,6 @@ class Server:
 def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Learner:
     """Version 0, nothing announced."""
     monkeypatch.setattr(loop, "scored_prompt", lambda trainer: PROMPT)
-    monkeypatch.setattr(loop, "own_share", lambda *_: SimpleNamespace(reason=""))
     made, world = object.__new__(Learner), World(0, 1, torch.device("cpu"))
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker).acquire(), None
     made.world, made.trainer = world, Counting()
@@ -107,7 +106,7 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     made.masked, made.masked_advice = [], "masked by preset icepop"
     run = SimpleNamespace(steps=100, folder=None)
     ours = SimpleNamespace(checkpoint_every=100, lr=1e6)
-    made.config = SimpleNamespace(learner=ours, run=run, algorithm=SimpleNamespace(together=1))
+    made.config = SimpleNamespace(learner=ours, run=run)
     made.checkpoints, made.saved, made.most_weight = SimpleNamespace(begun=None), 0, 1e5
     made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), world)
     return made
