@@ -52,9 +52,9 @@ class AgentConfig(Section):
     )
     train: Literal["connected", "quoting", "all"] = Field(
         "connected",
-        description="Conversations to train on: the longest, and those `connected` with it by what the model said, or "
-        "by a message or the task in both under the same system messages (or none, and the same tools); with `quoting` "
-        "under any, as a request for a title has it; or `all`.",
+        description="Conversations to train on. `connected`: the longest, and those connected with it: what the model "
+        "said in one was sent in the other, or both have a message or the task in common, and the same instructions. "
+        "`quoting`: the instructions may differ, as those of a request for a title do. `all`: every conversation.",
     )
     ignore: list[Ignorable] = Field(
         [],

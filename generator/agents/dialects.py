@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from functools import cache
 from itertools import chain
@@ -82,7 +83,7 @@ class Parsed(NamedTuple):
     tools: list[Any] | None
 
 
-class Dialect:
+class Dialect(ABC):
     """One of vLLM's protocols: reads bodies as chat requests and replies as chat messages."""
 
     path: str
@@ -149,24 +150,24 @@ class Dialect:
             return None
         return messages[0] if messages else None
 
+    @abstractmethod
     def _handler(self) -> Any:
         """vLLM's handler of this path."""
-        raise NotImplementedError
 
-    def _parse(self, body: dict[str, Any]) -> Parsed:
-        raise NotImplementedError
+    @abstractmethod
+    def _parse(self, body: dict[str, Any]) -> Parsed: ...
 
     def _unheeded(self, body: dict[str, Any]) -> Iterator[str]:
         """What a body asks for that vLLM leaves out without a word."""
         return iter(())
 
+    @abstractmethod
     def _joined(self, events: list[Any]) -> Any:
         """The body of a reply that came as these events."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _sent_back(self, reply: Any) -> list[Any]:
         """A reply's body as vLLM's chat messages of the next request."""
-        raise NotImplementedError
 
     def _conversation(self, messages: list[Any]) -> list[Message]:
         from vllm.renderers.chat_utils import parse_chat_messages

@@ -233,7 +233,7 @@ class Tree:
 
     def _size(self, nodes: Sequence[Node], texts: _Texts) -> tuple[int, bool, int]:
         """Requests of a conversation, whether one of its messages is the task and nothing else, and tokens."""
-        return len(nodes), _bare(self.task) in map(_bare, texts.sent), max(node.length for node in nodes)
+        return len(nodes), self.task.strip() in texts.sent, max(node.length for node in nodes)
 
     def _is_quoted(self, texts: Iterable[str]) -> bool:
         """Whether the task stands in one of the texts, with whatever space, or as JSON has it."""
