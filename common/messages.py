@@ -7,6 +7,7 @@ overflows.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import msgpack
@@ -34,8 +35,62 @@ Numbers = Annotated[list[FiniteFloat], Field(fail_fast=True)]
 Rewards = Annotated[list[Reward], Field(fail_fast=True)]
 
 
+class Ending(StrEnum):
+    """How an episode ended."""
+
+    STOP = "stop"  # the model ended its turn, called no tool, and no user answers; or the agent ended by itself
+    USER = "user"  # the simulated user ended the conversation
+    LENGTH = "length"  # no more tokens are allowed, or the next turn does not fit
+    MAX_ASSISTANT_TURNS = "max_assistant_turns"  # another turn would follow, and no more are allowed
+    MAX_USER_TURNS = "max_user_turns"  # another turn of tools or of the user would follow, and no more are allowed
+    MAX_SECONDS = "max_seconds"  # `episode.max_seconds` have passed
+    AGENT_FAILED = "agent_failed"  # the agent failed, and `episode.agent.failure` is a reward
+    OTHER = "other"  # it has not ended, or a record has a word that is not in this list
+
+    @classmethod
+    def _missing_(cls, value: object) -> Ending:
+        return cls.OTHER
+
+
+class Failure(StrEnum):
+    """Why a task was skipped. Each kind has a counter, `set_aside.KIND`; the reason beside it is text for people."""
+
+    PROMPT_TOO_LONG = "PromptTooLong"
+    PROMPT_NOT_SEEN = "PromptNotSeen"
+    UNKNOWN_SOURCE = "UnknownSource"
+    ENGINE_FAILED = "EngineFailed"
+    TOOL_UNAVAILABLE = "ToolUnavailable"
+    SANDBOX_UNAVAILABLE = "SandboxUnavailable"
+    BAD_USER_TURN = "BadUserTurn"
+    CHAT_UNAVAILABLE = "ChatUnavailable"
+    AGENT_FAILED = "AgentFailed"
+    ENDPOINT_FAILED = "EndpointFailed"
+    ENVIRONMENT_FAILED = "EnvironmentFailed"
+    REWARD_FAILED = "RewardFailed"
+    OUT_OF_RANGE = "OutOfRange"
+    WORKER_DIED = "WorkerDied"
+    NO_VERDICT = "NoVerdict"
+    TEACHER_FAILED = "TeacherFailed"
+    TIMED_OUT = "TimeoutError"
+    CANCELLED = "Cancelled"
+    GENERATORS_LOST = "GeneratorsLost"
+    INVALID_MESSAGE = "InvalidMessage"
+    INVALID_RESULT = "InvalidResult"
+    OTHER = "other"
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The kind of failure that an error's class names; `OTHER` for errors of libraries and of a user's code."""
+    failure = getattr(error, "failure", None)
+    if isinstance(failure, Failure):
+        return failure
+    return Failure.TIMED_OUT if isinstance(error, TimeoutError) else Failure.OTHER
+
+
 class InvalidMessage(Exception):
     """Bytes that are not a message of the expected type; the text says why."""
+
+    failure = Failure.INVALID_MESSAGE
 
 
 def first_problem(error: ValidationError) -> str:
@@ -94,7 +149,10 @@ class SampleHeader(Message):
     prompt_id: str
     kind: Kind = "train"
     status: Literal["ok", "set_aside"] = "ok"
-    reason: str = Field("", description="Why the episode ended (ok), or why the task was skipped.")
+    reason: str = Field("", description="Why the episode ended (ok: an `Ending`), or why the task was skipped (text).")
+    failure: Annotated[Failure, Field(strict=False)] | None = Field(
+        None, description="Kind of that reason; None where none was skipped, and from generators that sent no kind."
+    )
     reward: Reward = 0.0
     answer: str = Field("", description="The final answer that the reward compared; only of evaluations.")
     reward_parts: dict[str, Reward] = Field(
@@ -136,6 +194,11 @@ class SampleHeader(Message):
     record: bytes | None = Field(
         None, max_length=MAX_RECORD, description="The episode as text (`common.payload`), if it is kept."
     )
+
+    @classmethod
+    def skipped(cls, task_id: str, failure: Failure, reason: str, *, prompt_id: str = "", **fields: Any) -> Self:
+        """The header of a task that has no answer to count."""
+        return cls(task_id=task_id, prompt_id=prompt_id, status="set_aside", failure=failure, reason=reason, **fields)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

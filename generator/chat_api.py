@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import httpx
 
 from common.errors import UserError, one_line
+from common.messages import Failure
 from common.network import (
     Retries,
     RetriesExhausted,
@@ -35,6 +36,8 @@ class ChatUnavailable(Exception):
 
     `status` is that of a refusal; 0: there was none.
     """
+
+    failure = Failure.CHAT_UNAVAILABLE
 
     def __init__(self, reason: str, status: int = 0) -> None:
         super().__init__(reason)

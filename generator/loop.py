@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.config import Config
+from common.messages import Failure
 from common.payload import Payload
 from common.process import in_thread
 from common.streams import scoring
@@ -16,7 +17,9 @@ from common.streams.presence import LearnerWatch
 from generator.chat.prompts import UnusablePrompt
 from generator.concurrency import STALL_SECONDS
 from generator.episode.self_teacher import CannotTell
-from generator.rewards.failures import Failure, RewardFailures
+from generator.rewards.failures import RewardFailures
+from generator.rewards.pool import RewardFailed
+from generator.rewards.scorer import OutOfRange
 from generator.services import Services
 from generator.slots import Cache, Slots
 from generator.task_runner import Attempt, TaskRunner
@@ -112,10 +115,10 @@ class Generator(Worker[LeasedTask]):
                 with self.metrics.timeline.span(task.kind, lane="episodes", task=task.task_id):
                     header, payload = await attempt.run(lease.previous)
         except UnusablePrompt as error:
-            return self.inbox.set_aside(delivery, f"{type(error).__name__}: {error}", retire=True)
+            return self.inbox.set_aside(delivery, error.failure, f"{type(error).__name__}: {error}", retire=True)
         except CannotTell as error:
-            return await self.give_up(lease, str(error))
-        except Failure as error:
+            return await self.give_up(lease, error.failure, str(error))
+        except (RewardFailed, OutOfRange) as error:
             self.rewards.failed(error, delivery.attempt)
             raise
         self.rewards.scored()
@@ -125,16 +128,16 @@ class Generator(Worker[LeasedTask]):
         teacher = self.teachers[attempt.source.key]
         return Finished(delivery.entry_id, header, payload, keep=self.rescores, teacher=teacher)
 
-    async def failed(self, lease: LeasedTask, reason: str) -> None:
+    async def failed(self, lease: LeasedTask, failure: Failure, reason: str) -> None:
         """As `Worker` has it; no step of the episode is under way any more."""
         if lease.attempt:
             lease.attempt.episode.step = None
-        await super().failed(lease, reason)
+        await super().failed(lease, failure, reason)
 
-    async def give_up(self, lease: LeasedTask, reason: str) -> Finished:
+    async def give_up(self, lease: LeasedTask, failure: Failure, reason: str) -> Finished:
         """Set a task aside, with what there is of its episode."""
         progress = await lease.attempt.progress() if lease.attempt else {}
-        return self.inbox.set_aside(lease.delivery, reason, **progress)
+        return self.inbox.set_aside(lease.delivery, failure, reason, **progress)
 
     async def beaten(self, pulse: Pulse) -> None:
         """Say that the weights which answer an evaluation are kept."""

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from common.config import Config
 from common.errors import UserError
 from common.held_folder import HeldFolder
+from common.messages import Failure, failure_of
 from common.process import in_thread
 from common.streams.broker import Broker
 from common.streams.inbox import Delivery, Finished, Inbox, Pulse
@@ -93,7 +94,7 @@ class Worker(ABC, Generic[L]):
         """Produce the result of one task; an exception is a failed attempt."""
 
     @abstractmethod
-    async def give_up(self, lease: L, reason: str) -> Finished:
+    async def give_up(self, lease: L, failure: Failure, reason: str) -> Finished:
         """The result of a task that was tried for the last time."""
 
     @abstractmethod
@@ -183,7 +184,8 @@ class Worker(ABC, Generic[L]):
         try:
             if tried >= self.config.generator.max_attempts:
                 who = self._inbox.stage.group
-                result = await self.give_up(lease, f"given up after {tried} attempts: the {who} died or hung")
+                reason = f"given up after {tried} attempts: the {who} died or hung"
+                result = await self.give_up(lease, Failure.GENERATORS_LOST, reason)
             else:
                 result = await self.do(lease)
         except EngineDied:
@@ -191,21 +193,21 @@ class Worker(ABC, Generic[L]):
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            await self.failed(lease, "it was cancelled from within")
+            await self.failed(lease, Failure.CANCELLED, "it was cancelled from within")
             return
         except BaseException as error:  # a Rust extension's panic is no Exception
-            await self.failed(lease, f"{type(error).__name__}: {error}")
+            await self.failed(lease, failure_of(error), f"{type(error).__name__}: {error}")
             return
         self.results.put_nowait((lease, result))
 
-    async def failed(self, lease: L, reason: str) -> None:
+    async def failed(self, lease: L, failure: Failure, reason: str) -> None:
         """Requeue a task after a pause, during which its slot is free, or skip it after its last attempt."""
         config, delivery, attempt = self.config.generator, lease.delivery, lease.delivery.attempt
         self._metrics.failed += 1
         warn = self.log.info if self.was_named(reason) else self.log.warning
         warn(self.failure, task=delivery.task.task_id, attempt=attempt, error=reason)
         if attempt >= config.max_attempts:
-            self.results.put_nowait((lease, await self.give_up(lease, reason)))
+            self.results.put_nowait((lease, await self.give_up(lease, failure, reason)))
             return
         lease.delivery = dataclasses.replace(delivery, attempt=attempt + 1)
         self._free_slot(lease)
@@ -258,12 +260,14 @@ class Worker(ABC, Generic[L]):
                 error = asyncio.CancelledError() if job.cancelled() else job.exception()
                 if error is None:
                     continue
+                failure = Failure.CANCELLED if job.cancelled() else failure_of(error)
                 reason = f"its job ended without a result: {error!r}"
             elif reason := self.overdue(lease):
+                failure = Failure.TIMED_OUT
                 job.cancel()
             else:
                 continue
-            self._start_job(lease, self.failed(lease, reason))
+            self._start_job(lease, self.failed(lease, failure, reason))
 
     async def _hand_back(self) -> None:
         """Send what is finished, requeue the rest, and close what the tasks have used."""

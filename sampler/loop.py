@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from common.config import Config
 from common.errors import UserError
 from common.held_folder import HeldFolder
-from common.messages import InvalidMessage, SampleHeader, Step, Task
+from common.messages import Failure, InvalidMessage, SampleHeader, Step, Task
 from common.streams import scoring
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import LearnerWatch, Presence
@@ -29,7 +29,7 @@ from sampler.metrics import SamplerMetrics, Visit
 from sampler.process_metrics import SamplerTimeline
 from sampler.prompts.prompt_set import RunData
 from sampler.records import DispatchedTask, OpenSample
-from sampler.results import EqualRewards, FailureLimit, SetAsideKinds, checked, refused
+from sampler.results import EqualRewards, FailureLimit, checked, refused
 from sampler.seeds import task_seed
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from sampler.values.mixture import Mixture
@@ -76,7 +76,6 @@ class Sampler:
         self.learner = LearnerWatch(ledger.broker, log)
         self.metrics = SamplerMetrics(config, self.state, log)
         self.timeline = SamplerTimeline(config.run.folder)
-        self.set_aside_kinds = SetAsideKinds()
         self.serial = config.run.deterministic
         self.folder = HeldFolder(config.run.folder)
         self.stop = threading.Event()
@@ -304,7 +303,7 @@ class Sampler:
         state.discard_payload(header.task_id)  # the tokens, if it is a result that cannot be counted
         self.log.warning("task skipped", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
         state.count("set_aside")
-        state.count(f"set_aside.{self.set_aside_kinds.kind(header.reason)}")
+        state.count(f"set_aside.{header.failure or Failure.OTHER}")
         if header.retire and i is not None and not state.tracker.retired[i]:
             state.retire(i)
             state.count("retired")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -11,21 +10,14 @@ from typing import Any
 from common.answers import in_range
 from common.config import Config, SamplerConfig
 from common.errors import UserError, one_line
-from common.messages import InvalidMessage, SampleHeader
+from common.messages import Failure, InvalidMessage, SampleHeader
 from common.payload import open_record
 from sampler.records import DispatchedTask
 
 MIN_LIMIT = 64  # tasks
-OTHER = "other"
 EQUAL_BATCHES = 5  # in a row, before a warning
 EXAMPLES = 3  # answers that it shows
 SHOWN = 60  # characters of each
-MAX_KINDS = 16  # kinds of reasons for which tasks are skipped
-PREFIXES = {
-    "given up after": "GeneratorsLost",
-    "its result cannot be counted": "InvalidResult",
-    "it was cancelled": "Cancelled",
-}
 
 
 def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> SampleHeader:
@@ -64,12 +56,12 @@ def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> Sampl
 
 def refused(header: SampleHeader, task: DispatchedTask, reason: str) -> SampleHeader:
     """The header that is counted in place of one that cannot be: its task is skipped."""
-    return SampleHeader(
-        task_id=header.task_id,
+    return SampleHeader.skipped(
+        header.task_id,
+        Failure.INVALID_RESULT,
+        f"its result cannot be counted: {reason}"[:2000],
         prompt_id=task.prompt_id,
         kind=header.kind,
-        status="set_aside",
-        reason=f"its result cannot be counted: {reason}"[:2000],
         record=header.record,
         generator=header.generator,
     )
@@ -136,19 +128,3 @@ def _shown(record: bytes) -> str:
         return ""
     output, expected = (repr(one_line(str(episode.get(name))))[:SHOWN] for name in ("output", "gts"))
     return f"{output} (expected {expected})"
-
-
-class SetAsideKinds:
-    """Names the kinds of reasons for which tasks are skipped; no more than `MAX_KINDS`, as each has a counter."""
-
-    def __init__(self) -> None:
-        self._kinds: set[str] = set()
-
-    def kind(self, reason: str) -> str:
-        """The name of the exception that a reason begins with, or another short word."""
-        match = re.match(r"([A-Za-z_]\w{0,40}):", reason, re.ASCII)
-        kind = match[1] if match else next((PREFIXES[words] for words in PREFIXES if reason.startswith(words)), OTHER)
-        if len(self._kinds) >= MAX_KINDS and kind not in self._kinds:
-            return OTHER
-        self._kinds.add(kind)
-        return kind

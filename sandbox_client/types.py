@@ -10,9 +10,13 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from common.messages import Failure
+
 
 class SandboxUnavailable(Exception):
     """The sandbox gave no result. This says nothing about the program: the task is tried again, never scored."""
+
+    failure = Failure.SANDBOX_UNAVAILABLE
 
 
 class RequestRefused(SandboxUnavailable):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from common.messages import InvalidMessage, SampleHeader, Task
+from common.messages import Failure, InvalidMessage, SampleHeader, Task
 from common.payload import Payload, encode_payload
 from common.streams import dead
 from common.streams.broker import Broker
@@ -299,7 +299,7 @@ class Inbox(Generic[Work]):
         if not task_id:
             dead.bury(self._broker, entry_id.stream, self.stage.group, entry_id.id, note)
             return
-        header = SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=reason, generator=self.name)
+        header = SampleHeader.skipped(task_id, Failure.INVALID_MESSAGE, reason, generator=self.name)
         self.finish([Finished(entry_id, header, dead_letter=note)])
 
 

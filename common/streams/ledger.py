@@ -254,7 +254,7 @@ class SamplerLedger:
                 return None
             dead.keep(self.broker, note)
             # Its task is still waited for: count it as skipped.
-            return entry_id, SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=str(error))
+            return entry_id, SampleHeader.skipped(task_id, error.failure, str(error))
 
 
 def _flat(pairs: dict[Any, Any]) -> list[Any]:

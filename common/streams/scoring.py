@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.config import Config, TeacherConfig
-from common.messages import SampleHeader
+from common.messages import Failure, SampleHeader
 from common.payload import Payload
 from common.streams.broker import Broker
 from common.streams.inbox import Delivery, Finished, Inbox, Stage, readable
@@ -47,8 +47,8 @@ class ScoringInbox(Inbox[SampleHeader]):
         """Tokens of the episodes; None where they are missing or invalid."""
         return self._broker.payloads("payload", [delivery.task.task_id for delivery in deliveries])
 
-    def set_aside(self, delivery: Delivery[SampleHeader], reason: str) -> Finished:
+    def set_aside(self, delivery: Delivery[SampleHeader], failure: Failure, reason: str) -> Finished:
         """The result of an episode that cannot be scored: its reward counts nothing, and it becomes a dead letter."""
         reason = readable(reason)
-        header = delivery.task.model_copy(update={"status": "set_aside", "reason": reason})
+        header = delivery.task.model_copy(update={"status": "set_aside", "failure": failure, "reason": reason})
         return Finished(delivery.entry_id, header, dead_letter=self._letter(delivery, reason))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from common.messages import SampleHeader, Task
+from common.messages import Failure, SampleHeader, Task
 from common.payload import Payload
 from common.streams.broker import Broker
 from common.streams.inbox import Delivery, Finished, Inbox, Stage, pairs, readable
@@ -44,22 +44,16 @@ class TaskInbox(Inbox[Task]):
             deliveries += self._read(stream, [(entry_id, pairs(fields)) for entry_id, fields in entries])
         return Lease(evaluation, deliveries)
 
-    def set_aside(self, delivery: Delivery[Task], reason: str, *, retire: bool = False, **fields: Any) -> Finished:
+    def set_aside(
+        self, delivery: Delivery[Task], failure: Failure, reason: str, *, retire: bool = False, **fields: Any
+    ) -> Finished:
         """The result of a task that cannot be answered: it has no reward, and the task is kept as a dead letter.
 
         `retire`: the prompt can never be answered. `fields`: header fields that say how far the episode came.
         """
         task, reason = delivery.task, readable(reason)
-        header = SampleHeader(
-            task_id=task.task_id,
-            prompt_id=task.prompt_id,
-            kind=task.kind,
-            status="set_aside",
-            reason=reason,
-            retire=retire,
-            generator=self.name,
-            **fields,
-        )
+        fields |= {"prompt_id": task.prompt_id, "kind": task.kind, "retire": retire, "generator": self.name}
+        header = SampleHeader.skipped(task.task_id, failure, reason, **fields)
         return Finished(delivery.entry_id, header, dead_letter=self._letter(delivery, reason))
 
     def previous(self, prompt_ids: Sequence[str]) -> list[Payload | None]:

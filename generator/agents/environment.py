@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from common.config import Config
 from common.errors import UserError
-from common.messages import MAX_PARTS, first_problem
+from common.messages import MAX_PARTS, Failure, first_problem
 from common.network import excerpt, host_of, is_this_machine
 from common.unpack import MAX_BYTES, Unreadable, unpack
 from generator.agents.programs import AgentFailed, AgentTask
@@ -50,6 +50,8 @@ TROUBLES: dict[int, str] = {
 
 class EnvironmentFailed(Exception):
     """The server is away, does not answer as agreed, or failed; the episode says nothing about the model."""
+
+    failure = Failure.ENVIRONMENT_FAILED
 
 
 async def check_environments(config: Config, log: Any) -> None:

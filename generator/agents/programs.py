@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import common
 from common.config import AgentConfig
 from common.errors import UserError
+from common.messages import Failure
 from common.network import without_proxy_on_loopback
 from common.plugins import FOLDERS, load_object
 from generator.tools.toolbox import in_short
@@ -46,6 +47,8 @@ except OSError as error:
 
 class AgentFailed(Exception):
     """The agent raised, or ended with another exit code than 0."""
+
+    failure = Failure.AGENT_FAILED
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from common.config import DataConfig
+from common.messages import Failure
 from generator.chat.template import ChatTemplate, Message, TemplateFailed, as_messages
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -24,6 +25,8 @@ class UnusablePrompt(Exception):
         reason, details: what many prompts may share, and what differs from prompt to prompt; details may be empty.
     """
 
+    failure: ClassVar[Failure]
+
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(f"{reason} ({details})" if details else reason)
         self.reason, self.details = reason, details
@@ -32,9 +35,13 @@ class UnusablePrompt(Exception):
 class PromptTooLong(UnusablePrompt):
     """The prompt has more tokens than `data.max_prompt_tokens`."""
 
+    failure = Failure.PROMPT_TOO_LONG
+
 
 class PromptNotSeen(UnusablePrompt):
     """The chat template does not take the prompt, or the model would not see all of it."""
+
+    failure = Failure.PROMPT_NOT_SEEN
 
 
 class Prompts:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 
 from common.config import Config
+from common.messages import Failure
 from generator.engine.adapters import AdapterFiles, Adapters, LoadedAdapter
 from generator.engine.arguments import check_updates, start_llm
 from generator.engine.reading import Reading
@@ -28,6 +29,8 @@ class EngineDied(Exception):
 
 class EngineFailed(Exception):
     """vLLM gave up on one request; it can be tried again."""
+
+    failure = Failure.ENGINE_FAILED
 
 
 @dataclass(frozen=True, slots=True)

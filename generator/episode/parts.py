@@ -13,7 +13,7 @@ from typing import Any
 from common.config import Config, EpisodeConfig, SandboxConfig
 from common.config.data import Side, Source
 from common.errors import UserError, nearest
-from common.messages import Task
+from common.messages import Failure, Task
 from common.model import end_ids
 from generator.chat.template import ChatTemplate
 from generator.chat.token_text import load_tokenizer
@@ -31,6 +31,8 @@ SCORING = {name for name in EpisodeConfig.model_fields if "reward" in name}
 
 class UnknownSource(Exception):
     """A task comes from a source that the configuration does not have."""
+
+    failure = Failure.UNKNOWN_SOURCE
 
 
 class SharedParts:

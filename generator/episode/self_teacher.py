@@ -10,7 +10,7 @@ import numpy as np
 from common.answers import answer_text, normal_answer
 from common.config import Config
 from common.config.teacher import context_pieces
-from common.messages import Task
+from common.messages import Failure, Task
 from common.payload import Payload
 from generator.chat.template import ChatTemplate, Message
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
@@ -22,6 +22,8 @@ from generator.tools.toolbox import encodable
 
 class CannotTell(Exception):
     """The teacher's prompt of a task cannot be made; another attempt would change nothing."""
+
+    failure = Failure.TEACHER_FAILED
 
 
 class SelfTeacher:

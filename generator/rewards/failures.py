@@ -7,11 +7,8 @@ import re
 from typing import NoReturn
 
 from common.errors import UserError
-from generator.rewards.pool import RewardFailed
-from generator.rewards.scorer import OutOfRange
 
 IN_A_ROW = 10  # tasks
-Failure = (RewardFailed, OutOfRange)
 _PLACE = re.compile(r"\(\S+:\d+\)$")  # at the end of an error that came from a user's code
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import UserError
+from common.messages import Failure
 from generator.chat_api import ChatApi
 from generator.rewards.outcome import Outcome
 from generator.rewards.registry import Builtin
@@ -38,6 +39,8 @@ TAIL = 2000  # characters at the end of a reply within which the number is looke
 
 class NoVerdict(Exception):
     """None of the judge's replies had a number on its scale."""
+
+    failure = Failure.NO_VERDICT
 
 
 class Judge(Builtin):

@@ -20,6 +20,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import fields
 from typing import Any, Self
 
+from common.messages import Failure
 from common.process import ending, in_thread
 from common.unpack import Unreadable
 from generator.rewards.outcome import Outcome
@@ -44,9 +45,13 @@ _FIELDS = tuple(field.name for field in fields(Outcome))
 class RewardFailed(Exception):
     """A reward raised, or returned no number."""
 
+    failure = Failure.REWARD_FAILED
+
 
 class WorkerDied(Exception):
     """The process ended in the middle of a job, or cannot start."""
+
+    failure = Failure.WORKER_DIED
 
 
 class ScoringProcess:

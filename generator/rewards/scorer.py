@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from common.answers import in_range
 from common.config import Config
 from common.errors import UserError
+from common.messages import Failure
 from generator.rewards.outcome import Outcome, Score, vote
 from generator.rewards.pool import Pool, RewardFailed
 from generator.rewards.registry import BUILTIN, Builtin, check_reward, has_answer, make_reward
@@ -22,6 +23,8 @@ TURNS = "turns"  # name of the part that comes from single turns
 
 class OutOfRange(ValueError):
     """A reward lies outside `sampler.tracker.reward_range`."""
+
+    failure = Failure.OUT_OF_RANGE
 
 
 class Scorer:

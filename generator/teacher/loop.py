@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import Config, TeacherConfig
-from common.messages import SampleHeader
+from common.messages import Failure, SampleHeader
 from common.payload import Payload
 from common.process import in_thread
 from common.streams.inbox import Delivery, Finished
@@ -24,6 +24,8 @@ BLOCK_MS = 100
 
 class TokensLost(Exception):
     """The tokens of an episode are missing or invalid."""
+
+    failure = Failure.TEACHER_FAILED
 
 
 @dataclass(eq=False)
@@ -89,9 +91,9 @@ class Teacher(Worker[LeasedEpisode]):
         self.metrics.finished(delivery.task.model_tokens)
         return Finished(delivery.entry_id, delivery.task, scored)
 
-    async def give_up(self, lease: LeasedEpisode, reason: str) -> Finished:
+    async def give_up(self, lease: LeasedEpisode, failure: Failure, reason: str) -> Finished:
         """Set an episode aside: without scores it is not trained on."""
-        return self.inbox.set_aside(lease.delivery, reason)
+        return self.inbox.set_aside(lease.delivery, failure, reason)
 
     async def report(self) -> None:
         """Publish the status for the display, with metrics for the sampler to write."""

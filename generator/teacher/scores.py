@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from common.messages import Failure
 from common.payload import LOGPROB, TOKEN, Payload, check_payload
 
 
@@ -40,6 +41,8 @@ class Scorer(Protocol):
 
 class WrongScores(Exception):
     """A teacher gave something else than the scores that were asked for; another attempt may help."""
+
+    failure = Failure.TEACHER_FAILED
 
 
 async def with_scores(payload: Payload, scorer: Scorer, top_k: int) -> Payload:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from common.messages import Failure
+
 
 class ToolError(Exception):
     """The call was wrong or has no result: the text goes to the model, and the episode goes on."""
@@ -11,6 +13,8 @@ class ToolError(Exception):
 
 class ToolUnavailable(Exception):
     """Something a tool depends on failed (a server, the network): the task is tried again, then skipped."""
+
+    failure = Failure.TOOL_UNAVAILABLE
 
 
 class Session(Protocol):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from common.messages import Failure
 from generator.chat.template import Message
 from generator.concurrency import TimedOut, close_all, with_timeout
 
@@ -73,6 +74,8 @@ Checker = Callable[[str, Any, dict[str, Any]], Awaitable[Verdict]]
 
 class BadUserTurn(Exception):
     """A simulator returned something other than a user's turn."""
+
+    failure = Failure.BAD_USER_TURN
 
 
 def last_answer(messages: list[Message]) -> str:

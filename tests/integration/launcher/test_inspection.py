@@ -13,7 +13,7 @@ from rich.console import Console
 
 from common.config import Config, dump_config, load_config, parse_config
 from common.errors import UserError
-from common.messages import Step, Task
+from common.messages import Failure, Step, Task
 from common.streams import dead as letters
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
@@ -95,7 +95,7 @@ def test_dead_letters_are_listed_and_put_back(
     ledger.commit(Commit(dispatch=[(asked, b"")]))
     tasks = TaskInbox(real_broker, "generator-9")
     (delivery,) = tasks.take(1, 0)
-    tasks.finish([tasks.set_aside(delivery, "[red]SandboxUnavailable[/red]: \x1b[2Jgone")])
+    tasks.finish([tasks.set_aside(delivery, Failure.SANDBOX_UNAVAILABLE, "[red]SandboxUnavailable[/red]: \x1b[2Jgone")])
     text = " ".join(shown(inspection.dead_letters(config)).split())
     assert "What is 12*7? please" in text
     assert "[red]SandboxUnavailable[/red]: \\x1b[2Jgone" in text

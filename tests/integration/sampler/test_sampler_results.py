@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from common.errors import UserError
-from common.messages import SampleHeader, Step
+from common.messages import Failure, SampleHeader, Step
 from common.streams.broker import Broker
 from common.streams.dead import list_dead
 from common.streams.inbox import Delivery
@@ -79,6 +79,8 @@ def test_poisoned_headers_are_skipped_and_the_run_ends(broker: Broker, tmp_path:
     broker.redis.xadd(broker.key("steps"), {"step": b"rubbish"})
     drive(sampler, generator, learner)
     nothing_is_left(broker, generator, n, 2 * n, more=n)
+    counters = broker.counters()
+    assert counters["set_aside.InvalidMessage"] + counters["set_aside.InvalidResult"] == n
     letters = [letter for _, letter in list_dead(broker)]
     assert {sent[letter["fields"][b"id"].decode()] for letter in letters} == set(POISON)
     assert all(letter["stream"] == "samples" and letter["reason"] for letter in letters)
@@ -132,14 +134,16 @@ def test_skipped_tasks_are_replaced_retired_prompts_stay_away(broker: Broker, tm
     sampler, generator, learner = started(broker, tmp_path, heldout=2)
     sampler.round()
     sampler.round()
-    generator.work(4, status="set_aside", reason="sandbox failed")
-    generator.work(3, status="set_aside", reason="too long", retire=True)
+    generator.work(4, status="set_aside", failure=Failure.SANDBOX_UNAVAILABLE, reason="ToolUnavailable: some text")
+    generator.work(3, status="set_aside", reason="PromptTooLong: no kind was sent", retire=True)
     retired = {header.prompt_id for header in generator.headers[4:7]}
     assert len(retired) == 3
     in_flight = set(sampler.state.admission.in_flight)
     drive(sampler, generator, learner)
     # Two of the seven were held-out answers.
     nothing_is_left(broker, generator, 5, 48)
+    kinds = {name: n for name, n in broker.counters().items() if name.startswith("set_aside.")}
+    assert kinds == {"set_aside.SandboxUnavailable": 2, "set_aside.other": 3}
     assert broker.counters()["retired"] == 3
     later = [header for header in generator.headers[7:] if header.task_id not in in_flight]
     assert not retired.intersection(header.prompt_id for header in later)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import tracemalloc
 import zlib
 from itertools import pairwise
@@ -16,10 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages import MAX_RECORD, Batch, InvalidMessage, Message, SampleHeader, Step, Task
+from common.messages import MAX_RECORD, Batch, Ending, Failure, InvalidMessage, Message, SampleHeader, Step, Task
 from common.payload import Payload, decode_if_valid, decode_payload, encode_payload, open_record, pack_record
 from common.unpack import MAX_DEPTH, Unreadable, check, unpack
 from common.weights.wire import unpack_reply, unpack_request
+from tests.support.documented import section
 
 COLUMNS: dict[str, Any] = {"sample_ids": ["a"], "advantages": [0.1], "rewards": [1.0], "tokens": [5]}
 HEADER: dict[str, Any] = {"task_id": "t1", "prompt_id": "p"}
@@ -27,6 +29,7 @@ MESSAGES: list[Message] = [
     Task(**HEADER, prompt=[{"role": "user", "content": "é"}], answer=3, row={"level": 2}),
     SampleHeader(**HEADER, reward=0.5, drift=0.01, record=b"{}", turn_rewards=[0.5]),
     SampleHeader(**HEADER, turn_returns=[0.5, 1.0], turn_tokens=[3, 4]),
+    SampleHeader.skipped("t1", Failure.ENGINE_FAILED, "out of blocks"),
     Batch(batch_id=2, **COLUMNS, values=[0.5], returns=[[0.25, 1.0]]),
     Batch(batch_id=3, **COLUMNS, turn_advantages=[[0.1, -0.5]], row_tokens=[[2, 3]]),
     Step(version=4, drift=0.001, metrics={"loss": 0.5}, checkpoint=True),
@@ -45,6 +48,7 @@ def test_a_message_comes_back_another_schema_is_refused(message: Message) -> Non
     [
         (Step, {"version": 1, "surprise": 1}, "surprise"),
         (SampleHeader, HEADER | {"reward": float("nan")}, "reward"),
+        (SampleHeader, HEADER | {"failure": "EngineFailed: out of blocks"}, "failure"),
         (SampleHeader, HEADER | {"record": bytes(MAX_RECORD + 1)}, "record"),
         (Batch, COLUMNS | {"batch_id": 0, "rewards": []}, "columns of different lengths"),
         (Batch, COLUMNS | {"batch_id": 0, "turn_advantages": []}, "columns of different lengths"),
@@ -58,6 +62,20 @@ def test_a_message_comes_back_another_schema_is_refused(message: Message) -> Non
 def test_unknown_and_mistyped_fields_are_refused(kind: type[Message], fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidMessage, match=reason):
         kind.unpack(msgpack.packb(fields))
+
+
+def test_a_skipped_task_without_its_kind_of_failure_is_read() -> None:
+    fields = HEADER | {"status": "set_aside", "reason": "ToolUnavailable: x"}
+    assert SampleHeader.unpack(msgpack.packb(fields)).failure is None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "document", "title"),
+    [(Failure, "operations.md", "When an episode fails"), (Ending, "episodes.md", "Limits and endings")],
+)
+def test_every_kind_is_documented(kinds: type[Failure | Ending], document: str, title: str) -> None:
+    named = re.findall(r"`(\w+)`", section(document, title))
+    assert set(kinds) - {Ending.OTHER} <= set(named)
 
 
 @st.composite

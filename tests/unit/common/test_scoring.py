@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.config import parse_config
-from common.messages import SampleHeader
+from common.messages import Failure, SampleHeader
 from common.streams import dead, scoring
 from common.streams.broker import Broker
 from common.streams.inbox import Delivery, Finished, Inbox
@@ -56,7 +56,13 @@ def test_an_episode_comes_to_the_sampler_when_it_is_scored(broker: Broker, crew:
 
 def test_only_what_has_a_teacher_waits_for_one(broker: Broker, ledger: SamplerLedger) -> None:
     inbox, (first, second, third) = leased(ledger, 3)
-    inbox.finish([finished(first, teacher=TEACHER), finished(second), inbox.set_aside(third, "it failed")])
+    inbox.finish(
+        [
+            finished(first, teacher=TEACHER),
+            finished(second),
+            inbox.set_aside(third, Failure.TEACHER_FAILED, "it failed"),
+        ]
+    )
     assert [header.task_id for header in headers(ledger)] == ["t1", "t2"]
     assert [d.task.task_id for d in ScoringInbox(broker, "b", TEACHER).take(5, 0)] == ["t0"]
 
@@ -69,7 +75,7 @@ def test_the_first_to_score_wins_and_the_second_changes_nothing(broker: Broker, 
     assert [d.attempt for d in taken_over] == [2]
     assert score(quick, taken_over, -1.0) == 1
     assert score(slow, deliveries, -2.0) == 0
-    assert slow.finish([slow.set_aside(deliveries[0], "too late")]) == 0
+    assert slow.finish([slow.set_aside(deliveries[0], Failure.TEACHER_FAILED, "too late")]) == 0
     (tokens,) = broker.payloads("payload", ["t0"])
     assert tokens is not None
     assert set(tokens.teacher_logprobs.ravel().tolist()) == {-1.0}
@@ -89,9 +95,10 @@ def test_what_is_given_back_keeps_its_header_and_counts_attempts(crew: Crew) -> 
 
 def test_an_episode_without_scores_is_set_aside_and_kept(broker: Broker, crew: Crew) -> None:
     inbox, (delivery,) = crew.leased(1, "teacher")
-    inbox.finish([inbox.set_aside(delivery, "the teacher is away")])
+    inbox.finish([inbox.set_aside(delivery, Failure.TEACHER_FAILED, "the teacher is away")])
     (header,) = headers(crew.ledger)
     assert (header.task_id, header.status, header.reason) == ("t0", "set_aside", "the teacher is away")
+    assert header.failure == Failure.TEACHER_FAILED
     ((letter, content),) = dead.list_dead(broker)
     assert content["stream"] == "scoring:maths"
     assert dead.replay(broker, letter) == "scoring:maths"

@@ -10,7 +10,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from common.errors import UserError
-from common.messages import Batch, Step
+from common.messages import Batch, Failure, Step
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
@@ -93,9 +93,9 @@ def test_giving_back_costs_no_attempt_and_failing_does(ledger: SamplerLedger) ->
 
 def test_a_skipped_task_is_a_dead_letter_and_replayed_once(broker: Broker, ledger: SamplerLedger) -> None:
     inbox, (delivery,) = leased(ledger, 1)
-    inbox.finish([inbox.set_aside(delivery, "the engine failed")])
+    inbox.finish([inbox.set_aside(delivery, Failure.ENGINE_FAILED, "the engine failed")])
     ((_, header),) = ledger.read(block_ms=0)
-    assert (header.status, header.reason) == ("set_aside", "the engine failed")
+    assert (header.status, header.failure, header.reason) == ("set_aside", Failure.ENGINE_FAILED, "the engine failed")
     count_all(ledger, outstanding_remove=["t0"])
     ((entry_id, letter),) = dead.list_dead(broker)
     assert letter["reason"] == "the engine failed"

@@ -7,19 +7,27 @@ import asyncio
 import pytest
 import structlog
 
+from common.messages import Failure
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.inbox import MAX_REASON
 from common.streams.presence import Presence
 from common.streams.tasks import GROUP, TaskInbox
-from generator.engine.engine import EngineDied
+from generator.engine.engine import EngineDied, EngineFailed
 from generator.metrics import GeneratorMetrics
+from sandbox_client import SandboxUnreachable
 from tests.support.generator import DEADLINE, Rig, evaluate, failing, make_generator, one, over, playing, results, story
 from tests.support.http_double import fails, serve
 from tests.support.waiting import until
 
 OK = {("ok", 1.0)}
+
+
+class Foreign(Exception):
+    """An error of a library that has a `failure` of its own."""
+
+    failure = "RewardFailed"
 
 
 def test_every_task_becomes_a_header_and_a_payload(fake_broker: Broker) -> None:
@@ -34,20 +42,26 @@ def test_every_task_becomes_a_header_and_a_payload(fake_broker: Broker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "failure", "reason"),
     [
-        (asyncio.CancelledError(), "it was cancelled from within"),
-        (RuntimeError("half a pair \ud800 " + "x" * 1_000_000), "RuntimeError: half a pair \\ud800 xxx"),
-        (GeneratorExit("panic"), "GeneratorExit: panic"),
-        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError(), Failure.CANCELLED, "it was cancelled from within"),
+        (RuntimeError("half \ud800 " + "x" * 1_000_000), Failure.OTHER, "RuntimeError: half \\ud800 xxx"),
+        (GeneratorExit("panic"), Failure.OTHER, "GeneratorExit: panic"),
+        (SystemExit(3), Failure.OTHER, "SystemExit: 3"),
+        (Foreign("RewardFailed: it says"), Failure.OTHER, "Foreign: RewardFailed: it says"),
+        (TimeoutError("too late"), Failure.TIMED_OUT, "TimeoutError: too late"),
+        (EngineFailed("it was cancelled"), Failure.ENGINE_FAILED, "EngineFailed: it was cancelled"),
+        (SandboxUnreachable("away"), Failure.SANDBOX_UNAVAILABLE, "SandboxUnreachable: away"),
     ],
-    ids=["cancels itself", "cannot be sent", "no exception", "ends the process"],
+    ids=["cancels itself", "cannot be sent", "no exception", "ends the process", "foreign", "time", "own", "subclass"],
 )
-def test_a_failing_engine_is_tried_again_then_set_aside(fake_broker: Broker, error: BaseException, reason: str) -> None:
+def test_a_failing_engine_is_tried_again_then_set_aside(
+    fake_broker: Broker, error: BaseException, failure: Failure, reason: str
+) -> None:
     rig = Rig(fake_broker)
     rig.engine.fail = failing(error)
     header = one(rig)
-    assert header.status == "set_aside"
+    assert (header.status, header.failure) == ("set_aside", failure)
     assert header.reason.startswith(reason)
     assert len(header.reason) <= MAX_REASON
     assert rig.engine.calls == 2  # generator.max_attempts
@@ -57,7 +71,7 @@ def test_a_failing_engine_is_tried_again_then_set_aside(fake_broker: Broker, err
 def test_a_prompt_that_is_too_long_is_retired(fake_broker: Broker) -> None:
     rig = Rig(fake_broker)
     header = one(rig, prompt="9" * 100)
-    assert (header.status, header.retire, header.record, rig.engine.calls) == ("set_aside", True, None, 0)
+    assert (header.failure, header.retire, header.record, rig.engine.calls) == (Failure.PROMPT_TOO_LONG, True, None, 0)
     assert "data.max_prompt_tokens" in header.reason
 
 
@@ -154,7 +168,7 @@ def test_a_user_whose_endpoint_fails_is_no_reward(fake_broker: Broker) -> None:
         options = {"base_url": double.url, "model": "m", "attempts": 1}
         rig = Rig(fake_broker, episode=USER | {"user": "llm", "user_options": options})
         header = one(rig, row={"goal": "to sleep"}, keep=True)
-    assert header.status == "set_aside"
+    assert header.failure == Failure.CHAT_UNAVAILABLE
     assert header.reason.startswith("ChatUnavailable: ")
     assert header.reason.endswith("HTTP 503: asleep")
     assert len(double.requests) == 2  # generator.max_attempts

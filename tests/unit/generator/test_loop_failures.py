@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from common.errors import UserError
-from common.messages import SampleHeader
+from common.messages import Failure, SampleHeader
 from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
 from generator.engine.engine import Engine, EngineDied, EngineFailed
@@ -72,7 +72,11 @@ def test_a_job_that_ends_without_a_result_has_failed(fake_broker: Broker) -> Non
 
     rig = Rig(fake_broker)
     rig.engine.fail = cancel_the_job
-    assert one(rig).reason == "its job ended without a result: CancelledError()"
+    header = one(rig)
+    assert (header.failure, header.reason) == (
+        Failure.CANCELLED,
+        "its job ended without a result: CancelledError()",
+    )
     assert rig.engine.calls == 2  # generator.max_attempts
 
 
@@ -90,6 +94,7 @@ def test_a_step_that_no_limit_ends_has_failed(fake_broker: Broker, monkeypatch: 
 
     with structlog.testing.capture_logs() as lines:
         lost, *others = rig.play(hangs)
+    assert lost.failure == Failure.TIMED_OUT
     assert lost.reason.startswith("its step `generating` has not ended 0 s after its time limit")
     assert [line["task"] for line in lines if line["event"] == "episode failed"] == ["t0", "t0"]
     assert results(others) == OK
@@ -180,7 +185,7 @@ def test_what_was_said_before_the_engine_failed_is_kept(fake_broker: Broker, tmp
 @pytest.mark.integration
 def test_what_was_said_to_a_reward_that_failed_is_kept(fake_broker: Broker) -> None:
     header = set_aside(fake_broker, "84<|im_end|>", reward="tests.support.some_rewards:broken")
-    assert "KeyError" in header.reason
+    assert (header.failure, "KeyError" in header.reason) == (Failure.REWARD_FAILED, True)
     assert story(header)["messages"] == [{"role": "assistant", "content": "84"}]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.messages import Failure
 from common.payload import Payload, encode_payload
 from common.streams import dead
 from common.streams.broker import Broker
@@ -119,7 +120,10 @@ def test_an_episode_without_its_tokens_is_set_aside(fake_broker: Broker, tokens:
     rig.crew.dispatch(1)
     fake_broker.redis.set(fake_broker.key("payload:t0"), tokens)
     (header,) = rig.play(lambda rig: rig.headers(1))
-    assert (header.status, header.reason) == ("set_aside", "TokensLost: its tokens are missing or invalid")
+    assert (header.failure, header.reason) == (
+        Failure.TEACHER_FAILED,
+        "TokensLost: its tokens are missing or invalid",
+    )
 
 
 def test_a_stop_hands_back_what_is_not_scored(fake_broker: Broker) -> None:
@@ -165,6 +169,7 @@ def test_what_killed_every_teacher_before_is_given_up(fake_broker: Broker) -> No
     other, (delivery,) = rig.crew.leased(1, "other")
     other.requeue([dataclasses.replace(delivery, attempt=3)])
     (header,) = rig.play(lambda rig: rig.headers(1))
+    assert header.failure == Failure.GENERATORS_LOST
     assert header.reason == "given up after 2 attempts: the teachers died or hung"
     assert rig.scorer.calls == []
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.messages import Task
+from common.messages import Failure, Task
 from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.inbox import Finished
@@ -94,7 +94,7 @@ def test_replaying_a_dead_letter_leaves_no_payload_behind(broker: Broker, tmp_pa
     sampler, generator, learner = started(broker, tmp_path)
     sampler.round()
     (delivery,) = generator.inbox.take(1, 0)
-    generator.inbox.finish([generator.inbox.set_aside(delivery, "the engine failed")])
+    generator.inbox.finish([generator.inbox.set_aside(delivery, Failure.ENGINE_FAILED, "the engine failed")])
     sampler.round()
     ((letter, _),) = dead.list_dead(broker)
     dead.replay(broker, letter)
