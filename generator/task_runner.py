@@ -12,7 +12,7 @@ import numpy as np
 
 from common.config import Config
 from common.config.data import Side
-from common.messages import SampleHeader, Task
+from common.messages import Ending, SampleHeader, Task
 from common.payload import Payload
 from common.process import in_thread
 from generator.agents.endpoint import Endpoint
@@ -184,7 +184,7 @@ class Attempt:
 
     async def _score(self) -> tuple[Score, str]:
         """The reward of the episode, and for an evaluation the answer that was compared."""
-        if self.episode.reason == "agent_failed":
+        if self.episode.reason == Ending.AGENT_FAILED:
             assert self.episode.reward is not None
             return Score(self.episode.reward, {}, self.episode.reward), ""
         outcome, scorer = self._outcome(), self.source.episodes.parts.scorer

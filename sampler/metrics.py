@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config import Config
-from common.messages import SampleHeader, Step
+from common.messages import Ending, SampleHeader, Step
 from common.streams import scoring
 from common.streams.broker import Broker
 from sampler.batches import ClosedBatch
@@ -24,10 +24,7 @@ from sampler.value_audit import ValueAudit
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
 SAMPLERS = ("reward/mean",)  # metrics of the learner that the sampler measures itself
 
-# Those of the generator's EpisodeRunner and AgentRunner.
-ENDINGS = ("stop", "user", "length", "max_assistant_turns", "max_user_turns", "max_seconds", "agent_failed")
-CUT_OFF = ("length", "max_seconds")
-OTHER = "other"
+CUT_OFF = (Ending.LENGTH, Ending.MAX_SECONDS)
 OF_AGENTS = ("requests", "retries", "refused", "dropped", "prompt_tokens", "kept_tokens")  # counts of a sample's header
 
 
@@ -234,14 +231,14 @@ class EpisodeMetrics:
     """Counts the training episodes between two batches."""
 
     def __init__(self) -> None:
-        self._endings: Counter[str] = Counter()
+        self._endings: Counter[Ending] = Counter()
         self._episodes = self._rows = self._turns = self._calls = self._errors = 0
         self._seconds = self._longest = 0.0
         self._agents: Counter[str] = Counter()
 
     def add(self, header: SampleHeader) -> None:
         self._episodes += 1
-        self._endings[header.reason if header.reason in ENDINGS else OTHER] += 1
+        self._endings[Ending(header.reason)] += 1
         self._rows += len(header.row_tokens) or 1
         self._turns += header.turns
         self._calls += header.tool_calls
@@ -257,7 +254,7 @@ class EpisodeMetrics:
         if n == 0:
             return {}
         values = {
-            "response_length/clip_ratio": sum(self._endings[reason] for reason in CUT_OFF) / n,
+            "response_length/clip_ratio": sum(self._endings[ending] for ending in CUT_OFF) / n,
             "num_turns/mean": self._turns / n,
             "tool_calls/mean": self._calls / n,
             "episode/seconds_mean": self._seconds / n,
@@ -270,5 +267,5 @@ class EpisodeMetrics:
             values["agent/kept_prompt_ids"] = self._agents["kept_tokens"] / max(1, self._agents["prompt_tokens"])
         if self._calls:
             values["tool_calls/error_ratio"] = self._errors / self._calls
-        values |= {f"ending/{reason}": count / n for reason, count in self._endings.items()}
+        values |= {f"ending/{ending}": count / n for ending, count in self._endings.items()}
         return values

@@ -1,15 +1,8 @@
 """An episode that an agent plays: a session at the endpoint, the agent's program, and what became of both.
 
-How it ended, `Episode.reason`:
-
-- `stop`: the agent ended by itself;
-- `length`: `episode.max_response_tokens` is reached, or the agent ended after a request longer than the model takes;
-- `max_assistant_turns`: the agent asked for another turn, and no more are allowed;
-- `max_seconds`: `episode.max_seconds` have passed;
-- `agent_failed`: the agent failed, which counts as the model's doing (`episode.agent.failure` is a reward).
-
-At a limit requests under way are cut, and the program is ended. An agent that fails otherwise, that never gets a token,
-or whose engine fails, raises an exception instead: the episode says nothing about the model.
+At a limit requests under way are cut, and the program is ended. An agent that ends after a request longer than the
+model takes has reached one too. An agent that fails, unless `episode.agent.failure` is a reward, that never gets a
+token, or whose engine fails, raises an exception instead: the episode says nothing about the model.
 """
 
 from __future__ import annotations
@@ -25,7 +18,7 @@ from typing import Any
 
 from common.config import Config
 from common.files import own_folder
-from common.messages import MAX_TURNS, Task
+from common.messages import MAX_TURNS, Ending, Task
 from common.process import in_thread
 from generator.agents.endpoint import Endpoint
 from generator.agents.environment import EnvironmentServer
@@ -106,7 +99,7 @@ class AgentRunner:
             raise AgentFailed(
                 f"the agent never called the model; meanwhile {unknown} requests came with a key of no task"
             )
-        if fault := session.fault(seconds if session.reason == "max_seconds" else None):
+        if fault := session.fault(seconds if session.reason == Ending.MAX_SECONDS else None):
             raise EndpointFailed(fault)
         self._conclude(episode, session, program)
         read = partial(self._response, episode)
@@ -123,11 +116,11 @@ class AgentRunner:
         """Run the agent until it ends, and return its end; None if a limit came first."""
         program = asyncio.ensure_future(with_timeout(None, self._program.run(task)))
         over = asyncio.ensure_future(session.over.wait())
-        reason = "stopped"
+        reason = "stopped"  # if cancelled during the wait
         try:
             await asyncio.wait((program, over), timeout=self.config.max_seconds, return_when=asyncio.FIRST_COMPLETED)
             ended = program.done() and not session.over.is_set()
-            reason = "stop" if ended else "max_seconds"
+            reason = Ending.STOP if ended else Ending.MAX_SECONDS
             return program if ended else None
         finally:
             over.cancel()
@@ -142,23 +135,23 @@ class AgentRunner:
 
     def _conclude(self, episode: Episode, session: Session, program: asyncio.Task[object] | None) -> None:
         """Note how the episode ended, with the agent's answer and reward; raises what `run` raises."""
-        episode.reason, returned = session.reason, None
+        episode.reason, returned = Ending(session.reason), None
         try:
             returned = None if program is None else program.result()
             returned = returned.tolist() if hasattr(returned, "tolist") else returned  # numpy's and torch's
         except AgentFailed as error:
             # What was too long for the model ends an episode like any other limit.
-            if session.reason != "length":
+            if episode.reason != Ending.LENGTH:
                 if session.refusals_counted:
                     raise AgentFailed(f"{error}; the endpoint refused {session.shown_refusals()}") from None
                 if self.agent.failure == "retry" or not episode.turns:
                     raise
-                episode.reason, episode.reward, episode.failure = "agent_failed", self.agent.failure, str(error)
+                episode.reason, episode.reward, episode.failure = Ending.AGENT_FAILED, self.agent.failure, str(error)
         if not episode.turns:
             raise AgentFailed(_never_called(session))
         own = self._gives_reward and isinstance(returned, int | float)
         episode.answer = session.answer_text() if returned is None or own else _text(returned)
-        if self._gives_reward and episode.reason != "agent_failed":
+        if self._gives_reward and episode.reason != Ending.AGENT_FAILED:
             episode.reward = self._own_reward(session, returned if own else None)
 
     def _own_reward(self, session: Session, returned: Any) -> float | None:
@@ -167,7 +160,7 @@ class AgentRunner:
             raise AgentFailed(f"the agent sent the reward {session.reward:g} and returned {returned:g}; one is allowed")
         if session.reward is not None or returned is not None:
             return float(returned if session.reward is None else session.reward)
-        return None if session.reason == "stop" else self._reward_range[0]
+        return None if session.reason == Ending.STOP else self._reward_range[0]
 
     def _limits(
         self, task: Task, temperature: float, top_p: float, top_k: int, seed: int | None = None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.messages import Ending, Failure
 from generator.agents.exchange import Exchange
 from generator.agents.tree import History, Node, Train, Tree
 from generator.chat.template import ChatTemplate, Message, TemplateFailed
@@ -102,6 +103,8 @@ class Refused(NamedTuple):
 class EndpointFailed(Exception):
     """The endpoint refused a request, or let it wait, through no fault of the agent's or the model's."""
 
+    failure = Failure.ENDPOINT_FAILED
+
 
 class SessionOver(Exception):
     """The session takes no more requests."""
@@ -131,7 +134,7 @@ class Session:
         reward_key: lets its holder send the reward, once, and nothing else; a secret.
         base_url: for clients that cannot set a key; ends with `/v1`.
         over: set once no more requests are taken.
-        reason: why that is: `length`, `max_assistant_turns`, or what `close` was told.
+        reason: why that is: an `Ending`, or `failed`, `stopped` or `closed` where the episode cannot be used.
         failure: an error of the engine; the session then says nothing about the model.
         reward: what the agent sent as its reward.
         refusals: how often the endpoint refused requests with which words; see `refused`.
@@ -190,9 +193,9 @@ class Session:
             return await self.begin(request)
         self._check_open()
         if self._turns >= self.limits.max_turns:
-            self.end("max_assistant_turns")
+            self.end(Ending.MAX_ASSISTANT_TURNS)
         elif place.parent is not None and self._used + len(tail) >= self.limits.max_response_tokens:
-            self.end("length")
+            self.end(Ending.LENGTH)
         self._check_open()
         length = len(tail) + (place.parent.length if place.parent else 0)
         self._context_full = length >= self._max_model_len
@@ -216,7 +219,7 @@ class Session:
         node.turn = turn
         self._used += len(turn.token_ids)
         if self._used >= self.limits.max_response_tokens:
-            self.end("length")
+            self.end(Ending.LENGTH)
 
     def answer(self, node: Node, reply: Message | None) -> None:
         """Record how the agent was given what was sampled for a request, if it can be sent back."""
@@ -323,17 +326,17 @@ class Session:
         for exchange in self.exchanges:
             exchange.cut.set()
 
-    async def close(self, reason: str = "stop") -> None:
+    async def close(self, reason: str = Ending.STOP) -> None:
         """End the session, unless a limit has, and wait until what was sampled is recorded.
 
         What was sampled counts if the agent may have acted on it: of a reply that comes at once, all was sent; of a
         stream, the first piece. It also counts if a limit has cut it while the agent waited. Otherwise it is dropped.
 
         Args:
-            reason: `stop` if the agent has ended; anything else is a limit, or a failure.
+            reason: see `Session`.
         """
-        self.end("length" if self._context_full and reason == "stop" else reason)
-        limited = self.reason != "stop"
+        self.end(Ending.LENGTH if self._context_full and reason == Ending.STOP else reason)
+        limited = self.reason != Ending.STOP
         unread = [one for one in self.exchanges if not one.seen and not (one.readers and limited)]
         tasks = {exchange.task for exchange in self.exchanges if exchange.task and not exchange.ended}
         if tasks:

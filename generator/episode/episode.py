@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.messages import Task
+from common.messages import Ending, Task
 from common.payload import Payload, pack_record
 from generator.chat.template import ChatTemplate, Message
 from generator.engine.engine import Completion
@@ -145,7 +145,7 @@ class Episode:
         user_turns: turns of tools (one answers all calls of an assistant turn) and of the simulated user.
         tool_calls: calls answered, with a result or an error text.
         tool_errors: calls answered with an error text.
-        reason: why it ended; see `generator.episode.runner` and `generator.agents.runner`.
+        reason: how it ended.
         answer: text of the model's last turn, if it ended that itself and called nothing, or what an agent gave as its
             answer; else empty.
         response: text of everything after the prompt, without special tokens; set at the end.
@@ -166,7 +166,7 @@ class Episode:
     user_turns: int = 0
     tool_calls: int = 0
     tool_errors: int = 0
-    reason: str = ""
+    reason: Ending = Ending.OTHER
     answer: str = ""
     response: str = ""
     opened: str = ""

@@ -2,15 +2,9 @@
 
     GENERATING -> {TOOL, USER} -> GENERATING -> ... -> DONE
 
-How it ended, `Episode.reason`:
-
-- `stop`: the model ended its turn, called no tool, and no user answers;
-- `user`: the simulated user ended the conversation;
-- `length`: `episode.max_response_tokens` or `model.max_model_len` is reached, or the next turn does not fit;
-- `max_assistant_turns`, `max_user_turns`: a turn of tools or of the user would follow, and no more are allowed.
-  A call in the last allowed assistant turn is not run; an answer in it still goes to the user, but only for its reward;
-- `max_seconds`: `episode.max_seconds` have passed. A turn that is being generated is cut at its newest token; tools
-  and users under way finish first, within limits of their own, since only then is it known that nothing failed.
+A call in the last allowed assistant turn is not run; an answer in it still goes to the user, but only for its reward.
+After `episode.max_seconds` a turn that is being generated is cut at its newest token; tools and users under way finish
+first, within limits of their own, since only then is it known that nothing failed.
 
 An episode that cannot go on for reasons that are not the model's raises an exception instead.
 """
@@ -28,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from common.config import Config, DataConfig
-from common.messages import Task
+from common.messages import Ending, Task
 from generator.chat.prompts import Prompts, PromptTooLong
 from generator.chat.template import Message, as_messages
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
@@ -157,7 +151,7 @@ class _EpisodeRun:
         if self.runner.config.max_seconds is not None:
             limits["seconds"] = self._seconds_left()
             if limits["seconds"] <= 0 and episode.turns:
-                return self._end("max_seconds")
+                return self._end(Ending.MAX_SECONDS)
         if limits.get("seed") is not None:
             limits["seed"] += episode.turns
         room = self.limit - self.row.length
@@ -171,7 +165,7 @@ class _EpisodeRun:
         if len(turn.token_ids) == 0:
             if not episode.turns:
                 raise EngineFailed("the engine sampled no token within episode.max_seconds")
-            return self._end("max_seconds")
+            return self._end(Ending.MAX_SECONDS)
         text, self.calls = await offload(len(turn.token_ids) > LONG_TOKENS, self._append, turn)
         episode.transcript.add("assistant", text)
         return self._next_state(turn, text)
@@ -184,26 +178,26 @@ class _EpisodeRun:
     def _next_state(self, turn: Completion, text: str) -> State:
         episode = self.episode
         if turn.finish_reason != "stop":
-            return self._end("max_seconds" if turn.finish_reason == "time" else "length")
+            return self._end(Ending.MAX_SECONDS if turn.finish_reason == "time" else Ending.LENGTH)
         if not self.calls:
             episode.answer = text.strip()
             if self.user is None:
-                return self._end("stop")
+                return self._end(Ending.STOP)
         # The user gets the last answer before a limit too, because only the user can give its reward.
         limit = self._limit_reached()
         if limit is not None and (self.calls or not getattr(self.runner.parts.user, "rewards", True)):
             return self._end(limit)
         return State.TOOL if self.calls else State.USER
 
-    def _limit_reached(self) -> str | None:
+    def _limit_reached(self) -> Ending | None:
         """The limit that forbids another turn of tools or of the user, if there is one."""
         episode, config = self.episode, self.runner.config
         if episode.turns == config.assistant_turns:
-            return "max_assistant_turns"
+            return Ending.MAX_ASSISTANT_TURNS
         if episode.user_turns == config.max_user_turns:
-            return "max_user_turns"
+            return Ending.MAX_USER_TURNS
         if config.max_seconds is not None and self._seconds_left() <= 0:
-            return "max_seconds"
+            return Ending.MAX_SECONDS
         return None
 
     async def _run_tools(self) -> State:
@@ -226,7 +220,7 @@ class _EpisodeRun:
     async def _ask_user(self) -> State:
         assert self.user is not None
         turn = await self.user.respond(self.episode.transcript.messages())
-        reason = "user" if turn.stop else self._limit_reached()
+        reason = Ending.USER if turn.stop else self._limit_reached()
         text = turn.text if reason is None else ""
         self.episode.transcript.add("user", text, reward=turn.reward, metadata=turn.metadata)
         if reason is not None:
@@ -243,7 +237,7 @@ class _EpisodeRun:
         token_ids = await offload(sum(map(len, texts)) > LONG_TEXT, encode)
         episode = self.episode
         if self.row.length + len(token_ids) >= self.limit:
-            return self._end("length")
+            return self._end(Ending.LENGTH)
         self.row.append(token_ids)
         episode.user_turns += 1
         # The conversation continues, so the model's last turn is not the answer.
@@ -253,6 +247,6 @@ class _EpisodeRun:
     def _seconds_left(self) -> float:
         return self.started + (self.runner.config.max_seconds or 0.0) - time.monotonic()
 
-    def _end(self, reason: str) -> State:
+    def _end(self, reason: Ending) -> State:
         self.episode.reason = reason
         return State.DONE

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from common.config import Config, Source
 from common.config.data import Side
 from common.errors import UserError
+from common.messages import Ending
 from generator.rewards import Outcome, Score, Scorer
 from generator.rewards.registry import OWN, sees_folder
 from launcher.audit.evidence import Evidence
@@ -24,6 +25,7 @@ from sampler.prompts.prompt_set import PromptSet
 ELSEWHERE = {"code": "needs a sandbox", "judge": "asks a server"}
 # They look at the last turn alone, or at the agent's own reward.
 WITHOUT_RESPONSE = {"exact", "boxed", "math", "reasoning_gym", "length", "overlong", OWN}
+TURN_LIMITS = (Ending.MAX_ASSISTANT_TURNS, Ending.MAX_USER_TURNS)
 AT_ONCE = 64  # episodes that are scored side by side
 
 
@@ -127,11 +129,10 @@ def _last_turn(line: Mapping[str, Any], config: Config) -> list[str]:
     """The text that may have been scored as the answer of an episode of our own loop."""
     messages = line["messages"]
     assistant = next((str(one["content"]) for one in reversed(messages) if one["role"] == "assistant"), "")
-    last, reason, answer = messages[-1]["role"], line["reason"], assistant.strip()
-    texts = [answer if (last, reason) == ("assistant", "stop") or last == "user" else ""]
-    if reason == "max_seconds" or (last == "assistant" and reason.startswith("max_") and config.episode.user):
-        texts = [answer, ""]
-    return texts
+    last, ending, answer = messages[-1]["role"], Ending(line["reason"]), assistant.strip()
+    if ending == Ending.MAX_SECONDS or (last == "assistant" and ending in TURN_LIMITS and config.episode.user):
+        return [answer, ""]
+    return [answer if (last, ending) == ("assistant", Ending.STOP) or last == "user" else ""]
 
 
 async def _check(
@@ -153,7 +154,7 @@ async def _check(
 
 async def _score(scorer: Scorer, config: Config, outcome: Outcome, side: Side) -> tuple[Score, str]:
     """The reward of an outcome, and of an evaluation the answer that was compared."""
-    if outcome.reason == "agent_failed":
+    if outcome.reason == Ending.AGENT_FAILED:
         failure = config.episode.agent.failure if config.episode.agent else "retry"
         if isinstance(failure, str):
             raise ValueError("an agent's failure has no reward with episode.agent.failure = 'retry'")
