@@ -37,14 +37,10 @@ asyncio.run(main())
 """
 
 
-FORK, SPAWN = {"OMP_NUM_THREADS": "1"}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-
-
 @pytest.mark.parametrize(
     ("environment", "engine"),
     [
-        pytest.param(FORK, {}, id="fork"),
-        pytest.param(SPAWN, {}, id="spawn"),
+        pytest.param({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, {}, id="spawn"),
         pytest.param({"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, {"tensor_parallel_size": 2}, id="tensor parallel"),
     ],
 )

@@ -22,7 +22,7 @@ from common.config import Config, parse_config
 from generator.agents.endpoint import Endpoint
 from generator.engine.engine import Engine
 from generator.episode import Episode, Row, Transcript
-from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from launcher.quickstart.tiny_model import build_model, build_tokenizer
 from learner.batch import micro_batch
 from learner.trainer import Trainer
 from learner.world import start
@@ -30,6 +30,7 @@ from tests.support.broken_connections import BreakingTransport
 from tests.support.engine import load
 from tests.support.engine_tap import EngineTap, Marker, TappedRequest
 from tests.support.random_agents import AgentRun, random_agent
+from tests.support.whole_run import save_model
 
 pytestmark = pytest.mark.e2e
 
@@ -58,16 +59,7 @@ def model_of(version: int, first: Any) -> Any:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    tokenizer = build_tokenizer(PIECES)
-    model = build_model(tokenizer, seed=0)
-    with torch.no_grad():
-        # Every state has the same direction in it, and so turns end, call and think more often than by chance.
-        embedding = model.get_input_embeddings().weight
-        embedding[:, 0] = 0.3
-        embedding[tokenizer.eos_token_id, 0] = 1.4
-        for piece in PIECES:
-            embedding[tokenizer.convert_tokens_to_ids(piece), 0] = 0.8
-    save(model, tokenizer, tmp_path / "model")
+    save_model(tmp_path / "model", frequent=PIECES)
     return parse_config(
         {
             "run": {"output_dir": str(tmp_path)},
