@@ -1,4 +1,4 @@
-"""The same run as a stack of a Swarm of one node."""
+"""The same run, shorter, as a stack of a Swarm of one node."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from tests.support.compose import CONFIG, IMAGES, ROOT, Containers, sh
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+STEPS = 6
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def stack_of(containers: Containers) -> tuple[str, str]:
 
 
 def test_a_stack_takes_the_run_to_its_end(containers: Containers, swarm: str, tmp_path: Path) -> None:
-    containers.choose("stack")
+    containers.choose("stack", RUN__STEPS=STEPS)
     text, messages = stack_of(containers)
     assert "sandbox: left out" in messages
     (tmp_path / "stack.json").write_text(text)
@@ -77,8 +78,8 @@ def test_a_stack_takes_the_run_to_its_end(containers: Containers, swarm: str, tm
     image = IMAGES["SPO_GENERATOR_IMAGE"]
     command = ["docker", "run", "--rm", "--network", f"{swarm}_queue", "--volume", secret, *settings, image]
     report = json.loads(sh(*command, "spo", "status", "--config", CONFIG, "--json"))
-    counters, (before, *_, after) = report["counters"], report["evaluations"]
-    print("counters", counters, "accuracy", before["accuracy"], after["accuracy"])
-    assert (report["finished"], report["step"]) == (True, 40)
+    counters, (first, *_, last) = report["counters"], report["evaluations"]
+    print("counters", counters)
+    assert (report["finished"], report["step"]) == (True, STEPS)
     assert counters["dispatched"] == counters["finished"] == counters["counted"]
-    assert after["accuracy"] > 0.9 > before["accuracy"]
+    assert (first["version"], last["version"]) == (0, STEPS)

@@ -49,12 +49,11 @@ SECTIONS = {
 class Run:
     """One run by `spo run`, on a Redis of its own; few prompts, which come again and again."""
 
-    def __init__(self, name: str, base: Path, server: RedisServer, stack: ExitStack, baseline: str) -> None:
+    def __init__(self, name: str, base: Path, server: RedisServer, stack: ExitStack) -> None:
         self.server, self.folder, self.stack = server, base / "runs" / name, stack
         self.log, self.environment = base / f"{name}.log", importing(base, {"my_parts": REWARD})
         self.broker = connect(BrokerConfig(url=server.url, dead_after=2.0), name)
-        sections = SECTIONS | {"algorithm": {"baseline": baseline}}
-        self.config = write_run(base, name, sections, train=12, heldout=HELDOUT)
+        self.config = write_run(base, name, SECTIONS, train=12, heldout=HELDOUT)
         self.start()
 
     def start(self) -> None:
@@ -80,8 +79,8 @@ class Run:
                 last = entries[-1][0]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer states of every checkpoint, a critic's among them."""
-        files = sorted(self.folder.glob("checkpoints/step_*/deepspeed*/*.pt"))
+        """Weights and optimizer states of every checkpoint."""
+        files = sorted(self.folder.glob("checkpoints/step_*/deepspeed/*.pt"))
         return {
             f"{file.relative_to(self.folder)} {name}": tensor
             for file in files
@@ -140,16 +139,15 @@ def kill_when_there(broker: Broker, role: str) -> None:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("baseline", ["tracker", "critic"])
 def test_a_run_killed_at_five_points_ends_as_one_left_alone(
-    tmp_path: Path, own_redis: RedisServer, redis_server: RedisServer, baseline: str
+    tmp_path: Path, own_redis: RedisServer, redis_server: RedisServer
 ) -> None:
     drawn = random.Random(SEED)
     victims = drawn.sample(["generator", "sampler", "learner", "launcher", "redis"], 5)
     points = sorted(drawn.sample(range(1, TASKS), 5))
     with ExitStack() as stack:
-        alone = Run(f"{baseline}-alone", tmp_path, redis_server, stack, baseline)
-        killed = Run(f"{baseline}-killed", tmp_path, own_redis, stack, baseline)
+        alone = Run("alone", tmp_path, redis_server, stack)
+        killed = Run("killed", tmp_path, own_redis, stack)
 
         def restart_redis() -> None:
             own_redis.kill()
@@ -175,5 +173,3 @@ def test_a_run_killed_at_five_points_ends_as_one_left_alone(
     learner_log = (killed.folder / "logs" / "learner.log").read_text()
     assert re.search(r"serving weights .*version=2$", learner_log, re.MULTILINE), "it continued from a checkpoint"
     assert {name.split()[0].split("/")[1] for name in alone.weights()} == {"step_2", "step_4"}
-    engines = {name.split("/")[2] for name in alone.weights()}
-    assert engines == ({"deepspeed", "deepspeed-critic"} if baseline == "critic" else {"deepspeed"})

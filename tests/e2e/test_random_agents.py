@@ -22,7 +22,7 @@ from common.config import Config, parse_config
 from generator.agents.endpoint import Endpoint
 from generator.engine.engine import Engine
 from generator.episode.episode import Episode, Row, Transcript
-from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from launcher.quickstart.tiny_model import build_model, build_tokenizer
 from learner.batch.tensors import Packer
 from learner.ranks.world import start
 from learner.trainer import Trainer
@@ -30,11 +30,11 @@ from tests.support.broken_connections import BreakingTransport
 from tests.support.engine import load
 from tests.support.engine_tap import EngineTap, Marker, TappedRequest
 from tests.support.random_agents import AgentRun, random_agent
+from tests.support.whole_run import save_model
 
 pytestmark = pytest.mark.e2e
 
-AT_ONCE = 32  # sessions
-REQUESTS = 6  # of a session, about
+SESSIONS, AT_ONCE = 40, 32
 REQUESTS_A_VERSION = 60
 MOST_VERSIONS = 24
 TOLERANCE = 1e-4  # the greatest |difference| of log-probs in float32
@@ -58,16 +58,7 @@ def model_of(version: int, first: Any) -> Any:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    tokenizer = build_tokenizer(PIECES)
-    model = build_model(tokenizer, seed=0)
-    with torch.no_grad():
-        # Every state has the same direction in it, and so turns end, call and think more often than by chance.
-        embedding = model.get_input_embeddings().weight
-        embedding[:, 0] = 0.3
-        embedding[tokenizer.eos_token_id, 0] = 1.4
-        for piece in PIECES:
-            embedding[tokenizer.convert_tokens_to_ids(piece), 0] = 0.8
-    save(model, tokenizer, tmp_path / "model")
+    save_model(tmp_path / "model", frequent=PIECES)
     return parse_config(
         {
             "run": {"output_dir": str(tmp_path)},
@@ -82,9 +73,8 @@ def config(tmp_path: Path) -> Config:
 class Scene:
     """An endpoint whose engine is tapped, and gets new weights as requests come."""
 
-    def __init__(self, engine: Engine, endpoint: Endpoint, first: Any, sessions: int) -> None:
+    def __init__(self, engine: Engine, endpoint: Endpoint, first: Any) -> None:
         self.engine, self.endpoint, self.first = engine, endpoint, first
-        self._requests_a_version = max(REQUESTS_A_VERSION, sessions * REQUESTS // MOST_VERSIONS)
         self.tap = EngineTap(engine, self._on_request)
         self.http = httpx2.AsyncClient(transport=BreakingTransport(limits=httpx2.Limits()), timeout=600)
         self._expected: dict[Marker, list[asyncio.Event]] = defaultdict(list)
@@ -108,18 +98,17 @@ class Scene:
         for event in self._expected.pop(tapped.markers[-1], ()):
             event.set()
         self._requests += 1
-        if self._requests % self._requests_a_version == 0:
+        if self._requests % REQUESTS_A_VERSION == 0:
             self._wanted.set()
 
 
-@pytest.mark.parametrize("sessions", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_every_sampled_token_is_trained_on_as_it_was_sampled(config: Config, sessions: int) -> None:
+def test_every_sampled_token_is_trained_on_as_it_was_sampled(config: Config) -> None:
     trainer = Trainer(config, start())
     first = build_model(build_tokenizer(PIECES), seed=0)
     with torch.no_grad():
         for ours, theirs in zip(first.parameters(), trainer.policy.model.parameters(), strict=True):
             ours.copy_(theirs)
-    played, tapped = asyncio.run(play(config, first, sessions))
+    played, tapped = asyncio.run(play(config, first))
     seen: Counter[str] = Counter()
     wrong = []
     for run, rows in played:
@@ -137,13 +126,13 @@ def test_every_sampled_token_is_trained_on_as_it_was_sampled(config: Config, ses
 
 
 async def play(
-    config: Config, first: Any, sessions: int
+    config: Config, first: Any
 ) -> tuple[list[tuple[AgentRun, list[Row]]], dict[Marker, list[TappedRequest]]]:
     torch.set_num_threads(1)
     log = structlog.get_logger()
     engine = await Engine.start(config, log)
     endpoint = await Endpoint.start(config, engine, log)
-    scene = Scene(engine, endpoint, first, sessions)
+    scene = Scene(engine, endpoint, first)
     updating = asyncio.create_task(scene.update())
     slots = asyncio.Semaphore(AT_ONCE)
 
@@ -153,7 +142,7 @@ async def play(
 
     try:
         async with asyncio.TaskGroup() as group:
-            played = [group.create_task(one(seed)) for seed in range(sessions)]
+            played = [group.create_task(one(seed)) for seed in range(SESSIONS)]
         assert engine.version > 0
         return [each.result() for each in played], scene.tap.requests()
     finally:

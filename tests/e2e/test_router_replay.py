@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,10 @@ import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from common.config import Config, parse_config
+from common.config import BrokerConfig, Config, parse_config
 from common.log import get_logger
 from common.payload import Payload, decode_payload, encode_payload
+from common.streams.broker import connect
 from generator.engine.engine import Completion, Engine
 from generator.episode.episode import Episode, Row, Transcript
 from learner.policy.routers import Routing
@@ -28,7 +28,7 @@ from tests.e2e.test_logprobs_agree import MOVED, Update, move, with_engine
 from tests.support.engine import load, random_prompt, start_engine
 from tests.support.mixtures import FAMILIES, save_mixture, tiny_mixture
 from tests.support.waiting import PATIENCE
-from tests.support.whole_run import started, write_run
+from tests.support.whole_run import json_lines, kill, settled_counters, started, wait_for_version, write_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -213,9 +213,11 @@ def test_replayed_experts_give_the_engines_logprobs(family: str, tmp_path: Path)
     asyncio.run(with_engine(config, scene))
 
 
-def test_a_run_replays_every_token_of_two_turns(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_a_run_replays_every_token_of_two_turns_and_goes_on_after_its_learner_is_killed(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
     sections = {
-        "run": {"steps": 3},
+        "run": {"steps": 4},
         "model": {"dtype": "bfloat16"},
         "sampler": {"batch_size": 16},
         "episode": {
@@ -225,26 +227,32 @@ def test_a_run_replays_every_token_of_two_turns(tmp_path: Path, redis_server: Re
             "user_options": {"turns": 1},
         },
         "algorithm": {"proximal": "recompute", "kl_coef": 0.1},
-        "learner": {"router_replay": "rollout", "router_balance": 0.01, "mini_batches": 2, "checkpoint_every": 1},
+        "learner": {"router_replay": "rollout", "router_balance": 0.01, "mini_batches": 2}
+        | {"zero_stage": 3, "checkpoint_every": 1},
     }
     path = write_run(tmp_path, "replay", sections)
     save_mixture(tmp_path / "model", "Qwen3-MoE")
+    broker = connect(BrokerConfig(url=redis_server.url, dead_after=3.0), "replay")
     with started(tmp_path / "log", "run", path, "--plain", "--redis", redis_server.url) as process:
+        wait_for_version(broker, 2, process)
+        kill(broker, "learner")
         assert process.wait(5 * PATIENCE) == 0, (tmp_path / "log").read_text()
-    lines = (tmp_path / "runs" / "replay" / "metrics.jsonl").read_text().splitlines()
-    steps = [step for step in (json.loads(line)["values"] for line in lines) if "router/entropy" in step]
-    assert len(steps) == 3
-    for step in steps:
+    assert settled_counters(broker)["batched"] == 4 * 16
+    rows = json_lines(tmp_path / "runs" / "replay" / "metrics.jsonl")
+    steps = {row["version"]: row["values"] for row in rows if "router/entropy" in row["values"]}
+    assert sorted(steps) == [1, 2, 3, 4]
+    for step in steps.values():
         assert step["router/replayed"] == 1
         assert step["batch/left_out"] == 0
         assert 0 < step["router/differs"] < 0.2
         assert 0 <= step["router/load_min"] <= step["router/load_min_mean"] < 1 < step["router/load_max_mean"]
         assert 0 < step["router/entropy"] < np.log(8)
+    generator = (tmp_path / "runs" / "replay" / "logs" / "generator-1.log").read_text()
+    assert "log-probs are the learner's" in generator
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_replay_narrows_the_gap_that_other_experts_make(family: str, tmp_path: Path) -> None:
-    save_mixture(tmp_path / "model", family)
+def test_replay_narrows_the_gap_that_other_experts_make(tmp_path: Path) -> None:
+    save_mixture(tmp_path / "model", "Qwen3-MoE")
     config = replaying(tmp_path, dtype="bfloat16")
     trainer = Trainer(config, start())
 
@@ -252,7 +260,7 @@ def test_replay_narrows_the_gap_that_other_experts_make(family: str, tmp_path: P
         payloads = await episodes(update.engine, 32)
         gaps = [difference(trainer, payloads, replay) for replay in (True, False)]
         tokens = sum(len(payload.logprobs) for payload in payloads)
-        get_logger().info("gaps of log-probs", family=family, replay=gaps[0], none=gaps[1], tokens=tokens)
+        get_logger().info("gaps of log-probs", replay=gaps[0], none=gaps[1], tokens=tokens)
         assert gaps[0] < 0.8 * gaps[1]
 
     asyncio.run(with_engine(config, scene))

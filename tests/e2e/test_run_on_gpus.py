@@ -1,4 +1,4 @@
-"""`spo run` on stand-ins for GPUs: two ranks train on the CPU and are started again together, a teacher scores."""
+"""`spo run` on stand-ins for GPUs: two ranks train on the CPU and a teacher scores; each is started again if killed."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ import pytest
 
 from common.config.run import BrokerConfig
 from common.streams.broker import connect
+from launcher.folder.metrics import read_metrics
 from tests.conftest import RedisServer
 from tests.support.gpus import StandInGpus
 from tests.support.waiting import PATIENCE
-from tests.support.whole_run import save_model, settled_counters, wait_for_version, write_run
+from tests.support.whole_run import save_model, settled_counters, spo, wait_for_version, write_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # The packages here compute on the CPU, which the layout is not to know.
 SPO = "import launcher.layout.layout as one; one.cpu_build = lambda role: None; from launcher.cli import main; main()"
-STEPS = 4
+STEPS, BATCH = 6, 16
 
 
-def test_ranks_of_a_run_are_started_again_together(
+def test_killed_ranks_are_started_again_together_and_a_killed_teacher_alone(
     tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     StandInGpus(tmp_path / "bin", monkeypatch).are(4)
     sections = {
-        "run": {"steps": STEPS},
-        "sampler": {"batch_size": 16},
+        "run": {"steps": STEPS, "journal": True},
+        "sampler": {"batch_size": BATCH},
         "episode": {"max_response_tokens": 8},
         "learner": {"zero_stage": 2, "checkpoint_every": 1},
         "teacher": {"model": str(save_model(tmp_path / "teacher", seed=1))},
@@ -51,7 +52,8 @@ def test_ranks_of_a_run_are_started_again_together(
         }
         (teacher,) = [one["pid"] for one in broker.processes().values() if one["role"] == "teacher"]
         assert psutil.Process(teacher).environ()["CUDA_VISIBLE_DEVICES"] == "3"
-        os.kill(first["1"][0], signal.SIGKILL)
+        for killed in (teacher, first["1"][0]):
+            os.kill(killed, signal.SIGKILL)
         assert process.wait(5 * PATIENCE) == 0, (tmp_path / "log").read_text()
     finally:
         if process.poll() is None:
@@ -59,8 +61,13 @@ def test_ranks_of_a_run_are_started_again_together(
             process.wait(PATIENCE)
     assert not any(psutil.pid_exists(pid) for pid, _ in first.values())
     summary = json.loads((tmp_path / "runs" / "ranks" / "summary.json").read_text())
-    assert (summary["steps"], summary["restarts"]) == (STEPS, {"learner": 1})
-    assert settled_counters(broker)["batched"] == STEPS * 16
+    assert (summary["steps"], summary["restarts"]) == (STEPS, {"learner": 1, "teacher-0": 1})
+    counters = settled_counters(broker)
+    assert counters["to_teachers"] == counters["finished"] >= counters["batched"] == STEPS * BATCH
+    shares = read_metrics(tmp_path / "runs" / "ranks").series("teacher/tokens", "learner").values.tolist()
+    assert (len(shares), max(shares)) == (STEPS, 1.0)  # 0 where the correction has rejected all tokens
+    audited = spo("audit", "-c", path, "-o", f"broker.url={redis_server.url}")
+    assert audited.returncode == 0, audited.stdout
     said = (tmp_path / "log").read_text()
     assert "learner: GPU 1-2 (NVIDIA H100 80GB HBM3), 2 ranks, ZeRO 2" in said
     assert "generator-1: GPU 0 (NVIDIA H100 80GB HBM3)" in said

@@ -1,45 +1,34 @@
-"""Teachers on real vLLM: their scores are the model's at the policy's temperature, and arrive once after a kill."""
+"""Models behind real vLLM: scores of a teacher are the model's at the policy's temperature; one plays the user."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from transformers import PreTrainedModel
 
 from common.config import Config, parse_config
 from common.errors import UserError
 from common.log import get_logger
 from common.payload import Payload
-from common.streams import scoring
-from common.streams.broker import Broker
-from common.streams.inbox import Finished
-from common.streams.ledger import SamplerLedger
-from common.streams.tasks import TaskInbox
+from generator.chat_api import ChatApi, ChatUnavailable
 from generator.teacher.model import ModelScorer
 from generator.teacher.scores import Scorer, with_scores
 from generator.teacher.server import ServerScorer
-from tests.conftest import RedisServer
+from generator.users import conversation
+from generator.users.llm import LlmUser
+from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.chat_server import chat_server
 from tests.support.engine import MAX_MODEL_LEN, random_prompt, reference_logprobs, save_tiny_model
-from tests.support.streams import dispatch, finished
-from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TOLERANCE = 1e-4  # largest difference of log-probs in float32
-EPISODES = 60
 
 
 def run_config(folder: Path, temperature: float = 1.0, **sections: Any) -> Config:
@@ -117,7 +106,43 @@ def test_a_models_scores_are_at_the_policys_temperature(
         assert np.abs(top.teacher_logprobs - logprobs).max() < TOLERANCE
 
 
-def test_a_servers_scores_are_the_models(tmp_path: Path, models: PreTrainedModel) -> None:
+PROMPT = [{"role": "user", "content": "2+2?"}]
+# Random weights say anything, also nothing; these say 4.
+FOUR = {"logit_bias": {build_tokenizer().encode("4")[0]: 100}}
+
+
+async def ask_many(url: str) -> list[str]:
+    api = ChatApi(url, "large", concurrency=8)
+    try:
+        return await asyncio.gather(*(api.complete(PROMPT, max_tokens=3, **FOUR) for _ in range(16)))
+    finally:
+        await api.close()
+
+
+async def ask_for_another_model(url: str) -> None:
+    api = ChatApi(url, "tiny")
+    try:
+        await api.complete(PROMPT)
+    finally:
+        await api.close()
+
+
+async def converse(url: str) -> list[str]:
+    """The user's texts to an assistant that repeats itself."""
+    user = LlmUser(base_url=url, model="large", persona="You like numbers.", max_tokens=3, max_turns=3, parameters=FOUR)
+    messages, texts = list(PROMPT), []
+    async with conversation(user, "e", row={"goal": "to know what 2+2 is"}, answer="4", messages=PROMPT) as talking:
+        while True:
+            messages.append({"role": "assistant", "content": "4"})
+            turn = await talking.respond(messages)
+            if turn.stop:
+                await user.close()
+                return texts
+            messages.append({"role": "user", "content": turn.text})
+            texts.append(turn.text)
+
+
+def test_a_server_of_vllm_scores_and_plays_the_user(tmp_path: Path, models: PreTrainedModel) -> None:
     payload = episode(2)
 
     async def score(scorer: Scorer) -> list[Payload]:
@@ -125,6 +150,10 @@ def test_a_servers_scores_are_the_models(tmp_path: Path, models: PreTrainedModel
 
     with chat_server(tmp_path / "teacher", "large") as url:
         own, top = with_scorer(run_config(tmp_path, teacher={"url": url}), ServerScorer, score)
+        assert asyncio.run(ask_many(url)) == ["444"] * 16
+        with pytest.raises(ChatUnavailable, match="HTTP 404: .*tiny"):
+            asyncio.run(ask_for_another_model(url))
+        assert asyncio.run(converse(url)) == ["444"] * 3
     assert np.abs(own.teacher_logprobs[:, 0] - expected(models, payload)).max() < TOLERANCE
     ids, logprobs = likeliest(models, payload, 5, 1.0)
     assert (top.teacher_ids == ids).all()
@@ -139,64 +168,3 @@ def test_a_teacher_that_vllm_refuses_is_named(tmp_path: Path, models: PreTrained
         config = run_config(tmp_path, teacher={"model": str(tmp_path / "teacher")} | teacher)
         with pytest.raises(UserError, match=words):
             with_scorer(config, ModelScorer, None)  # type: ignore[arg-type]
-
-
-@contextmanager
-def teacher_process(file: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`spo-teacher`, which the end of the block kills with all that it has started."""
-    command = [sys.executable, "-m", "generator.teacher.cli", "-c", str(file), "--name", name]
-    process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def freeze_with_leases(process: subprocess.Popen[bytes], held: Callable[[], int]) -> int:
-    """Stop a process in the middle of its work; returns how many episodes it has leased."""
-    while True:
-        eventually(held)
-        os.kill(process.pid, signal.SIGSTOP)
-        if leases := held():
-            return leases
-        os.kill(process.pid, signal.SIGCONT)
-
-
-def test_a_killed_teachers_episodes_arrive_once_with_their_scores(
-    tmp_path: Path, models: PreTrainedModel, real_broker: Broker, redis_server: RedisServer
-) -> None:
-    config = run_config(tmp_path, broker={"url": redis_server.url, "heartbeat": 0.2, "dead_after": 2})
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
-    (teacher,) = scoring.teachers(config)
-    ledger = SamplerLedger(real_broker, "sampler")
-    ledger.acquire()
-    dispatch(ledger, EPISODES)
-    generator = TaskInbox(real_broker, "generator")
-    payloads = {}
-    for number, delivery in enumerate(generator.take(EPISODES, 0)):
-        payloads[delivery.task.task_id] = payload = episode(number)
-        generator.finish([Finished(delivery.entry_id, finished(delivery).header, payload, teacher=teacher)])
-    key = real_broker.key(scoring.stream(teacher))
-
-    def held() -> int:
-        groups = real_broker.redis.xinfo_groups(key)
-        return int(groups[0]["pending"]) if groups else 0
-
-    with teacher_process(file, "killed") as killed:
-        lost = freeze_with_leases(killed, held)
-    assert lost > 0
-    assert ledger.arrived() < EPISODES
-    with teacher_process(file, "heir") as heir:
-        eventually(lambda: ledger.arrived() == EPISODES)
-        real_broker.finish()
-        assert heir.wait(600) == 0
-    arrived = [header.task_id for _, header in ledger.read(block_ms=0)]
-    assert sorted(arrived) == sorted(payloads)
-    for task_id, stored in zip(payloads, real_broker.payloads("payload", list(payloads)), strict=True):
-        assert stored is not None
-        assert np.abs(stored.teacher_logprobs[:, 0] - expected(models, payloads[task_id])).max() < TOLERANCE
-    assert real_broker.redis.xlen(key) == held() == 0
-    assert real_broker.counters()["finished_twice"] == 0

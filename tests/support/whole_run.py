@@ -33,12 +33,27 @@ def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **both}
 
 
-def save_model(folder: Path, extra_tokens: Sequence[str] = (), seed: int = 0) -> Path:
-    """A tiny model that has learned nothing; other seeds give other weights."""
+def save_model(folder: Path, extra_tokens: Sequence[str] = (), seed: int = 0, frequent: Sequence[str] = ()) -> Path:
+    """Save a tiny model that has learned nothing; other seeds give other weights.
+
+    Args:
+        frequent: texts of one token each, such as whole tool calls; the model samples them, and the turn's end, often.
+    """
+    import torch
+
     from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 
-    tokenizer = build_tokenizer(extra_tokens)
-    save(build_model(tokenizer, seed=seed), tokenizer, folder)
+    tokenizer = build_tokenizer((*extra_tokens, *frequent))
+    model = build_model(tokenizer, seed=seed)
+    if frequent:
+        # Every state gets a common direction, along which the embeddings of these tokens point.
+        with torch.no_grad():
+            embedding = model.get_input_embeddings().weight
+            embedding[:, 0] = 0.3
+            embedding[tokenizer.eos_token_id, 0] = 1.4
+            for text in frequent:
+                embedding[tokenizer.convert_tokens_to_ids(text), 0] = 0.8
+    save(model, tokenizer, folder)
     return folder
 
 
