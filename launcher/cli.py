@@ -137,6 +137,14 @@ def config_(config: ConfigArgument, override: OverrideOption = None) -> None:
         sys.stderr.write(f"warning: {line}\n")
 
 
+@app.command("docs-metrics", hidden=True)
+def docs_metrics() -> None:
+    """Print the tables of docs/metrics.md."""
+    from launcher.metrics_reference import tables
+
+    sys.stdout.write("\n".join(f"## {title}\n\n{table}" for title, table in tables().items()))
+
+
 @app.command("docs-config", hidden=True)
 def docs_config() -> None:
     """Print docs/configuration.md."""

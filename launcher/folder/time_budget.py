@@ -21,7 +21,6 @@ LEARNER = {
     "wait": "waiting for a batch",
     "payload": "fetching tokens",
     "old": "log-probs of the policy before the step",
-    "reference": "log-probs of the reference policy",
     "train": "training",
     "drift": "measuring drift",
     "publish": "publishing weights",

@@ -24,13 +24,3 @@ def modules(document: str) -> dict[str, str]:
     """Files of a document's Python examples, whose first line names them."""
     text = (DOCS / document).read_text(encoding="utf-8")
     return dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL))
-
-
-def metric_pattern() -> re.Pattern[str]:
-    """A pattern of the metric names in docs/metrics.md, where `…` stands for anything."""
-    text = (DOCS / "metrics.md").read_text(encoding="utf-8").partition("\n## Trackers")[0]
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    also = re.findall(r"^Of relays .*", text, re.MULTILINE)
-    names += [name for line in also for name in re.findall(r"`([^`]+)`", line)]
-    return re.compile("|".join(re.escape(name).replace("…", ".+") for name in names))

@@ -1,0 +1,209 @@
+"""The metrics of a run: name, unit, meaning, and the panel of the page that draws each.
+
+`docs/metrics.md` is made from this table, and every reader of `metrics.jsonl` checks the names it asks for against it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+from common.messages import Ending
+
+REWARD, LENGTHS, ENDINGS = "Reward and accuracy", "Lengths and cut-offs", "Endings, tool errors and skipped tasks"
+STALENESS, TRACKER, CORRECTION = "Staleness", "Value tracker", "Correction by age"
+OPTIMIZATION, THROUGHPUT, QUEUES, PROCESSES = "Optimization", "Throughput", "Queues", "Processes"
+
+
+class Metric(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        name: as in `metrics.jsonl`; `…` stands for any text.
+        unit: empty for counts and for numbers without one.
+        panel: title of the panel that draws it; empty if none does.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    panel: str = ""
+
+
+# Written by the sampler with each batch.
+BATCH = (
+    Metric("reward/mean", "", "mean reward of the batch", REWARD),
+    Metric("reward/std", "", "standard deviation of the batch's rewards"),
+    Metric("reward/…", "", "mean of a part of the reward, unweighted, since the last batch", REWARD),
+    Metric("source/…/reward", "", "mean reward of a data source, if there are several, since the last batch", REWARD),
+    Metric("source/…/samples", "", "samples of that source"),
+    Metric("group/degenerate", "share", "samples in groups whose rewards are all equal", REWARD),
+    Metric("advantage/min", "", "smallest advantage of the batch"),
+    Metric("advantage/max", "", "largest advantage"),
+    Metric("advantage/zero", "share", "advantages that are 0"),
+    Metric("advantage/p…", "", "percentiles 10, 30, 50, 70 and 90 of the advantages"),
+    Metric("tokens/mean", "tokens", "length of a sample, with its prompt", LENGTHS),
+    Metric("response_length/mean", "tokens", "tokens that the model sampled for a sample", LENGTHS),
+    Metric("response_length/max", "tokens", "the most of them", LENGTHS),
+    Metric("response_length/clip_ratio", "share", "episodes that a limit of tokens or seconds cut off", LENGTHS),
+    Metric(
+        "ending/…", "share", "episodes by how they ended: " + ", ".join(f"`{ending}`" for ending in Ending), ENDINGS
+    ),
+    Metric("num_turns/mean", "", "turns of the assistant in an episode", LENGTHS),
+    Metric("num_rows/mean", "", "[rows](algorithms.md#samples-of-several-rows) of an episode", LENGTHS),
+    Metric("tool_calls/mean", "", "tool calls in an episode", LENGTHS),
+    Metric("tool_calls/error_ratio", "share", "tool calls that were answered with an error", ENDINGS),
+    Metric("agent/requests", "", "requests of an [agent](agents.md) in an episode", LENGTHS),
+    Metric("agent/retries", "", "requests answered with the reply to an earlier, identical one"),
+    Metric("agent/refused", "", "requests that the endpoint refused, except those beyond a limit", LENGTHS),
+    Metric("agent/dropped", "", "requests without a reply, or whose reply the agent did not read"),
+    Metric("agent/kept_prompt_ids", "share", "tokens of an agent's prompts that are the ids of earlier turns"),
+    Metric("episode/seconds_mean", "s", "duration of an episode", LENGTHS),
+    Metric("episode/seconds_max", "s", "the longest", LENGTHS),
+    Metric("staleness/in_flight…", "versions", "age of a sample's oldest token when the sample is counted", STALENESS),
+    Metric("staleness/in_queue…", "versions", "how much older it is when its batch closes", STALENESS),
+    Metric("staleness/total", "versions", "the sum of both, as a histogram", STALENESS),
+    Metric("tracker/drift_mean", "", "drift D of the samples since the last batch"),
+    Metric("tracker/rho_mean", "", "their forgetting factor ρ"),
+    Metric("tracker/rho_clip_ratio", "share", "samples whose ρ was clipped to `rho_min` or `rho_max`"),
+    Metric("tracker/n_eff_mean", "", "effective count α + β after their rewards were counted"),
+    Metric("tracker/alpha_mean", "", "α before that (the recipe's `spo/alpha`)"),
+    Metric("tracker/beta_mean", "", "β before that (`spo/beta`)"),
+    Metric("tracker/value_mean", "", "value p̂ before that (`spo/p_hats`)"),
+    Metric("tracker/first_sampled_ratio", "share", "samples that were their prompt's first"),
+    Metric("tracker/variance_ratio", "share", "variance of the rewards that the baseline leaves (64 batches)", TRACKER),
+    Metric("tracker/variance_ratio_low", "share", "two standard errors below it", TRACKER),
+    Metric("tracker/variance_ratio_high", "share", "two standard errors above it", TRACKER),
+    Metric("tracker/calibration_error", "", "mean difference of values and rewards, over 64 batches", TRACKER),
+    Metric("tracker/reward_where_value_is_…", "", "mean reward of prompts with such a value", TRACKER),
+    Metric("tracker/k", "", "strength of the prior `population`; left out where infinite"),
+    Metric("tracker/mean_is_…", "", "1 for the mean that this prior uses"),
+    Metric("tracker/visited", "share", "prompts that were answered at least once", TRACKER),
+    Metric("tracker/always_solved", "share", "visited prompts whose answers were all right", TRACKER),
+    Metric("tracker/never_solved", "share", "visited prompts whose answers were all wrong", TRACKER),
+    Metric("tracker/value_percent", "", "values of all prompts, in percent, as a histogram", TRACKER),
+    Metric("tracker/visits", "", "answers to each prompt, as a histogram", TRACKER),
+    Metric("waiting/learner_seconds", "s", "time that the sampler waited for steps, since the last batch", THROUGHPUT),
+    Metric("waiting/generators_seconds", "s", "time that it waited for answers", THROUGHPUT),
+    Metric("time/seconds", "s", "time since the sampler started"),
+    Metric("validation/…", "", "[figures of an evaluation](operations.md#evaluation), of each data set too", REWARD),
+)
+
+# Written by the learner with each step.
+STEP = (
+    Metric("actor/loss", "", "the whole loss", OPTIMIZATION),
+    Metric("actor/pg_loss", "", "the policy loss without penalties", OPTIMIZATION),
+    Metric("actor/entropy", "nats a token", "entropy of the policy", OPTIMIZATION),
+    Metric("actor/grad_norm", "", "norm of the gradient before clipping", OPTIMIZATION),
+    Metric("actor/clip_low", "share", "tokens whose ratio was clipped below", OPTIMIZATION),
+    Metric("actor/clip_high", "share", "tokens whose ratio was clipped above", OPTIMIZATION),
+    Metric("actor/lr", "", "learning rate", OPTIMIZATION),
+    Metric("actor/drift", "", "drift of the step, with `sampler.drift.mode: ledger`", OPTIMIZATION),
+    Metric("actor/…", "", "penalties, skipped steps, and what a loss reports itself"),
+    Metric("rollout_corr/…", "", "[statistics of the correction](correction.md), also by age", CORRECTION),
+    Metric("router/load_max", "", "[mixture](mixtures.md): largest load of an expert, relative to the mean"),
+    Metric("router/load_min", "", "smallest such load"),
+    Metric("router/load_max_mean", "", "mean over the layers of each layer's largest load"),
+    Metric("router/load_min_mean", "", "mean over the layers of each layer's smallest load"),
+    Metric("router/entropy", "nats", "mean entropy of a router's choice"),
+    Metric("router/balance", "", "balance loss without its coefficient; 1 for equal loads"),
+    Metric("router/replayed", "share", "router replay: model tokens that have experts from the rollout"),
+    Metric("router/differs", "share", "layers of these tokens in which the learner would have chosen other experts"),
+    Metric("teacher/kl", "nats", "reverse KL of policy and [teacher](teacher.md), over scored tokens"),
+    Metric("teacher/tokens", "share", "tokens left by rejection that the teacher scored"),
+    Metric("teacher/weight", "", "present weight of the teacher"),
+    Metric("teacher/logprob", "nats", "mean log-prob that the teacher gives these tokens"),
+    Metric("teacher/policy_logprob", "nats", "mean log-prob that the policy gives them"),
+    Metric("teacher/mass", "share", "with `top_k`: probability of the likeliest tokens by the teacher"),
+    Metric("teacher/policy_mass", "share", "with `top_k`: their probability by the policy"),
+    Metric("teacher/advantage", "", "`form: advantage`: mean size of what the teacher adds to an advantage"),
+    Metric("critic/loss", "", "[critic](algorithms.md#a-critic-learnercriticpy): mean of (V − R)² / 2 over its steps"),
+    Metric("critic/grad_norm", "", "mean norm of its gradient"),
+    Metric("critic/lr", "", "its learning rate"),
+    Metric("critic/value_mean", "", "mean value of a token before these steps"),
+    Metric("critic/explained_variance", "share", "variance of the returns that its values explain"),
+    Metric("critic/tracker_explained_variance", "share", "variance of the returns that the tracker's values explain"),
+    Metric("proximal/…", "", "`algorithm.proximal: compare`: differences of the proximal policies"),
+    Metric("exact/kept_mb", "MB", "host memory of rank 0 for earlier weights"),
+    Metric("exact/…", "", "`learner.exact_every`: [exact log-probs](correction.md#exact-log-probs-by-version)"),
+    Metric("staleness/mean", "versions", "mean age of a token", STALENESS),
+    Metric("staleness/max", "versions", "age of the oldest token", STALENESS),
+    Metric("staleness/age_…", "share", "tokens of this age in versions", STALENESS),
+    Metric("batch/samples", "", "samples trained on"),
+    Metric("batch/left_out", "", "samples left out because their tokens are missing or unusable"),
+    Metric("tokens/total", "tokens", "tokens of the batch", THROUGHPUT),
+    Metric("tokens/model", "tokens", "tokens of the batch that the model sampled"),
+    Metric("tokens/per_second", "tokens/s", "tokens of the batch by the time of training"),
+    Metric("tokens/shared", "tokens", "tokens computed once for several rows (`learner.share_prefixes`)"),
+    Metric("seconds/wait", "s", "waiting for the batch", THROUGHPUT),
+    Metric("seconds/payload", "s", "fetching and packing its tokens", THROUGHPUT),
+    Metric("seconds/critic", "s", "values of the critic, and its training", THROUGHPUT),
+    Metric("seconds/old", "s", "log-probs before the step", THROUGHPUT),
+    Metric("seconds/train", "s", "training", THROUGHPUT),
+    Metric("seconds/drift", "s", "measuring the step's drift", THROUGHPUT),
+    Metric("seconds/exact", "s", "exact log-probs, with `learner.exact_every`", THROUGHPUT),
+    Metric("seconds/publish", "s", "copying the weights, and waiting for the previous version", THROUGHPUT),
+    Metric("seconds/checkpoint", "s", "copying a checkpoint, and waiting for the previous one", THROUGHPUT),
+    Metric("weights/sent_mb", "MB", "weights sent since the last step"),
+    Metric("weights/…", "", "chunks sent, and what [deltas](scaling.md#weights-in-proportion-to-what-changed) saved"),
+)
+
+# Written every 5 seconds by the sampler, by each generator and teacher (since it started), and by every process.
+TIME = (
+    Metric("queue/tasks", "", "training tasks that no generator has taken", QUEUES),
+    Metric("queue/leased", "", "training tasks that a generator has taken", QUEUES),
+    Metric("queue/evaluation", "", "tasks of the running evaluation without an answer", QUEUES),
+    Metric("queue/scoring", "", "answers that wait for a teacher's scores", QUEUES),
+    Metric("queue/samples", "", "results that are not counted yet", QUEUES),
+    Metric("queue/batches", "", "batches that are not released yet", QUEUES),
+    Metric("queue/outstanding", "", "tasks in flight"),
+    Metric("queue/dead", "", "dead letters", QUEUES),
+    Metric("samples/set_aside…", "", "skipped tasks, also [by kind](operations.md#when-an-episode-fails)", ENDINGS),
+    Metric("samples/per_second", "samples/s", "samples counted in the last seconds"),
+    Metric("samples/…", "", "counters of the run: `dispatched`, `counted`, `rewarded`, `batched`, `late`, …"),
+    Metric("redis/used_mb", "MB", "memory of Redis", QUEUES),
+    Metric("processes/…", "", "living processes of a role"),
+    Metric("generator/episodes", "", "finished episodes", PROCESSES),
+    Metric("generator/failed", "", "failed attempts, which are tried again and then skipped"),
+    Metric("generator/refused", "", "refused requests of agents, also of failed attempts and with a wrong key"),
+    Metric("generator/tokens", "tokens", "sampled tokens", REWARD),
+    Metric("generator/tokens_per_second", "tokens/s", "tokens sampled in the last 5 seconds", THROUGHPUT),
+    Metric("generator/seconds", "s", "time since the generator was ready"),
+    Metric("generator/slots", "", "running episodes"),
+    Metric("generator/slots_awaiting_weights", "", "running episodes that wait for newer weights"),
+    Metric("generator/concurrency", "", "most running episodes (`generator.max_concurrency`)"),
+    Metric("generator/waiting_for_tasks_seconds", "s", "time without any task"),
+    Metric("generator/waiting_for_tasks_fraction", "share", "the last 5 seconds without any task", THROUGHPUT),
+    Metric("generator/updates", "", "loads of new weights"),
+    Metric("generator/pause_seconds", "s", "generation paused for these loads"),
+    Metric("generator/pause_ms_per_update", "ms", "mean pause", THROUGHPUT),
+    Metric("generator/pull_seconds", "s", "transfer of weights, during which generation goes on"),
+    Metric("generator/pull_ms_per_update", "ms", "mean transfer"),
+    Metric("teacher/samples", "", "scored episodes", PROCESSES),
+    Metric("teacher/failed", "", "failed attempts"),
+    Metric("teacher/tokens", "tokens", "scored tokens"),
+    Metric("teacher/tokens_per_second", "tokens/s", "tokens scored in the last 5 seconds", THROUGHPUT),
+    Metric("teacher/seconds", "s", "time since the teacher was ready"),
+    Metric("teacher/slots", "", "episodes being scored"),
+    Metric("teacher/concurrency", "", "most episodes scored at once (`teacher.max_concurrency`)"),
+    Metric("teacher/waiting_for_tasks_seconds", "s", "time without any episode"),
+    Metric("teacher/waiting_for_tasks_fraction", "share", "the last 5 seconds without any episode"),
+    Metric("relay/sent_mb", "MB", "weights sent by a relay"),
+    Metric("relay/pull_seconds", "s", "transfer of weights to it"),
+    Metric("process/cpu_seconds", "s", "CPU time of a process, without the processes that it has started", PROCESSES),
+    Metric("process/memory_mb", "MB", "its memory, likewise", PROCESSES),
+)
+
+
+@cache
+def metric(name: str) -> Metric:
+    """The row of a metric.
+
+    Raises:
+        KeyError: the table has no such metric.
+    """
+    for row in (*BATCH, *STEP, *TIME):
+        if re.fullmatch(re.escape(row.name).replace("…", ".*"), name):
+            return row
+    raise KeyError(f"common/metrics.py has no metric {name!r}")
