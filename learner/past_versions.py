@@ -25,7 +25,7 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(slots=True)
-class Difference:
+class OlderValues:
     """The values of one parameter in the next older version.
 
     Attributes:
@@ -62,7 +62,7 @@ class PastVersions:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], most: int) -> None:
         self._parameters = list(parameters)
         self._current = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
-        self._older: deque[list[Difference]] = deque(maxlen=most)  # newest first
+        self._older: deque[list[OlderValues]] = deque(maxlen=most)  # newest first
 
     @property
     def bytes(self) -> int:
@@ -82,7 +82,7 @@ class PastVersions:
 
         It yields how many versions back they are; afterwards they are bit for bit what they were.
         """
-        gone: list[list[Difference]] = []
+        gone: list[list[OlderValues]] = []
 
         def back() -> Iterator[int]:
             for age, step in enumerate(self._older, 1):
@@ -96,12 +96,12 @@ class PastVersions:
             for step in reversed(gone):
                 self._swap(step)
 
-    def _swap(self, step: list[Difference]) -> None:
+    def _swap(self, step: list[OlderValues]) -> None:
         for difference, parameter in zip(step, self._parameters, strict=True):
             difference.swap(parameter)
 
 
-def _difference(old: torch.Tensor, new: torch.Tensor) -> Difference:
+def _difference(old: torch.Tensor, new: torch.Tensor) -> OlderValues:
     """What leads from `new` back to `old`, which is overwritten by `new`."""
     current, before = new.cpu().view(-1), old.view(-1)
     bits = BITS[old.element_size()]
@@ -109,10 +109,10 @@ def _difference(old: torch.Tensor, new: torch.Tensor) -> Difference:
     if len(where) * (old.element_size() + 4) < old.nbytes:
         values = before[where]
         before[where] = current[where]
-        return Difference(values, where.to(torch.int32 if old.numel() < 1 << 31 else torch.int64))
+        return OlderValues(values, where.to(torch.int32 if old.numel() < 1 << 31 else torch.int64))
     values = before.clone()
     before.copy_(current)
-    return Difference(values, None)
+    return OlderValues(values, None)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from common.log import Timeline
 from learner.ranks.world import World
 
 
-class Metric(NamedTuple):
+class Figure(NamedTuple):
     """One figure of a statistic.
 
     Attributes:
@@ -46,7 +46,7 @@ class Statistic(NamedTuple):
     """
 
     sums: torch.Tensor
-    metrics: tuple[Metric, ...]
+    metrics: tuple[Figure, ...]
     extremes: bool = False
 
 
@@ -61,12 +61,12 @@ class Stats:
 
     def total(self, name: str, values: torch.Tensor | float) -> None:
         """The sum of the values."""
-        self._add(Statistic(_sum(torch.as_tensor(values)), (Metric(name, "total"),)))
+        self._add(Statistic(_sum(torch.as_tensor(values)), (Figure(name, "total"),)))
 
     def mean(self, name: str, values: torch.Tensor | float, over: str, around: float = 0.0) -> None:
         """The sum of the values divided by the total `over`; 0 where that is 0."""
         values = torch.as_tensor(values)
-        metric = Metric(name, "mean", 0, over, around)
+        metric = Figure(name, "mean", 0, over, around)
         self._add(Statistic(_sum(values - around if around else values), (metric,)))
 
     def means(self, values: dict[str, torch.Tensor], over: str, where: torch.Tensor | None = None) -> None:
@@ -75,21 +75,21 @@ class Stats:
         if where is not None:
             table = table & where if table.dtype == torch.bool else torch.where(where, table, 0)
         sums = table.sum(1, dtype=torch.float64)
-        self._add(Statistic(sums, tuple(Metric(name, "mean", column, over) for column, name in enumerate(values))))
+        self._add(Statistic(sums, tuple(Figure(name, "mean", column, over) for column, name in enumerate(values))))
 
     def std(self, name: str, values: torch.Tensor, over: str, around: float = 0.0, sample: bool = False) -> None:
         """Standard deviation of the values; `sample` divides by one less than their number."""
-        metric = Metric(name, "sample_std" if sample else "std", 0, over)
+        metric = Figure(name, "sample_std" if sample else "std", 0, over)
         self._add(Statistic(_sums(values - around if around else values), (metric,)))
 
     def mean_and_sample_std(self, mean: str, std: str, values: torch.Tensor, over: str, around: float = 0.0) -> None:
         """The mean under one name, and the deviation that divides by one less than the number of values."""
-        metrics = Metric(mean, "mean", 0, over, around), Metric(std, "sample_std", 0, over)
+        metrics = Figure(mean, "mean", 0, over, around), Figure(std, "sample_std", 0, over)
         self._add(Statistic(_sums(values - around if around else values), metrics))
 
     def effective_sample_size(self, name: str, weights: torch.Tensor, over: str) -> None:
         """(sum w)^2 / (n sum w^2) of the weights, between 0 and 1."""
-        self._add(Statistic(_sums(weights), (Metric(name, "effective_sample_size", 0, over),)))
+        self._add(Statistic(_sums(weights), (Figure(name, "effective_sample_size", 0, over),)))
 
     def by_age(
         self,
@@ -108,11 +108,11 @@ class Stats:
             share: name of the bucket's number of values divided by the total `over`.
         """
         columns = [*means.values()]
-        metrics = [Metric(name, "mean", column) for column, name in enumerate(means)]
+        metrics = [Figure(name, "mean", column) for column, name in enumerate(means)]
         for name, weights in effective_sample_sizes.items():
-            metrics.append(Metric(name, "effective_sample_size", len(columns)))
+            metrics.append(Figure(name, "effective_sample_size", len(columns)))
             columns += [weights, weights.square()]
-        metrics.append(Metric(share, "mean", len(columns), over))
+        metrics.append(Figure(share, "mean", len(columns), over))
         # One pass over the tokens for all of them. A product, not `index_add`: faster, and in the same order on a GPU.
         ones = torch.ones(len(bucket), dtype=torch.float64, device=bucket.device)
         table = torch.stack([*(values.double() for values in columns), ones])
@@ -134,7 +134,7 @@ class Stats:
             table = torch.where(where, table, -torch.inf)
         tops = table.amax(1) if table.numel() else table.new_full((len(table),), -torch.inf)
         kinds = [*((name, "max") for name in largest), *((name, "min") for name in smallest)]
-        metrics = tuple(Metric(name, kind, column) for column, (name, kind) in enumerate(kinds))
+        metrics = tuple(Figure(name, kind, column) for column, (name, kind) in enumerate(kinds))
         self._add(Statistic(tops, metrics, extremes=True))
 
     def loads(self, name: str, counts: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ class Stats:
         `NAME/load_max` and `NAME/load_min` are the largest and the smallest of all, `NAME/load_max_mean` and
         `NAME/load_min_mean` the means over the layers of each layer's. Left out where none was taken.
         """
-        self._add(Statistic(counts.double(), tuple(Metric(f"{name}/{kind}", kind) for kind in LOADS)))
+        self._add(Statistic(counts.double(), tuple(Figure(f"{name}/{kind}", kind) for kind in LOADS)))
 
     def update(self, other: Stats) -> None:
         for entry in other._entries.values():

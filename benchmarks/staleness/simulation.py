@@ -26,7 +26,7 @@ from generator.episode.runner import EpisodeRunner
 from generator.rewards import Outcome
 from launcher.tasks.arithmetic import TASK
 from launcher.tasks.task import TRAIN_SIZE, Problem, QuickstartTask
-from learner.batch.outcome import Outcome as Judgement
+from learner.batch.outcome import CriticTarget
 from learner.batch.plan import plan_micro_batches
 from learner.batch.tensors import Packer, RolloutBatch
 from learner.ranks.world import World
@@ -147,14 +147,14 @@ class Simulation:
         )
         payloads: dict[int, Payload | None] = {i: episode.payload() for i, (episode, _) in enumerate(played)}
         rewards = [reward for _, reward in played]
-        outcomes = [Judgement(*one) for one in zip(rewards, values.tolist(), strict=True)]
+        critic = [CriticTarget(*one) for one in zip(rewards, values.tolist(), strict=True)]
         return Packer(self.trainer.policy.vocabulary).rollout_batch(
             version,
             places.of_rank(0),
             payloads,
             advantages.tolist(),
             rewards,
-            outcomes=outcomes if self.trainer.critic is not None else None,
+            critic=critic if self.trainer.critic is not None else None,
         )
 
     def _prompts(self) -> list[str]:

@@ -17,7 +17,7 @@ Advantage = float | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CriticTarget:
     """What a critic learns from a sample, or from one of its rows.
 
     Attributes:
@@ -29,13 +29,13 @@ class Outcome:
     value: float
 
 
-def outcomes_of(batch: Batch) -> list[Outcome] | None:
+def critic_targets(batch: Batch) -> list[CriticTarget] | None:
     """What a critic learns from each sample [B]; None without a critic."""
     if batch.values is None or batch.returns is None:
         return None
     by_turn = batch.turn_advantages is not None
     returns: list[Advantage] = [numbers if by_turn else numbers[0] for numbers in batch.returns]
-    return [Outcome(*one) for one in zip(returns, batch.values, strict=True)]
+    return [CriticTarget(*one) for one in zip(returns, batch.values, strict=True)]
 
 
 def of_rows(payload: Payload, rows: Sequence[Payload], numbers: Advantage, what: str) -> list[Advantage]:
@@ -72,10 +72,10 @@ def token_rewards(payload: Payload, returns: Advantage) -> np.ndarray:
 
 
 def judged_fields(
-    rows: Sequence[Payload], outcomes: Sequence[Outcome], device: torch.device | str
+    rows: Sequence[Payload], critic: Sequence[CriticTarget], device: torch.device | str
 ) -> dict[str, torch.Tensor]:
     """The fields `rewards` and `tracked` of a micro-batch."""
-    pairs = list(zip(rows, outcomes, strict=True))
-    rewards = np.concatenate([token_rewards(row, outcome.returns) for row, outcome in pairs])
-    tracked = np.concatenate([np.full(len(row.logprobs), outcome.value) for row, outcome in pairs])
+    pairs = list(zip(rows, critic, strict=True))
+    rewards = np.concatenate([token_rewards(row, target.returns) for row, target in pairs])
+    tracked = np.concatenate([np.full(len(row.logprobs), target.value) for row, target in pairs])
     return {"rewards": torch.from_numpy(rewards).to(device), "tracked": torch.from_numpy(tracked).to(device)}

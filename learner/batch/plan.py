@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 # A row: the index of its sample in the batch, and its number in the sample.
-Place = tuple[int, int]
+RowId = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
     """Rows of each micro-batch: `rows[mini_batch][micro_batch][rank]` is a list, often empty."""
 
-    rows: list[list[list[list[Place]]]]
+    rows: list[list[list[list[RowId]]]]
 
-    def of_rank(self, rank: int) -> list[list[list[Place]]]:
+    def of_rank(self, rank: int) -> list[list[list[RowId]]]:
         """This rank's share: `[mini_batch][micro_batch]` lists of rows."""
         return [[ranks[rank] for ranks in micro_batches] for micro_batches in self.rows]
 
@@ -43,7 +43,7 @@ def plan_micro_batches(
     return MicroBatchPlan(rows)
 
 
-def _pack(lengths: Mapping[Place, int], ranks: int, budget: int) -> list[list[Place]]:
+def _pack(lengths: Mapping[RowId, int], ranks: int, budget: int) -> list[list[RowId]]:
     """A multiple of `ranks` bins, fullest first, so that the ranks of one micro-batch have similar amounts of work."""
     descending = sorted(lengths, key=lambda place: (-lengths[place], place))
     rounds = max(1, -(-sum(min(tokens, budget) for tokens in lengths.values()) // (budget * ranks)))
@@ -56,12 +56,12 @@ def _pack(lengths: Mapping[Place, int], ranks: int, budget: int) -> list[list[Pl
 
 
 def _fill_evenly(
-    descending: Sequence[Place], lengths: Mapping[Place, int], count: int
-) -> list[tuple[int, list[Place]]]:
+    descending: Sequence[RowId], lengths: Mapping[RowId, int], count: int
+) -> list[tuple[int, list[RowId]]]:
     """Longest first, each into the emptiest bin: (tokens, rows) of each bin."""
     heap = [(0, number) for number in range(count)]
     heapify(heap)
-    bins: list[list[Place]] = [[] for _ in range(count)]
+    bins: list[list[RowId]] = [[] for _ in range(count)]
     for place in descending:
         tokens, number = heap[0]
         heapreplace(heap, (tokens + lengths[place], number))

@@ -12,8 +12,8 @@ from common.config import LearnerConfig
 from common.messages import Batch, InvalidMessage
 from common.payload import Payload
 from learner.batch.layout import Layout
-from learner.batch.outcome import Advantage, Outcome, judged_fields, of_rows, outcomes_of, token_advantages
-from learner.batch.plan import Place, plan_micro_batches
+from learner.batch.outcome import Advantage, CriticTarget, critic_targets, judged_fields, of_rows, token_advantages
+from learner.batch.plan import RowId, plan_micro_batches
 from learner.batch.prefixes import pack_rows
 from learner.batch.teacher import TeacherScores, check_scores, scores_of_rows
 from learner.policy.attention import PackedSequences, pack_sequences
@@ -156,19 +156,19 @@ class Packer:
             batch.rewards,
             sample_ids=batch.sample_ids,
             unit_tokens=self._unit_tokens(as_planned, len(row_tokens), world),
-            outcomes=outcomes_of(batch),
+            critic=critic_targets(batch),
         )
 
     def rollout_batch(
         self,
         version: int,
-        places: Sequence[Sequence[Sequence[Place]]],
+        places: Sequence[Sequence[Sequence[RowId]]],
         payloads: Mapping[int, Payload | None],
         advantages: Sequence[Advantage],
         rewards: Sequence[float],
         sample_ids: Sequence[str] | None = None,
         unit_tokens: Sequence[float] | None = None,
-        outcomes: Sequence[Outcome] | None = None,
+        critic: Sequence[CriticTarget] | None = None,
     ) -> RolloutBatch:
         """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
 
@@ -180,21 +180,21 @@ class Packer:
             advantages: of the whole batch [B].
             sample_ids: of the whole batch [B], if its micro-batches need them.
             unit_tokens: model tokens of which each sample's rows are shares [B]; by default those of the sample.
-            outcomes: of the whole batch [B]; None without a critic.
+            critic: of the whole batch [B]; None without a critic.
         """
-        rows: dict[Place, tuple[Payload, Advantage]] = {}
-        judged: dict[Place, Outcome] = {}
-        shares: dict[Place, float] = {}
+        rows: dict[RowId, tuple[Payload, Advantage]] = {}
+        judged: dict[RowId, CriticTarget] = {}
+        shares: dict[RowId, float] = {}
         reason = ""
         for sample, payload in payloads.items():
             if payload is None:
                 continue
             try:
                 usable = self.usable_rows(payload, advantages[sample])
-                if outcomes is not None:
-                    of_each = of_rows(payload, [row for row, _ in usable], outcomes[sample].returns, "returns")
+                if critic is not None:
+                    of_each = of_rows(payload, [row for row, _ in usable], critic[sample].returns, "returns")
                     for number, returns in enumerate(of_each):
-                        judged[sample, number] = Outcome(returns, outcomes[sample].value)
+                        judged[sample, number] = CriticTarget(returns, critic[sample].value)
             except InvalidMessage as error:
                 reason = str(error)
                 continue
@@ -202,10 +202,10 @@ class Packer:
             for number, row in enumerate(usable):
                 rows[sample, number], shares[sample, number] = row, len(row[0].logprobs) / whole
 
-        def packed(held: Sequence[Place]) -> MicroBatch:
+        def packed(held: Sequence[RowId]) -> MicroBatch:
             held = [place for place in held if place in rows]
             names = [(sample_ids[sample], number) for sample, number in held] if sample_ids else ()
-            ends = None if outcomes is None else [judged[place] for place in held]
+            ends = None if critic is None else [judged[place] for place in held]
             return self.micro_batch([rows[place] for place in held], names, [shares[place] for place in held], ends)
 
         placed = [place for micro_batches in places for held in micro_batches for place in held]
@@ -233,17 +233,17 @@ class Packer:
         rows: Sequence[tuple[Payload, Advantage]],
         names: Sequence[tuple[str, int]] = (),
         shares: Sequence[float] | None = None,
-        outcomes: Sequence[Outcome] | None = None,
+        critic: Sequence[CriticTarget] | None = None,
     ) -> MicroBatch:
         """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
 
         Args:
             names: sample id and number of each row.
             shares: of each row in its sample's model tokens; by default each row is a sample.
-            outcomes: of the rows; None without a critic.
+            critic: of the rows; None without a critic.
         """
         if not rows:
-            return self._idle(outcomes is not None)
+            return self._idle(critic is not None)
         payloads, device = [row for row, _ in rows], self.device
         packed = pack_rows([row.token_ids for row in payloads], self.share_prefixes)
         model_tokens = np.flatnonzero(np.concatenate([row.mask() for row in payloads]))
@@ -267,7 +267,7 @@ class Packer:
             names=names,
             **(_replayed(payloads, self.experts, device) if self.experts else {}),
             teacher=None if self.top_k is None else scores_of_rows(payloads, self.top_k, device),
-            **(judged_fields(payloads, outcomes, device) if outcomes is not None else {}),
+            **(judged_fields(payloads, critic, device) if critic is not None else {}),
         )
 
     def _idle(self, judged: bool) -> MicroBatch:

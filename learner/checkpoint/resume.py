@@ -83,7 +83,7 @@ NAMES_BELOW_3 = ("base_optimizer_state", "single_partition_of_fp32_groups")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FlatPiece:
     """Elements of a parameter from `start` on, which lie in a flat tensor from `offset` on."""
 
     name: str
@@ -156,12 +156,12 @@ def load_share(engine: Any, share: Share, saved: SavedState, world: World) -> No
         setattr(engine, name, value)
 
 
-def _layout(engine: Any, rank: int) -> Iterator[tuple[int, list[Place]]]:
+def _layout(engine: Any, rank: int) -> Iterator[tuple[int, list[FlatPiece]]]:
     """Size of each tensor that this rank's optimizer changes, and the places of parameters in it."""
     stage, zero, names = engine.zero_optimization_stage(), engine.optimizer, engine.param_names
     if stage == 0:
         for name, parameter in trained_parameters(engine).items():
-            yield parameter.numel(), [Place(name, 0, 0, parameter.numel())]
+            yield parameter.numel(), [FlatPiece(name, 0, 0, parameter.numel())]
     elif stage == 3:
         for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
             yield flat.numel(), list(_even_pieces(group, names, rank))
@@ -173,17 +173,17 @@ def _layout(engine: Any, rank: int) -> Iterator[tuple[int, list[Place]]]:
             yield own["params"][0].numel(), places
 
 
-def _mapped_piece(name: str, mapping: Any) -> Place:
+def _mapped_piece(name: str, mapping: Any) -> FlatPiece:
     start, flat = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-    return Place(name, start, flat.start, flat.numel)
+    return FlatPiece(name, start, flat.start, flat.numel)
 
 
-def _even_pieces(group: list[Any], names: dict[Any, str], rank: int) -> Iterator[Place]:
+def _even_pieces(group: list[Any], names: dict[Any, str], rank: int) -> Iterator[FlatPiece]:
     """Under ZeRO 3 each parameter is divided evenly, and its last piece is padded."""
     offset = 0
     for parameter in group:
         size = parameter.ds_tensor.numel()
-        yield Place(names[parameter], rank * size, offset, max(0, min(size, parameter.ds_numel - rank * size)))
+        yield FlatPiece(names[parameter], rank * size, offset, max(0, min(size, parameter.ds_numel - rank * size)))
         offset += size
 
 

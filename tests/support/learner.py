@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from common.config import Config, parse_config
 from common.payload import Payload
 from learner.batch.layout import Layout
-from learner.batch.outcome import Advantage, Outcome
+from learner.batch.outcome import Advantage, CriticTarget
 from learner.batch.plan import plan_micro_batches
 from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.policy.attention import pack_sequences
@@ -163,7 +163,7 @@ def make_batch(
     rank: int = 0,
     ranks: int = 1,
     packer: Packer = PACKER,
-    outcomes: Sequence[Outcome] | None = None,
+    critic: Sequence[CriticTarget] | None = None,
 ) -> RolloutBatch:
     """One rank's share of a batch of payloads."""
     row_tokens = [[len(row.token_ids) for row in payload.rows()] if payload else [20] for payload in payloads]
@@ -171,16 +171,16 @@ def make_batch(
     places = plan_micro_batches(row_tokens, learner.mini_batches, ranks, learner.token_budget).of_rank(rank)
     mine = {index: payloads[index] for micros in places for held in micros for index, _ in held}
     rewards = [0.5] * len(payloads)
-    return packer.rollout_batch(version, places, mine, advantages, rewards, outcomes=outcomes)
+    return packer.rollout_batch(version, places, mine, advantages, rewards, critic=critic)
 
 
-def job_outcomes(job: dict[str, Any], version: int) -> list[Outcome]:
+def job_critic(job: dict[str, Any], version: int) -> list[CriticTarget]:
     """What a critic learns from the batch that a job trains on at `version`: rewards of 0 and 1, values between."""
     payloads, advantages = job_batch(job, version)
     rewards = [float(payload.token_ids[0] % 2) for payload in payloads]
     returns = [[reward, reward / 2] if job.get("turns") else reward for reward in rewards]
     values = np.linspace(0.25, 0.75, len(advantages)).tolist()
-    return [Outcome(*one) for one in zip(returns, values, strict=True)]
+    return [CriticTarget(*one) for one in zip(returns, values, strict=True)]
 
 
 def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequence[Advantage]]:

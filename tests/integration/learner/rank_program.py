@@ -38,7 +38,7 @@ from learner.policy.engine import full_weights, optimizer_step
 from learner.policy.model import load_policy
 from learner.ranks.world import World
 from learner.trainer import Trainer
-from tests.support.learner import Call, job_batch, job_outcomes, learner_config, make_batch
+from tests.support.learner import Call, job_batch, job_critic, learner_config, make_batch
 
 
 def work(job: dict[str, Any], world: World) -> None:
@@ -85,7 +85,7 @@ def train(job: dict[str, Any], trainer: Trainer, checkpoints: Checkpoints, left:
         share = {"rank": world.share, "ranks": world.shares}
         reads = {"packer": replace(trainer.packer(), share_prefixes=False)}
         if trainer.critic is not None:
-            reads["outcomes"] = job_outcomes(job, version)
+            reads["critic"] = job_critic(job, version)
         batch = make_batch(config, payloads, advantages, version=version, **share, **reads)
         if version not in job.get("skip", []):
             with capture_logs() as logs:

@@ -16,7 +16,7 @@ from common.config import AlgorithmConfig, LearnerConfig, SamplerConfig
 from common.errors import UserError
 from common.messages import Batch
 from common.payload import Payload
-from learner.batch.outcome import Outcome, token_rewards
+from learner.batch.outcome import CriticTarget, token_rewards
 from learner.critic import Critic, load_value_model, with_explained_variance
 from learner.memory_model import Zero, critic_sizes, divided, with_critic
 from learner.ranks.world import World
@@ -54,10 +54,10 @@ def test_a_reward_stands_at_the_last_token_of_what_earned_it(returns: Any, expec
 
 def test_a_micro_batch_has_rewards_and_the_trackers_value_of_each_token() -> None:
     rows = [(payload_of(1, 2), 0.0), (payload_of(2), 0.0)]
-    micro = PACKER.micro_batch(rows, outcomes=[Outcome(1.0, 0.25), Outcome([0.5], 0.75)])
+    micro = PACKER.micro_batch(rows, critic=[CriticTarget(1.0, 0.25), CriticTarget([0.5], 0.75)])
     assert micro.rewards.tolist() == [0, 0, 1, 0, 0.5]
     assert micro.tracked.tolist() == [0.25, 0.25, 0.25, 0.75, 0.75]
-    assert PACKER.micro_batch([], outcomes=[]).rewards.tolist() == []
+    assert PACKER.micro_batch([], critic=[]).rewards.tolist() == []
     assert PACKER.micro_batch(rows).rewards is None
 
 
@@ -130,7 +130,7 @@ def test_the_memory_table_counts_the_parameters_of_a_critic(model: str, tmp_path
 
 
 def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path: Path) -> None:
-    micro = PACKER.micro_batch([(payload_of(2), 0.5)], names=[("a", 0)], outcomes=[Outcome(1.0, 0.25)])
+    micro = PACKER.micro_batch([(payload_of(2), 0.5)], names=[("a", 0)], critic=[CriticTarget(1.0, 0.25)])
     record = TokenRecord(Batch(batch_id=1, sample_ids=["a"], advantages=[0.5], rewards=[1.0], tokens=[3], kept=[True]))
     judged = {"advantages": [-1.0, 0.25], "values": [0.5, 0.75], "returns": [1.0, 1.0]}
     with_values = replace(micro, **{name: torch.tensor(numbers) for name, numbers in judged.items()})
