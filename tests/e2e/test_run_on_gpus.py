@@ -17,7 +17,7 @@ from common.streams.broker import connect
 from tests.conftest import RedisServer
 from tests.support.gpus import StandInGpus
 from tests.support.waiting import PATIENCE
-from tests.support.whole_run import save_model, settled_counters, wait_for_version, write_run
+from tests.support.whole_run import pid_of, save_model, settled_counters, wait_for_version, write_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -49,8 +49,7 @@ def test_ranks_of_a_run_are_started_again_together(
             "0": "1,2",
             "1": "1,2",
         }
-        (teacher,) = [one["pid"] for one in broker.processes().values() if one["role"] == "teacher"]
-        assert psutil.Process(teacher).environ()["CUDA_VISIBLE_DEVICES"] == "3"
+        assert psutil.Process(pid_of(tmp_path / "log", "teacher")).environ()["CUDA_VISIBLE_DEVICES"] == "3"
         os.kill(first["1"][0], signal.SIGKILL)
         assert process.wait(5 * PATIENCE) == 0, (tmp_path / "log").read_text()
     finally:
@@ -64,7 +63,7 @@ def test_ranks_of_a_run_are_started_again_together(
     said = (tmp_path / "log").read_text()
     assert "learner: GPU 1-2 (NVIDIA H100 80GB HBM3), 2 ranks, ZeRO 2" in said
     assert "generator-1: GPU 0 (NVIDIA H100 80GB HBM3)" in said
-    assert "teacher-0: GPU 3 (NVIDIA H100 80GB HBM3)" in said
+    assert "teacher: GPU 3 (NVIDIA H100 80GB HBM3)" in said
 
 
 def ranks_of(launcher: int) -> dict[str, tuple[int, dict[str, str]]]:

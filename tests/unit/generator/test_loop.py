@@ -10,9 +10,8 @@ import structlog
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from common.streams.inbox import MAX_REASON
 from common.streams.presence import Presence
-from common.streams.tasks import GROUP, TaskInbox
+from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
 from generator.engine.engine import EngineDied
 from generator.metrics import GeneratorMetrics
 from tests.support.generator import DEADLINE, Rig, evaluate, failing, make_generator, one, over, playing, results, story
