@@ -28,10 +28,9 @@ from common.config import Config, parse_config
 from common.errors import reports_user_errors
 from common.messages import SampleHeader, Step
 from common.streams.broker import Broker
-from common.streams.inbox import Delivery, Finished
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
-from common.streams.tasks import TaskInbox
+from common.streams.tasks import Delivery, Finished, TaskInbox
 from launcher.run.embedded_redis import find_redis_server
 from sampler.loop import Sampler
 from sampler.prompts.prompt_set import RunData, load_data

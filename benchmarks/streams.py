@@ -32,8 +32,7 @@ from common.messages import SampleHeader, Step
 from common.payload import Payload
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from common.streams.inbox import Finished
-from common.streams.tasks import TaskInbox
+from common.streams.tasks import Finished, TaskInbox
 from launcher.run.embedded_redis import find_redis_server
 
 RUN = "benchmark"

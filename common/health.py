@@ -22,12 +22,12 @@ from common.streams.broker import connect
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-HEARTBEATS = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER, Role.TEACHER)
+HEARTBEATS = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 
 
 @app.command()
 def health(
-    role: Annotated[Role, typer.Argument(help="sampler, generator, learner or teacher.")],
+    role: Annotated[Role, typer.Argument(help="sampler, generator or learner.")],
     config: ConfigOption,
     override: OverrideOption = None,
 ) -> None:

@@ -149,12 +149,11 @@ STEP = (
     Metric("weights/…", "", "chunks sent, and what [deltas](scaling.md#weights-in-proportion-to-what-changed) saved"),
 )
 
-# Written every 5 seconds by the sampler, by each generator and teacher (since it started), and by every process.
+# Written every 5 seconds by the sampler, by each generator (since it started) and relay, and by every process.
 TIME = (
     Metric("queue/tasks", "", "training tasks that no generator has taken", QUEUES),
     Metric("queue/leased", "", "training tasks that a generator has taken", QUEUES),
     Metric("queue/evaluation", "", "tasks of the running evaluation without an answer", QUEUES),
-    Metric("queue/scoring", "", "answers that wait for a teacher's scores", QUEUES),
     Metric("queue/samples", "", "results that are not counted yet", QUEUES),
     Metric("queue/batches", "", "batches that are not released yet", QUEUES),
     Metric("queue/outstanding", "", "tasks in flight"),
@@ -172,6 +171,7 @@ TIME = (
     Metric("generator/seconds", "s", "time since the generator was ready"),
     Metric("generator/slots", "", "running episodes"),
     Metric("generator/slots_awaiting_weights", "", "running episodes that wait for newer weights"),
+    Metric("generator/awaiting_scores", "", "ended episodes that wait for their teacher's scores"),
     Metric("generator/concurrency", "", "most running episodes (`generator.max_concurrency`)"),
     Metric("generator/waiting_for_tasks_seconds", "s", "time without any task"),
     Metric("generator/waiting_for_tasks_fraction", "share", "the last 5 seconds without any task", THROUGHPUT),
@@ -180,15 +180,6 @@ TIME = (
     Metric("generator/pause_ms_per_update", "ms", "mean pause", THROUGHPUT),
     Metric("generator/pull_seconds", "s", "transfer of weights, during which generation goes on"),
     Metric("generator/pull_ms_per_update", "ms", "mean transfer"),
-    Metric("teacher/samples", "", "scored episodes", PROCESSES),
-    Metric("teacher/failed", "", "failed attempts"),
-    Metric("teacher/tokens", "tokens", "scored tokens"),
-    Metric("teacher/tokens_per_second", "tokens/s", "tokens scored in the last 5 seconds", THROUGHPUT),
-    Metric("teacher/seconds", "s", "time since the teacher was ready"),
-    Metric("teacher/slots", "", "episodes being scored"),
-    Metric("teacher/concurrency", "", "most episodes scored at once (`teacher.max_concurrency`)"),
-    Metric("teacher/waiting_for_tasks_seconds", "s", "time without any episode"),
-    Metric("teacher/waiting_for_tasks_fraction", "share", "the last 5 seconds without any episode"),
     Metric("relay/sent_mb", "MB", "weights sent by a relay"),
     Metric("relay/pull_seconds", "s", "transfer of weights to it"),
     Metric("process/cpu_seconds", "s", "CPU time of a process, without the processes that it has started", PROCESSES),

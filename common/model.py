@@ -44,7 +44,7 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
 
     Args:
         weights: whether its weights must be there and readable.
-        tokenizer: whether it must have a tokenizer, which generators and teachers need.
+        tokenizer: whether it must have a tokenizer, which vLLM needs.
         key: the setting that names it.
 
     Raises:

@@ -27,7 +27,6 @@ class Role(StrEnum):
     SAMPLER = "sampler"
     GENERATOR = "generator"
     LEARNER = "learner"
-    TEACHER = "teacher"
     RELAY = "relay"
     SANDBOX = "sandbox"
 

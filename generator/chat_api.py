@@ -48,12 +48,13 @@ class ModelApi:
     """One server; safe to share between all episodes of an event loop.
 
     Args:
-        base_url: its address up to `/v1`, for example http://127.0.0.1:8000/v1.
+        base_url: its address up to `/v1`, for example http://127.0.0.1:8000/v1; or `unix:` and the path of a socket.
         api_key_env: environment variable with the key, which is sent as a bearer token and never shown.
         concurrency: requests at the same time; more wait for their turn.
         timeout: seconds for one attempt, from sending to the last byte.
         attempts: tries before `ChatUnavailable`.
         backoff: seconds before the second try, doubled each time and shortened at random by up to half.
+        seconds: for all tries together and the pauses between them; None: no limit.
 
     Raises:
         UserError: the variable is not set, or a value is impossible.
@@ -68,10 +69,14 @@ class ModelApi:
         timeout: float = 60.0,
         attempts: int = 4,
         backoff: float = 0.5,
+        seconds: float | None = None,
     ) -> None:
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise UserError(f"api_key_env = {api_key_env!r}: no such environment variable is set here")
-        if not str(base_url).startswith(("http://", "https://")):
+        base_url = str(base_url)
+        socket = base_url.removeprefix("unix:") if base_url.startswith("unix:") else None
+        base_url = base_url if socket is None else "http://localhost/v1"
+        if not base_url.startswith(("http://", "https://")):
             raise UserError(f"base_url = {base_url!r} must start with http:// or https://")
         if concurrency < 1 or attempts < 1 or timeout <= 0:
             raise UserError(
@@ -79,9 +84,10 @@ class ModelApi:
             )
         self.base_url = base_url.rstrip("/")
         self._key = os.environ[api_key_env] if api_key_env else None
-        self._timeout = timeout
+        self._timeout, self._seconds = timeout, seconds
         self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
         self._slots = asyncio.Semaphore(concurrency)
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         try:
             self._client = httpx.AsyncClient(
                 # A short compressed answer could expand to a very long one.
@@ -91,7 +97,8 @@ class ModelApi:
                 # A server on this machine is reached directly, also by other addresses than the ones in `no_proxy`.
                 trust_env=not is_loopback_url(base_url),
                 timeout=timeout,
-                limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+                limits=limits,
+                transport=None if socket is None else httpx.AsyncHTTPTransport(uds=socket, limits=limits),
             )
         except ImportError as error:  # the environment names a proxy by SOCKS
             raise UserError(
@@ -116,7 +123,7 @@ class ModelApi:
                 return read(await self._attempt(url, content, most))
 
         try:
-            return await self._retries(attempt)
+            return await self._retries(attempt, self._seconds)
         except RetriesExhausted as last:
             raise self._unavailable(url, str(last)) from None
 

@@ -78,11 +78,11 @@ async def _serve(config: Config, name: str) -> int:
         from generator.agents.endpoint import Endpoint
         from generator.concurrency import exit_after
         from generator.engine.engine import Engine
-        from generator.loop import Generator
+        from generator.loop import Generator, serve
         from generator.metrics import GeneratorMetrics
         from generator.services import Services
+        from generator.teacher.server import start_servers
         from generator.weights.weight_client import WeightClient
-        from generator.worker import serve
 
         presence.status(state="starting engine")
         log.info("starting engine", model=config.model.path)
@@ -98,15 +98,17 @@ async def _serve(config: Config, name: str) -> int:
                 lambda: broker.endpoint("weights"), settings, relays=lambda: nearby(broker, machine), log=log
             )
         metrics = GeneratorMetrics(Timeline(config.run.folder, name))
-        services = Services(broker, TaskInbox(broker, name), presence, engine, weights, parts, metrics, log, endpoint)
-        generator = Generator(config, services)
         loop = asyncio.get_running_loop()
         # For tools and simulated users that block; one that hangs keeps its thread for good.
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.most_episodes, "blocking"))
         code = 1
         try:
             agree_on_download(broker, config)
-            await serve(generator, broker, log)
+            presence.status(state="waiting for the teacher")
+            teachers = await start_servers(config, log)
+            inbox = TaskInbox(broker, name)
+            services = Services(broker, inbox, presence, engine, weights, parts, metrics, log, endpoint, teachers)
+            await serve(Generator(config, services), broker, log)
             code = 0
         except UserError:
             code = 2  # `entry_point` says it

@@ -1,4 +1,4 @@
-"""What generators and teachers measure of themselves: tokens per second, waits by cause, pauses for weights."""
+"""What generators measure of themselves: tokens per second, waits by cause, pauses for weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ WINDOW = 5.0  # seconds that rates are taken over
 SHOWN = 0.05  # seconds without a task from which the timeline shows a slice
 
 
-class WorkMetrics:
-    """What a process has done of its leased tasks: counts since the start, and rates over the last `WINDOW`.
+class GeneratorMetrics:
+    """Episodes, and what new weights have cost: counts since the start, and rates over the last `WINDOW`."""
 
-    Args:
-        role: of the process, which begins the names of its metrics.
-        done: what those names call the tasks that are done.
-    """
-
-    def __init__(self, role: str, done: str, timeline: Timeline | None = None) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline(None, "")
-        self._role, self._done = role, done
+        self.updates = 0
+        self.pull_seconds = self.pause_seconds = 0.0
         self._started = time.monotonic()
         self.episodes = self.sampled = self.failed = 0
         self.idle_seconds = 0.0
@@ -51,14 +47,22 @@ class WorkMetrics:
         """Seconds without any task, including a wait that still goes on."""
         return self.idle_seconds + (0.0 if self._idle_since is None else now - self._idle_since)
 
-    def work_status(self, slots: int, concurrency: int) -> dict[str, Any]:
+    def updated(self, *, pulled: float, pause: float) -> None:
+        """Count loaded weights: seconds of all pulls so far, and of this pause."""
+        self.updates += 1
+        self.pull_seconds = pulled
+        self.pause_seconds += pause
+
+    def status(self, slots: int, concurrency: int, awaiting_weights: int, awaiting_scores: int = 0) -> dict[str, Any]:
         """Return the status to display, with `metrics` for `metrics.jsonl`; seconds and counts are since the start.
 
         Args:
-            slots: tasks being done now.
+            slots: tasks being answered now.
             concurrency: how many there may be.
+            awaiting_weights: those of them that wait for newer weights.
+            awaiting_scores: further tasks, whose episodes wait for their teacher's scores.
         """
-        now, role = time.monotonic(), self._role
+        now, updates = time.monotonic(), max(self.updates, 1)
         idle = self.idle(now)
         self._marks = [mark for mark in self._marks if mark[0] > now - WINDOW] or self._marks[-1:]
         then, sampled, idle_before = self._marks[0]
@@ -66,48 +70,28 @@ class WorkMetrics:
         seconds = max(now - then, 1e-3)
         rate = (self.sampled - sampled) / seconds
         metrics = {
-            f"{role}/{self._done}": self.episodes,
-            f"{role}/failed": self.failed,
-            f"{role}/tokens": self.sampled,
-            f"{role}/tokens_per_second": rate,
-            f"{role}/slots": slots,
-            f"{role}/concurrency": concurrency,
-            f"{role}/seconds": now - self._started,
-            f"{role}/waiting_for_tasks_seconds": idle,
-            f"{role}/waiting_for_tasks_fraction": (idle - idle_before) / seconds,
-        }
-        return {
-            "episodes": self.episodes,
-            "tokens_per_second": rate,
-            "playing": slots,
-            "concurrency": concurrency,
-            "metrics": metrics,
-        }
-
-
-class GeneratorMetrics(WorkMetrics):
-    """Episodes, and what new weights have cost."""
-
-    def __init__(self, timeline: Timeline | None = None) -> None:
-        super().__init__("generator", "episodes", timeline)
-        self.updates = 0
-        self.pull_seconds = self.pause_seconds = 0.0
-
-    def updated(self, *, pulled: float, pause: float) -> None:
-        """Count loaded weights: seconds of all pulls so far, and of this pause."""
-        self.updates += 1
-        self.pull_seconds = pulled
-        self.pause_seconds += pause
-
-    def status(self, slots: int, concurrency: int, awaiting_weights: int) -> dict[str, Any]:
-        """As `work_status`; `awaiting_weights` of the episodes wait for newer weights."""
-        status, updates = self.work_status(slots, concurrency), max(self.updates, 1)
-        status["metrics"] |= {
+            "generator/episodes": self.episodes,
+            "generator/failed": self.failed,
+            "generator/tokens": self.sampled,
+            "generator/tokens_per_second": rate,
+            "generator/slots": slots,
             "generator/slots_awaiting_weights": awaiting_weights,
+            "generator/awaiting_scores": awaiting_scores,
+            "generator/concurrency": concurrency,
+            "generator/seconds": now - self._started,
+            "generator/waiting_for_tasks_seconds": idle,
+            "generator/waiting_for_tasks_fraction": (idle - idle_before) / seconds,
             "generator/pause_seconds": self.pause_seconds,
             "generator/pull_seconds": self.pull_seconds,
             "generator/updates": self.updates,
             "generator/pause_ms_per_update": 1000 * self.pause_seconds / updates,
             "generator/pull_ms_per_update": 1000 * self.pull_seconds / updates,
         }
-        return status
+        return {
+            "episodes": self.episodes,
+            "tokens_per_second": rate,
+            "playing": slots,
+            "scoring": awaiting_scores,
+            "concurrency": concurrency,
+            "metrics": metrics,
+        }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.streams.broker import Broker
@@ -12,6 +13,7 @@ from generator.agents.endpoint import Endpoint
 from generator.engine.engine import Engine
 from generator.episode.parts import RunParts
 from generator.metrics import GeneratorMetrics
+from generator.teacher.server import TeacherServer
 from generator.weights.weight_client import WeightClient
 
 
@@ -22,6 +24,7 @@ class Services:
     Attributes:
         weights: None in a run without a learner.
         endpoint: None where no source has an agent.
+        teachers: the servers of teachers, by their names in `Config.teachers_in_use`.
     """
 
     broker: Broker
@@ -33,3 +36,4 @@ class Services:
     metrics: GeneratorMetrics
     log: Any
     endpoint: Endpoint | None = None
+    teachers: Mapping[str, TeacherServer] = field(default_factory=dict)

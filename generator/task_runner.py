@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -19,12 +22,15 @@ from generator.agents.endpoint import Endpoint
 from generator.agents.runner import AgentRunner
 from generator.concurrency import LONG_TOKENS, offload
 from generator.engine.engine import Engine
-from generator.episode.episode import Episode, make_record
+from generator.episode.episode import Episode, EpisodeStep, make_record
 from generator.episode.parts import EpisodeParts, RunParts
 from generator.episode.runner import EpisodeRunner
-from generator.episode.self_teacher import SelfTeacher
 from generator.rewards import Outcome, Score
 from generator.rewards.scorer import returns_to_go
+from generator.teacher.self_teacher import SelfTeacher
+from generator.teacher.server import TeacherServer
+
+SCORING = "scoring"  # the step of an episode that waits for its teacher's scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +41,13 @@ class SourceRunner:
         config: of the source.
         key: of the source in `RunParts.by_source`.
         episodes: plays them.
-        teacher: the policy as its own teacher, if it is one.
+        teacher: scores the tokens of training episodes, if there is one.
     """
 
     config: Config
     key: tuple[Side, str]
     episodes: EpisodeRunner | AgentRunner
-    teacher: SelfTeacher | None
+    teacher: SelfTeacher | TeacherServer | None
 
 
 class TaskRunner:
@@ -50,6 +56,7 @@ class TaskRunner:
     Args:
         generator: the name of this process.
         endpoint: where agents find the engine; None where no source has an agent, and where no episode is run.
+        teachers: the servers of teachers, by their names in `Config.teachers_in_use`; none where no episode is run.
     """
 
     def __init__(
@@ -60,8 +67,10 @@ class TaskRunner:
         generator: str,
         log: Any,
         endpoint: Endpoint | None = None,
+        teachers: Mapping[str, TeacherServer] = MappingProxyType({}),
     ) -> None:
         self.config, self.engine, self.parts, self.generator, self.log = config, engine, parts, generator, log
+        self._servers = [(config.teachers_in_use()[name], server) for name, server in teachers.items()]
         self._sources = {key: self._source(key, *own, endpoint) for key, own in parts.by_source.items()}
 
     def source(self, task: Task) -> SourceRunner:
@@ -74,10 +83,12 @@ class TaskRunner:
         return Attempt(self, task, source, await source.episodes.prepare(task))
 
     async def close(self) -> None:
-        """Close what the agents' runners hold."""
+        """Close what the agents' runners hold, and the connections to teachers."""
         for source in self._sources.values():
             if isinstance(source.episodes, AgentRunner):
                 await source.episodes.close()
+        for _, server in self._servers:
+            await server.close()
 
     def _source(
         self, key: tuple[Side, str], config: Config, parts: EpisodeParts, endpoint: Endpoint | None
@@ -87,8 +98,11 @@ class TaskRunner:
             episodes = EpisodeRunner(config, self.engine, parts)
         else:
             episodes = AgentRunner(config, self.engine, parts, endpoint)
-        is_teacher = config.teacher.context is not None and self.config.run.has_learner
-        teacher = SelfTeacher(config, self.engine, episodes.template) if is_teacher else None
+        teacher: SelfTeacher | TeacherServer | None
+        if config.teacher.context is not None and self.config.run.has_learner:
+            teacher = SelfTeacher(config, self.engine, episodes.template)
+        else:
+            teacher = next((server for own, server in self._servers if own == config.teacher), None)
         return SourceRunner(config, key, episodes, teacher)
 
 
@@ -110,7 +124,7 @@ class Attempt:
 
         Raises:
             CannotTell: the policy is its own teacher, and its prompt cannot be made.
-            Exception: see `EpisodeRunner.run`.
+            Exception: see `EpisodeRunner.run` and `TeacherServer.taught`.
         """
         started = time.monotonic()
         config, task, episode = self.runner.config, self.task, self.episode
@@ -127,7 +141,9 @@ class Attempt:
             score, answer = await self._score()
             payload = episode.payload() if task.kind == "train" else None
             if teacher is not None and payload is not None:
+                episode.step = EpisodeStep(SCORING, math.inf)  # within the time limits of its requests
                 payload = await teacher.taught(task, episode, score, payload)
+                episode.step = None
             drift = await rescoring if rescoring else None
         finally:
             if rescoring:

@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 from common.process import in_thread
-from common.streams.inbox import Delivery
-from common.streams.tasks import Lease, TaskInbox
+from common.streams.tasks import Delivery, Lease, TaskInbox
 from generator.weight_updater import WeightUpdater
 
 BLOCK_MS = 100

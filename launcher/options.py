@@ -23,7 +23,7 @@ GeneratorGpus = Annotated[
     str | None, typer.Option(metavar="4-7", help="GPUs of the generators; by default the others.")
 ]
 TeacherGpus = Annotated[
-    str | None, typer.Option(metavar="6-7", help="GPUs of the teachers' processes; by default the last ones.")
+    str | None, typer.Option(metavar="6-7", help="GPUs of the teachers' servers; by default the last ones.")
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view (as without a terminal).")]
 RunArgument = Annotated[

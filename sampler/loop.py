@@ -14,7 +14,6 @@ from common.config import Config
 from common.errors import UserError
 from common.held_folder import HeldFolder
 from common.messages import Failure, InvalidMessage, SampleHeader, Step, Task
-from common.streams import scoring
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import LearnerWatch, Presence
 from common.streams.steps import StepReader
@@ -72,7 +71,7 @@ class Sampler:
         self.snapshots = Snapshots(config, self.state, ledger, log)
         self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every, config.run.keep)
         self.failures, self.equal_rewards = FailureLimit(config.sampler), EqualRewards(log)
-        self.lost = LostTasks(ledger, scoring.streams(config))
+        self.lost = LostTasks(ledger)
         self.learner = LearnerWatch(ledger.broker, log)
         self.metrics = SamplerMetrics(config, self.state, log)
         self.timeline = SamplerTimeline(config.run.folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from common.streams.ledger import SamplerLedger
 
@@ -14,22 +14,18 @@ SLICE = 512  # entries read in a round
 class LostTasks:
     """Searches the streams for the tasks in flight, slice by slice while the run goes on.
 
-    A task in flight moves only forward: to the end of its stream when it is given back, on to its teacher's stream when
-    it is finished, to `samples` when it is scored or has no teacher, and out of there by the sampler's own commit. So a
-    search that reads the streams in this order meets every task that exists. The protocol loses no task, but a restored
-    Redis or entries deleted by hand do. A fail-over during a search can move a task back, so only a task that two
-    searches miss counts as lost.
-
-    Args:
-        scoring: names of the teachers' streams.
+    A task in flight moves only forward: to the end of its stream when it is given back, to `samples` when it is
+    finished, and out of there by the sampler's own commit. So a search that reads the streams in this order meets every
+    task that exists. The protocol loses no task, but a restored Redis or entries deleted by hand do. A fail-over during
+    a search can move a task back, so only a task that two searches miss counts as lost.
 
     Attributes:
         ids: tasks that the last two searches did not find.
     """
 
-    def __init__(self, ledger: SamplerLedger, scoring: Sequence[str] = ()) -> None:
+    def __init__(self, ledger: SamplerLedger) -> None:
         self.ids: list[str] = []
-        self._ledger, self._scoring = ledger, scoring
+        self._ledger = ledger
         self._unseen: set[str] = set()
         self._missed: set[str] = set()  # by the previous search
         self._streams: list[str] = []  # still to be read, the first one from `_after` on
@@ -48,7 +44,7 @@ class LostTasks:
             if time.monotonic() < self._due:
                 return
             self._unseen, self._after = set(in_flight), ""
-            self._streams = ["tasks", *([f"tasks:{evaluation}"] if evaluation else []), *self._scoring, "samples"]
+            self._streams = ["tasks", *([f"tasks:{evaluation}"] if evaluation else []), "samples"]
         self._after, ids = self._ledger.task_ids(self._streams[0], self._after, SLICE)
         self._unseen.difference_update(ids)
         if not self._after:

@@ -11,7 +11,6 @@ import numpy as np
 
 from common.config import Config
 from common.messages import Ending, SampleHeader, Step
-from common.streams import scoring
 from common.streams.broker import Broker
 from sampler.batches import ClosedBatch
 from sampler.files.metrics_file import Entry, Histogram, MetricsFile
@@ -133,7 +132,7 @@ class SamplerMetrics:
 
     def observe(self, broker: Broker, now: bool = False) -> None:
         """Write queues, counters and the processes' own metrics, if they are due or `now` is set."""
-        processes = self._processes = self._processes or ProcessMetrics(broker, scoring.streams(self._config))
+        processes = self._processes = self._processes or ProcessMetrics(broker)
         if not now and not processes.is_due():
             return
         state, due = self._state, self._state.open_evaluation

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,10 @@ SHOWN = 0.1  # shortest wait, in seconds, that is shown
 
 
 class ProcessMetrics:
-    """Reads these metrics from Redis every few seconds, after hours less often.
+    """Reads these metrics from Redis every few seconds, after hours less often."""
 
-    Args:
-        scoring: names of the teachers' streams.
-    """
-
-    def __init__(self, broker: Broker, scoring: Sequence[str] = ()) -> None:
-        self._broker, self._scoring = broker, scoring
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
         self._started = time.monotonic()
         self._last = -math.inf
 
@@ -64,20 +59,17 @@ class ProcessMetrics:
     def _queues(self, evaluation: str) -> dict[str, float]:
         key = self._broker.key
         pipe = self._broker.redis.pipeline(transaction=False)
-        for stream in ("tasks", "samples", "batches", "dead", f"tasks:{evaluation}", *self._scoring):
+        for stream in ("tasks", "samples", "batches", "dead", f"tasks:{evaluation}"):
             pipe.xlen(key(stream))
         pipe.hlen(key("outstanding"))
         pipe.xpending(key("tasks"), GROUP)
         *lengths, pending = pipe.execute(raise_on_error=False)
-        tasks, samples, batches, dead, evaluated, *scoring, outstanding = (
-            n if isinstance(n, int) else 0 for n in lengths
-        )
+        tasks, samples, batches, dead, evaluated, outstanding = (n if isinstance(n, int) else 0 for n in lengths)
         leased = int(pending["pending"]) if isinstance(pending, dict) else 0
         return {
             "queue/tasks": float(max(0, tasks - leased)),
             "queue/leased": float(leased),
             "queue/evaluation": float(evaluated),
-            **({"queue/scoring": float(sum(scoring))} if self._scoring else {}),
             "queue/samples": float(samples),
             "queue/batches": float(batches),
             "queue/outstanding": float(outstanding),

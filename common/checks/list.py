@@ -8,22 +8,21 @@ from __future__ import annotations
 from common.checks.check import (
     COMPUTING,
     IN_A_RUN,
+    STARTED,
     Check,
     Context,
     Level,
     Need,
     When,
-    contexts,
     examine,
     refuse_problems,
-    roles_of,
 )
 from common.checks.computing import gpus, open_files, processor, shared_memory, threads
 from common.checks.machine import Machine, read_machine
-from common.checks.model import adapters, critic, disk, memory, model, published_weights, teacher
+from common.checks.model import adapters, critic, disk, memory, model, published_weights, teachers
 from common.checks.packages import packages, python, torch_relatives, trackers
 from common.checks.run import data, keys, learner_steps, port, run_folder, secrets, settings
-from common.checks.services import redis, sandbox, teacher_server
+from common.checks.services import redis, sandbox, teacher_servers
 from common.config import Config
 from common.process import Role
 
@@ -31,26 +30,25 @@ DOCTOR = When.DOCTOR
 # What refuses a process at its start also makes `spo run` refuse, before it starts any process.
 ALWAYS = When.START | When.RUN | When.DOCTOR
 GENERATOR, LEARNER, SAMPLER, RELAY = (Role.GENERATOR,), (Role.LEARNER,), (Role.SAMPLER,), (Role.RELAY,)
-TEACHER = (Role.TEACHER,)
 
 CHECKS: tuple[Check, ...] = (
     Check("python", python, DOCTOR),
     Check("packages", packages, DOCTOR | When.RUN),
     Check("torchvision", torch_relatives, DOCTOR),
-    Check("processor", processor, ALWAYS, COMPUTING, Need.DEVICE),
-    Check("gpus", gpus, ALWAYS, COMPUTING, Need.DEVICE),
-    Check("shared memory", shared_memory, ALWAYS, COMPUTING, Need.DEVICE),
-    Check("threads", threads, DOCTOR, COMPUTING, Need.DEVICE),
+    Check("processor", processor, ALWAYS, COMPUTING),
+    Check("gpus", gpus, ALWAYS, COMPUTING),
+    Check("shared memory", shared_memory, ALWAYS, COMPUTING),
+    Check("threads", threads, DOCTOR, COMPUTING),
     Check("open files", open_files, DOCTOR),
     Check("redis", redis, DOCTOR, IN_A_RUN, Need.CONFIG | Need.REDIS),
-    Check("steps", learner_steps, ALWAYS, SAMPLER + LEARNER + RELAY + TEACHER, Need.CONFIG),
-    Check("memory", memory, DOCTOR, COMPUTING, Need.CONFIG | Need.DEVICE),
+    Check("steps", learner_steps, ALWAYS, SAMPLER + LEARNER + RELAY, Need.CONFIG),
+    Check("memory", memory, DOCTOR, COMPUTING, Need.CONFIG),
     Check("model", model, ALWAYS, GENERATOR + LEARNER, Need.CONFIG),
     Check("critic", critic, ALWAYS, LEARNER, Need.CONFIG),
     Check("published weights", published_weights, ALWAYS, LEARNER, Need.CONFIG),
     Check("adapter", adapters, ALWAYS, GENERATOR, Need.CONFIG),
-    Check("teacher", teacher, ALWAYS | When.DRY_RUN, TEACHER, Need.CONFIG | Need.DEVICE),
-    Check("teacher server", teacher_server, DOCTOR, TEACHER, Need.CONFIG),
+    Check("teacher", teachers, When.RUN | When.DOCTOR | When.DRY_RUN, GENERATOR, Need.CONFIG),
+    Check("teacher server", teacher_servers, DOCTOR, GENERATOR, Need.CONFIG),
     Check("data", data, ALWAYS, SAMPLER, Need.CONFIG),
     Check("output", run_folder, ALWAYS, SAMPLER + COMPUTING, Need.CONFIG),
     Check("disk", disk, DOCTOR, LEARNER, Need.CONFIG),
@@ -80,5 +78,6 @@ def check_start(role: Role, config: Config, machine: Machine | None = None) -> l
 
 def check_run(config: Config) -> None:
     """Raise `UserError` for what would keep a process of `spo run` from starting, before any is started."""
-    for context in contexts(roles_of(config), read_machine(), config):
-        refuse_problems(examine(CHECKS, When.RUN, context))
+    machine = read_machine()
+    for role in STARTED:
+        refuse_problems(examine(CHECKS, When.RUN, Context(role, machine, config)))

@@ -6,9 +6,11 @@ import contextlib
 import json
 import math
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from common.checks.check import ENGINES, Context, Finding, ok, problem, warning
+from common.checks.check import Context, Finding, ok, problem, warning
 from common.checks.computing import cpu_build
 from common.checks.machine import format_bytes
 from common.model import ModelSize, check_model_folder, context_length, has_experts, model_size
@@ -24,7 +26,11 @@ LONG_CONTEXT_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # with it vLLM accepts a
 
 def model(context: Context) -> Finding:
     """Whether `model.path` is a model that can be trained, or a name by which one can be downloaded."""
-    return _folder(context, "model.path") or _without_experts(context) or _described(context)
+    path, has_engine = context.config.model.path, context.role is Role.GENERATOR
+    bad = _folder(path, "model.path", tokenizer=has_engine)
+    if bad is None and has_engine:
+        bad = _too_long(context, path, context.engine)
+    return bad or _without_experts(context) or _described(context, path)
 
 
 def critic(context: Context) -> Finding | None:
@@ -37,32 +43,30 @@ def critic(context: Context) -> Finding | None:
     return ok(f"{path}: {size.parameters:,} parameters" if size else path)
 
 
-def teacher(context: Context) -> Finding:
-    """Whether `teacher.model` is a model that vLLM can serve, or a name by which one can be downloaded."""
-    if not context.config.teacher.has_process:
-        return problem(
-            "no source of data.train has a teacher that scores by processes: set teacher.model or teacher.url"
-        )
-    return _folder(context, "teacher.model") or _described(context)
+def teachers(context: Context) -> Iterator[Finding]:
+    """Whether each `teacher.model` is a model that vLLM can serve, or a name by which one can be downloaded."""
+    for teacher in context.config.served_teachers().values():
+        path = str(teacher.model)
+        bad = _folder(path, "teacher.model", tokenizer=True) or _too_long(context, path, teacher.engine)
+        yield bad or _described(context, path)
 
 
-def _folder(context: Context, key: str) -> Finding | None:
+def _folder(path: str, key: str, *, tokenizer: bool) -> Finding | None:
     """Why a model folder cannot be used; None where it can, or is a name.
 
     Args:
         key: the setting that names it.
+        tokenizer: whether it must have one.
     """
     try:
-        check_model_folder(context.model, tokenizer=context.role in ENGINES, key=key)
+        check_model_folder(path, tokenizer=tokenizer, key=key)
     except ImportError:
         return problem("the package safetensors, which reads models, is not installed")
-    too_long = _too_long(context)
-    return problem(too_long) if too_long else None
+    return None
 
 
-def _described(context: Context) -> Finding:
+def _described(context: Context, path: str) -> Finding:
     """A model's size, or where it will come from."""
-    path = context.model
     if not Path(path).is_dir():
         offline = context.machine.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         return ok(f"{path} is no folder here; {'taken from the cache' if offline else 'downloaded at the start'}")
@@ -80,18 +84,22 @@ def _without_experts(context: Context) -> Finding | None:
     return problem(f"{setting} is for the routers of a mixture of experts, and {path} has no experts; leave it out")
 
 
-def _too_long(context: Context) -> str | None:
-    """Why vLLM would refuse `model.max_model_len`, in one line instead of its page; None where it would not."""
+def _too_long(context: Context, path: str, engine: Mapping[str, Any]) -> Finding | None:
+    """Why vLLM would refuse `model.max_model_len`, in one line instead of its page; None where it would not.
+
+    Args:
+        engine: vLLM's arguments that the configuration sets for this model.
+    """
     config = context.config
-    file, wanted = Path(context.model) / "config.json", config.model.max_model_len
-    if context.role not in ENGINES or "max_model_len" in context.engine or not file.is_file():
+    file, wanted = Path(path) / "config.json", config.model.max_model_len
+    if "max_model_len" in engine or not file.is_file():
         return None
     length = context_length(json.loads(file.read_text(encoding="utf-8")))
     if length is None or wanted <= length or context.machine.environ.get(LONG_CONTEXT_ALLOWED, "0") not in ("0", ""):
         return None
     prompts, responses = config.data.max_prompt_tokens, config.episode.max_response_tokens
-    return (
-        f"model.max_model_len = {wanted}, and {context.model} was made for {length} tokens; set "
+    return problem(
+        f"model.max_model_len = {wanted}, and {path} was made for {length} tokens; set "
         f"model.max_model_len={length}, of which prompts may take data.max_prompt_tokens = {prompts} and responses "
         f"episode.max_response_tokens = {responses}"
     )
@@ -127,7 +135,7 @@ def published_weights(context: Context) -> Finding | None:
 
 def memory(context: Context) -> Finding | None:
     """Whether the model fits into the memory of the machine or container; an estimate, so at most a warning."""
-    size = model_size(Path(context.model))
+    size = model_size(Path(context.config.model.path))
     if size is None:
         return None
     needed, machine = memory_needed(context, size), context.machine
@@ -144,18 +152,17 @@ def memory(context: Context) -> Finding | None:
 def memory_needed(context: Context, size: ModelSize) -> float:
     """Bytes of host memory a process needs, roughly.
 
-    Every process but a teacher holds the weights once more for their transfer. On the CPU, an engine also holds the KV
+    Every process holds the weights once more for their transfer. On the CPU, an engine also holds the KV
     cache; a learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks
     share. An adapter's own share of these is too small to count; a critic is taken to be as large as the policy.
     """
     config = context.config
     has_adapter = config.learner.lora is not None
-    dtype = (context.role is Role.TEACHER and config.teacher.dtype) or config.model.dtype
-    weights = size.parameters * (4 if dtype == "float32" else 2)
-    base = PROCESS * context.ranks + (0 if has_adapter or context.role is Role.TEACHER else weights)
+    weights = size.parameters * (4 if config.model.dtype == "float32" else 2)
+    base = PROCESS * context.ranks + (0 if has_adapter else weights)
     if cpu_build(context.role) is None:
         return base
-    if context.role in ENGINES:
+    if context.role is Role.GENERATOR:
         cache = context.engine.get("kv_cache_memory_bytes", KV_CACHE)
         space = context.machine.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
         # vLLM itself refuses a value that is no number.

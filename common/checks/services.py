@@ -15,7 +15,7 @@ from redis.sentinel import SentinelConnectionPool
 
 from common.checks.check import Context, Finding, ok, problem, warning
 from common.checks.machine import format_bytes
-from common.config import Config
+from common.config import Config, TeacherConfig
 from common.errors import UserError
 from common.files import read_secret
 from common.network import is_loopback_url, without_password
@@ -160,12 +160,15 @@ def sandbox(context: Context) -> Finding | None:
     return ok(f"{base} isolates programs" + (", and accepts the token" if token else ""))
 
 
-def teacher_server(context: Context) -> Finding | None:
-    """Ask the server of a teacher for its models."""
-    teacher = context.config.teacher
-    if teacher.url is None:
-        return None
-    url, key = teacher.url.rstrip("/"), None
+def teacher_servers(context: Context) -> Iterator[Finding]:
+    """Ask the server of each teacher that is named by its address for its models."""
+    for teacher in context.config.teachers_in_use().values():
+        if teacher.url is not None:
+            yield _teacher_server(context, teacher, teacher.url)
+
+
+def _teacher_server(context: Context, teacher: TeacherConfig, url: str) -> Finding:
+    url, key = url.rstrip("/"), None
     if teacher.api_key_env is not None:
         key = context.machine.environ.get(teacher.api_key_env)
         if not key:

@@ -90,7 +90,7 @@ def _teacher_servers(config: Config) -> Iterator[Rule]:
         yield (
             bool(url) and temperature != 1,
             f"teacher.url = {url!r}: a server scores prompts at temperature 1, and generator.temperature = "
-            f"{temperature}; set that to 1, or have teacher.model served by spo-teacher",
+            f"{temperature}; set that to 1, or set teacher.model, which `spo run` serves",
         )
 
 
@@ -386,11 +386,6 @@ def _deterministic(config: Config) -> Iterator[Rule]:
     needed += [
         (f"{key}.max_seconds", episode.max_seconds, None, "no clock may cut an answer")
         for key, episode in config.episodes_in_use().items()
-    ]
-    needed += [
-        ("teacher.max_concurrency", teacher.max_concurrency, 1, "one episode is scored at a time")
-        for teacher in config.teachers_in_use().values()
-        if teacher.has_process
     ]
     if config.algorithm.responses > 1 and config.sampler.drift.mode == "rescore":
         needed.append(("sampler.drift.mode", "rescore", "constant", "members of a group have no order"))

@@ -26,7 +26,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 # A tracker that only keeps count need not choose prompts, and is not worth a forward pass for drift.
 WITHOUT_BASELINE = {"sampler": {"drift": {"mode": "constant"}, "selection": {"criterion": "uniform"}}}
 # One task at a time, and each batch from the weights that train on it.
-SERIAL = {"sampler": {"max_staleness": 0}, "generator": {"max_concurrency": 1}, "teacher": {"max_concurrency": 1}}
+SERIAL = {"sampler": {"max_staleness": 0}, "generator": {"max_concurrency": 1}}
 
 
 class RunConfig(Section):
@@ -174,7 +174,7 @@ class Config(Section):
         if _value(data, "algorithm", "method") not in (None, "spo"):
             data = _beneath(data, WITHOUT_BASELINE)
         if _value(data, "run", "deterministic") is True:
-            data = _beneath(data, {name: SERIAL[name] for name in SERIAL if name != "teacher" or name in data})
+            data = _beneath(data, SERIAL)
         return data
 
     def for_source(self, source: Source) -> Config:
@@ -212,6 +212,15 @@ class Config(Section):
             if teacher.is_set and teacher not in teachers.values():
                 teachers[source.name] = teacher
         return teachers
+
+    def served_teachers(self) -> dict[str, TeacherConfig]:
+        """Those of `teachers_in_use` that `spo run` serves."""
+        teachers = self.teachers_in_use() if self.run.has_learner else {}
+        return {name: teacher for name, teacher in teachers.items() if teacher.model is not None}
+
+    def teacher_socket(self, name: str) -> Path:
+        """Where `spo run` serves a teacher, by its name in `served_teachers`; only its own account can connect."""
+        return self.run.folder / "teachers" / f"{list(self.served_teachers()).index(name)}.sock"
 
 
 def _value(tree: Mapping[str, Any], section: str, key: str) -> Any:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from string import Formatter
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from common.config.section import LOCAL, SourceSection
 
 # Who the teacher is; at most one of them is set.
 WHO = ("model", "url", "context")
+FORMER_PROCESSES = (
+    "teacher.processes = {} has no effect: `spo run` serves each teacher.model by one server, to which "
+    "teacher.engine.data_parallel_size gives more engines; a server elsewhere is named by teacher.url"
+)
 
 
 def context_pieces(context: str) -> list[tuple[str, str]]:
@@ -43,12 +47,12 @@ class TeacherConfig(SourceSection):
     of_the_run: ClassVar[tuple[str, ...]] = ("top_k", "form", "weight", "decay_steps", "reward")
 
     model: str | None = Field(
-        None, description="Model folder or Hugging Face name of a teacher that `spo-teacher` serves with vLLM."
+        None, description="Model folder or Hugging Face name of a teacher that `spo run` serves with vLLM."
     )
     url: str | None = Field(
         None,
         description="Or the address, up to `/v1`, of an OpenAI-compatible server that returns the log-probs of a "
-        "prompt's tokens, as vLLM's own does; `spo-teacher` asks it.",
+        "prompt's tokens, as vLLM's own does.",
         json_schema_extra=LOCAL,
     )
     url_model: str | None = Field(None, description="Name of the model at `url`; null: the first that it serves.")
@@ -68,11 +72,8 @@ class TeacherConfig(SourceSection):
         description="Passed to vLLM's engine arguments for `model` untouched.",
         json_schema_extra=LOCAL,
     )
-    processes: int = Field(
-        1, ge=0, description="Processes that `spo run` starts for each teacher.", json_schema_extra=LOCAL
-    )
     max_concurrency: int = Field(
-        64, ge=1, description="Samples that one process scores at once.", json_schema_extra=LOCAL
+        64, ge=1, description="Requests that a generator has at a teacher's server at once.", json_schema_extra=LOCAL
     )
     top_k: int = Field(
         0,
@@ -98,9 +99,25 @@ class TeacherConfig(SourceSection):
         return any(getattr(self, key) is not None for key in WHO)
 
     @property
-    def has_process(self) -> bool:
-        """Whether `spo-teacher` scores; otherwise a generator does, or nobody."""
+    def has_server(self) -> bool:
+        """Whether a server scores; otherwise the generator's own engine does, or there is no teacher."""
         return self.model is not None or self.url is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for each former key that was read and has no effect."""
+        return self._notes
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_former_keys(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, Mapping) or "processes" not in data:
+            return handler(data)
+        config = handler({key: value for key, value in data.items() if key != "processes"})
+        config._notes = (FORMER_PROCESSES.format(data["processes"]),)
+        return config
+
+    _notes: tuple[str, ...] = PrivateAttr(())
 
     def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """As its base has it; changes that name a teacher name it in place of the section's."""

@@ -4,7 +4,7 @@
 -- A process that loses tasks in this way is told so by a counter at its next heartbeat, should it wake up.
 -- Tasks that Redis has delivered to the searching process in a reply that was lost are leased to it once more.
 --
--- KEYS: stream to take from, the stage's stream, state, holders, takeovers
+-- KEYS: stream to take from, tasks, state, holders, takeovers
 -- ARGV: group, consumer, silence in ms, most tasks, most leases of its own to look at, least and most ms that Redis'
 -- clock should show, then ids of the entries that the process knows of
 -- Returns: ms that the clock shows; (entry id, fields, times delivered before) of each task; 1 if Redis did not know of

@@ -24,7 +24,7 @@ from common.streams.steps import latest
 
 POLL = 0.1
 SETTLING = 2  # heartbeats after a run's start or a change during which no other process changes the configuration
-ROLES = ("sampler", "learner", "generator", "teacher")  # whose configuration matters to the others; a relay's does not
+ROLES = ("sampler", "learner", "generator")  # whose configuration matters to the others; a relay's does not
 
 
 def agree(

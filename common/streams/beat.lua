@@ -1,4 +1,4 @@
--- Record the heartbeat of a generator or a teacher, which keeps the tasks that it has leased its own.
+-- Record the heartbeat of a generator, which keeps the tasks that it has leased its own.
 --
 -- KEYS: holders, takeovers, finished, state, then the streams of evaluations that it has tasks of
 -- ARGV: consumer

@@ -1,6 +1,6 @@
--- A generator or a teacher leaves: it is forgotten if it holds no task of training or of the evaluation under way.
+-- A generator leaves: it is forgotten if it holds no task of training or of the evaluation under way.
 --
--- KEYS: the stage's stream, state, holders, takeovers
+-- KEYS: tasks, state, holders, takeovers
 -- ARGV: group, consumer
 local tasks, state, holders, takeovers, group, consumer = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1], ARGV[2]
 for _, stream in ipairs({tasks, tasks .. ':' .. (redis.call('HGET', state, 'evaluating') or '')}) do

@@ -17,7 +17,6 @@ from common.streams import dead
 from common.streams.batches import GROUP as LEARNER
 from common.streams.broker import Broker
 from common.streams.lease import LeaseLost, LedgerState, SamplerLease
-from common.streams.scoring import GROUP as TEACHERS
 from common.streams.tasks import GROUP as GENERATORS
 from common.unpack import unpack
 
@@ -181,7 +180,7 @@ class SamplerLedger:
             raise OutOfStep(f"run {self.broker.run!r}: Redis holds commit {sequence}, not {self._sequence}")
 
     def task_ids(self, stream: str, after: str, count: int) -> tuple[str, list[str]]:
-        """Ids of the tasks in up to `count` entries of `tasks`, `tasks:EVALUATION`, `scoring:TEACHER` or `samples`.
+        """Ids of the tasks in up to `count` entries of `tasks`, `tasks:EVALUATION` or `samples`.
 
         Args:
             after: the last entry that was read; "" at the first call.
@@ -218,10 +217,9 @@ class SamplerLedger:
         """
         broker, key = self.broker, self.broker.key
         groups = {key("tasks"): GENERATORS, key("samples"): GROUP, key("batches"): LEARNER}
-        groups |= dict.fromkeys(broker.keys_of("scoring:"), TEACHERS)
         names = ("state", "tracker", "open", "outstanding", "counters", "evaluations", "journal")
         keys = [*(key(name) for name in ("lease", "steps")), *groups, *(key(name) for name in names)]
-        # Without holders every generator and teacher looks at each of its tasks, and finds them gone.
+        # Without holders every generator looks at each of its tasks, and finds them gone.
         for prefix in ("tasks:", "pin:", "holders:", "takeovers:"):
             keys += broker.keys_of(prefix)
         if broker.script("reset")(keys, [self._lease.owner, self._lease.length_ms, *groups.values()]) < 0:

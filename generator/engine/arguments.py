@@ -13,7 +13,7 @@ import re
 import socket
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -42,25 +42,37 @@ OWN_NAMES = {
     "enable_return_routed_experts": "learner.router_replay",
     "logprobs_mode": None,
 }
+TEACHER_NAMES = {
+    "model": "teacher.model",
+    "dtype": "teacher.dtype",
+    "max_model_len": "model.max_model_len",
+    "trust_remote_code": "model.trust_remote_code",
+}
 MAX_LOGPROBS = 20  # vLLM's default of `max_logprobs`, the likeliest tokens that a request may ask for
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
 def check_engine_names(config: Config) -> None:
     """Raise `UserError` for unknown engine arguments, and for those that another configuration key sets."""
-    for name in config.generator.engine:
-        if name in OWN_NAMES:
-            own = OWN_NAMES[name]
+    _check_names("generator.engine", config.generator.engine, OWN_NAMES)
+    for teacher in config.served_teachers().values():
+        _check_names("teacher.engine", teacher.engine, TEACHER_NAMES)
+
+
+def _check_names(key: str, arguments: Iterable[str], own_names: Mapping[str, str | None]) -> None:
+    for name in arguments:
+        if name in own_names:
+            own = own_names[name]
             raise UserError(
-                f"generator.engine: set {own} instead of {name}"
+                f"{key}: set {own} instead of {name}"
                 if own
-                else f"generator.engine: {name} is 'processed_logprobs', which training needs; leave it out"
+                else f"{key}: {name} is 'processed_logprobs', which training needs; leave it out"
             )
         allowed = engine_names()
         if allowed and name not in allowed:
             near = difflib.get_close_matches(name, sorted(allowed), n=3, cutoff=0.6)
             hint = f"did you mean {' or '.join(near)}?" if near else "see vLLM's engine arguments"
-            raise UserError(f"generator.engine: vLLM has no engine argument {name!r}; {hint}")
+            raise UserError(f"{key}: vLLM has no engine argument {name!r}; {hint}")
 
 
 @cache
@@ -161,6 +173,15 @@ def prepare_environment(config: Config) -> None:
     It also starts Python's tracker of shared memory, which removes the names that vLLM's processes have not removed.
     """
     _start_tracker()
+    for name, value in vllm_environment(config.model.path).items():
+        os.environ.setdefault(name, value)
+    # Users can do nothing about these warnings.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def vllm_environment(model: str) -> dict[str, str]:
+    """Variables for vLLM and torch where the user has set no others."""
     environment = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -171,13 +192,7 @@ def prepare_environment(config: Config) -> None:
         # One core is left to the scheduler and to the episodes.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
     }
-    if Path(config.model.path).is_dir():
-        environment["HF_HUB_OFFLINE"] = "1"
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
-    # Users can do nothing about these warnings.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    return environment | ({"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {})
 
 
 def _start_tracker() -> None:

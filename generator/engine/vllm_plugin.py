@@ -6,6 +6,7 @@ import contextlib
 import functools
 import multiprocessing
 import multiprocessing.util
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from generator.engine.cpu_experts import tell_experts
 BACKEND = "spo"  # what vLLM calls our weight transfer engine
 ENGINE = ("generator.weights.weight_engine", "SharedMemoryWeightEngine")  # its module and class
 ENTRY_POINT = "spo_weights"
+TEMPERATURE = "SPO_LOGITS_TEMPERATURE"  # environment variable of a teacher's server: the temperature that it scores at
 
 
 def register() -> None:
@@ -24,12 +26,13 @@ def register() -> None:
 
     It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
     generator that is killed could do neither itself. On a CPU it mends sampling with seeds, and adds what a mixture of
-    experts chose.
+    experts chose. In a teacher's server it divides the logits by the policy's temperature.
     """
     _die_with_parent()
     _unlink_mapped_memory()
     _hold_generators()
     tell_experts()
+    _divide_logits()
     # A forked process has the plugin already and does not load it again.
     multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -85,6 +88,27 @@ def _hold_generators() -> None:
 
     owner.sample_tokens = holding
     owner.sample_tokens.holds_generators = True
+
+
+def _divide_logits() -> None:
+    """Divide all logits by a temperature: vLLM itself applies one only to what it samples, not to prompts."""
+    temperature = float(os.environ.get(TEMPERATURE, "1"))
+    if temperature == 1:
+        return
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    owner: Any = LogitsProcessor
+    forward = owner.forward
+    if hasattr(forward, "__wrapped__"):
+        return
+
+    @functools.wraps(forward)
+    def divided(*arguments: Any, **named: Any) -> Any:
+        logits = forward(*arguments, **named)
+        # In float32, since a quotient in bfloat16 would be rounded once more. Not every worker gathers logits.
+        return None if logits is None else logits.float() / temperature
+
+    owner.forward = divided
 
 
 def _extend(owner: Any, name: str, more: Callable[[Any], None]) -> None:

@@ -1,1 +1,1 @@
-"""The process `spo-teacher`: leases finished episodes, has a stronger model score their tokens, and sends them on."""
+"""Teachers: what scores the tokens of a finished episode, before the episode is handed in (docs/teacher.md)."""

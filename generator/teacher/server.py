@@ -1,66 +1,124 @@
-"""A teacher behind a URL: an OpenAI-compatible server that returns the log-probs of a prompt's tokens."""
+"""A teacher behind an address: an OpenAI-compatible server that returns the log-probs of a prompt's tokens."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
-from typing import Any
+import sys
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.config import Config, TeacherConfig
 from common.errors import UserError
-from common.network import RetryableError, excerpt
-from common.payload import LOGPROB, TOKEN
+from common.messages import Failure, Task
+from common.network import RetryableError, excerpt, without_password
+from common.payload import LOGPROB, TOKEN, Payload, check_payload
 from generator.chat_api import MAX_BYTES, ChatUnavailable, ModelApi
-from generator.teacher.scores import Scores
+from generator.concurrency import LONG_TOKENS, offload
+from generator.episode.episode import Episode
+from generator.rewards import Score
 from generator.teacher.vocabulary import read_tokenizer
 
-TIMEOUT = 300.0  # seconds; a long prompt waits for its turn, and is read as a whole
-ATTEMPTS = 2  # at a request; an episode has those of `generator.max_attempts` beside
+TIMEOUT = 300.0  # seconds of one attempt; a long prompt waits for its turn, and is read as a whole
+WAIT = 1800.0  # seconds for a server that is down: vLLM takes minutes to load a large model again
 ENTRY_BYTES = 256  # of one log-prob in an answer, with its token as text
 NO_SUCH_PATH = (404, 405, 501)
 # Words, digits, code, other scripts and a symbol of four bytes: tokenizers of different families differ on some of it.
 PROBE = "Solve 12 + 345 = ?\n\tdef f(x): return x**2\nÜber 東京, Привет, 🙂 isn't <think>it</think>?"
 
 
-class ServerScorer:
-    """Scores by requests to a server, at temperature 1. Made by `ServerScorer.start`."""
+class WrongScores(Exception):
+    """A server answered with something else than the scores that were asked for; asking again would not help."""
 
-    def __init__(self, api: ModelApi, model: str) -> None:
-        self._api, self._model = api, model
+    failure = Failure.TEACHER_FAILED
+
+
+class Scores(NamedTuple):
+    """What a teacher gives each token of a row, given those before it.
+
+    Attributes:
+        logprobs: of the token (K = 1), or of the teacher's K likeliest in its place, float32 [T, K].
+        ids: of the likeliest ones, int32 [T, K]; [T, 0] where the scores are of the tokens themselves.
+    """
+
+    logprobs: np.ndarray
+    ids: np.ndarray
+
+
+class TeacherServer:
+    """Asks one server. Made by `TeacherServer.start`.
+
+    Args:
+        top_k: how many of the likeliest tokens it is asked for in each place; 0: the tokens' own log-probs.
+    """
+
+    def __init__(self, api: ModelApi, model: str, top_k: int) -> None:
+        self._api, self._model, self._top_k = api, model, top_k
 
     @classmethod
-    async def start(cls, config: Config, teacher: TeacherConfig, log: Any) -> ServerScorer:
-        """Find the model at the server, and compare its tokenizer with the policy's.
+    async def start(cls, config: Config, name: str, teacher: TeacherConfig, log: Any) -> TeacherServer:
+        """Wait until the server answers, find its model, and compare its tokenizer with the policy's.
+
+        Args:
+            name: the teacher's in `Config.teachers_in_use`.
 
         Raises:
             UserError: the server cannot be used, or means other tokens.
         """
-        assert teacher.url is not None
-        key, most = teacher.api_key_env, teacher.max_concurrency
-        api = ModelApi(teacher.url, api_key_env=key, concurrency=most, timeout=TIMEOUT, attempts=ATTEMPTS)
+        url, shown = _address(config, name, teacher)
+        api = ModelApi(
+            url,
+            api_key_env=teacher.api_key_env,
+            concurrency=teacher.max_concurrency,
+            timeout=TIMEOUT,
+            attempts=sys.maxsize,
+            seconds=WAIT,
+        )
+        log.info("waiting for the teacher's server", teacher=shown)
         try:
             model = teacher.url_model
             if model is None:
                 model = await api.ask(f"{api.base_url}/models", None, _first_model)
-            scorer = cls(api, model)
-            await scorer._compare(config, log)
+            server = cls(api, model, teacher.top_k)
+            await server._compare(config, log)
         except (UserError, ChatUnavailable) as error:
             await api.close()
-            raise UserError(f"teacher.url = {teacher.url!r}: {error}") from None
-        return scorer
+            raise UserError(f"{shown}: {error}") from None
+        return server
 
-    async def score(self, token_ids: np.ndarray, top_k: int) -> Scores:
-        """Scores of a row [T]; raises `ChatUnavailable`."""
-        ids = np.asarray(token_ids).tolist()
+    def check(self, task: Task) -> None:
+        """A server can score the answers to every task."""
+
+    async def taught(self, task: Task, episode: Episode, score: Score, payload: Payload) -> Payload:
+        """The payload with the server's scores of its model tokens; without any it stays as it is.
+
+        Raises:
+            ChatUnavailable: the server was down for `WAIT` seconds, or refused the request.
+            WrongScores: it answered with something else.
+            InvalidMessage: the scores are not finite, or no log-probs.
+        """
+        parts = []
+        for row in payload.rows():
+            if len(row.logprobs) == 0:
+                continue
+            end = int(row.model_spans[-1, 1])  # what comes after the model's last token is not scored
+            scores, mask = await self.score(row.token_ids[:end]), row.mask()[:end]
+            parts.append((scores.logprobs[mask], scores.ids[mask]))
+        if not parts:
+            return payload
+        logprobs, ids = (np.concatenate(column) for column in zip(*parts, strict=True))
+        scored = replace(payload, teacher_logprobs=logprobs.astype(LOGPROB), teacher_ids=ids.astype(TOKEN))
+        check_payload(scored)
+        return scored
+
+    async def score(self, token_ids: np.ndarray) -> Scores:
+        """Scores of a row [T], of which those in the first place count nothing; raises like `taught`."""
+        ids, top_k = np.asarray(token_ids).tolist(), self._top_k
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": top_k}
         most = MAX_BYTES + ENTRY_BYTES * len(ids) * (1 + top_k)
-        read = partial(_scores, token_ids=ids, top_k=top_k)
-        return await self._api.ask(f"{self._api.base_url}/completions", body, read, most)
-
-    async def watch(self, beat: float) -> None:
-        """Nothing here can hang: each request has a time limit."""
+        answer = await self._api.ask(f"{self._api.base_url}/completions", body, bytes, most)
+        return await offload(len(ids) * (1 + top_k) > LONG_TOKENS, _scores, answer, ids, top_k)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -69,6 +127,8 @@ class ServerScorer:
     async def _compare(self, config: Config, log: Any) -> None:
         """Have both tokenizers read the same text; raises `UserError` at the first token that differs."""
         tokenizer = read_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
+        if self._top_k > len(tokenizer):
+            raise UserError(f"teacher.top_k = {self._top_k}, and model.path has {len(tokenizer)} tokens; lower it")
         text = PROBE + "".join(tokenizer.all_special_tokens)
         ours = tokenizer.encode(text, add_special_tokens=False)
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
@@ -88,6 +148,29 @@ class ServerScorer:
                     f"its vocabulary is not that of model.path = {config.model.path!r}: after {before!r} the policy's "
                     f"next token is {shown} and the teacher's {'nothing' if other is None else other}"
                 )
+
+
+async def start_servers(config: Config, log: Any) -> dict[str, TeacherServer]:
+    """The servers of all teachers that have one, by their names in `Config.teachers_in_use`; raises `UserError`."""
+    teachers = config.teachers_in_use() if config.run.has_learner else {}
+    return {
+        name: await TeacherServer.start(config, name, teacher, log)
+        for name, teacher in teachers.items()
+        if teacher.has_server
+    }
+
+
+def _address(config: Config, name: str, teacher: TeacherConfig) -> tuple[str, str]:
+    """The address of a teacher's server, and how messages name it."""
+    if teacher.url is not None:
+        return teacher.url, f"teacher.url = {without_password(teacher.url)!r}"
+    socket = config.teacher_socket(name)
+    if not socket.parent.is_dir():
+        raise UserError(
+            f"teacher.model = {teacher.model!r} is served by `spo run`, and {config.run.folder} has no server of it; "
+            "for a generator that is started otherwise, serve the teacher (vllm serve MODEL) and set teacher.url"
+        )
+    return f"unix:{socket.resolve()}", f"teacher.model = {teacher.model!r}, which `spo run` serves"
 
 
 def _json(data: bytes) -> Any:
@@ -112,14 +195,14 @@ def _tokens(data: bytes) -> list[int]:
 
 
 def _scores(data: bytes, token_ids: list[int], top_k: int) -> Scores:
-    """The scores in an answer; those that are missing are not made up.
+    """The scores in an answer; raises `WrongScores` where one is missing.
 
     In each place there is a map from ids to log-probs with their ranks: the token's own, and the likeliest.
     """
     try:
-        places = _json(data)["choices"][0]["prompt_logprobs"]
+        places = json.loads(data)["choices"][0]["prompt_logprobs"]
         if len(places) != len(token_ids):
-            raise RetryableError(f"the teacher scored {len(places)} of {len(token_ids)} tokens")
+            raise WrongScores(f"the teacher scored {len(places)} of {len(token_ids)} tokens")
         rows: list[list[tuple[int, float]]] = [[(0, 0.0)] * max(1, top_k)]
         for token_id, place in zip(token_ids[1:], places[1:], strict=True):
             if top_k:
@@ -128,9 +211,9 @@ def _scores(data: bytes, token_ids: list[int], top_k: int) -> Scores:
             else:
                 rows.append([(token_id, float(place[str(token_id)]["logprob"]))])
         if any(len(row) != max(1, top_k) for row in rows):
-            raise RetryableError(f"the teacher gave fewer than the {top_k} likeliest tokens of a place")
-    except (LookupError, TypeError, ValueError, AttributeError):
-        raise RetryableError(
+            raise WrongScores(f"the teacher gave fewer than the {top_k} likeliest tokens of a place")
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        raise WrongScores(
             f"no prompt_logprobs, which teachers need (vLLM's own server has them): {excerpt(data)}"
         ) from None
     pairs = np.asarray(rows, np.float64)  # [T, K, 2]; float64 holds every id

@@ -115,16 +115,6 @@ class Evidence:
             task_id: (prompt_id, reward) for entry in self.journal for prompt_id, reward, _, task_id in entry.rewards
         }
 
-    @cached_property
-    def taught(self) -> set[str]:
-        """Rewarded samples of the sources whose teachers have processes."""
-        config, train = self.config, self.data.train
-        sources = config.data.sources("train")
-        names = {one.name for one in sources if config.for_source(one).teacher.has_process}
-        index = {prompt_id: i for i, prompt_id in enumerate(train.ids)} if names else {}
-        places = {task_id: index.get(prompt_id) for task_id, (prompt_id, _) in self.rewards.items()}
-        return {task_id for task_id, i in places.items() if i is not None and train.source(i) in names}
-
     def mean_reward(self, batch: int) -> float:
         rewards = [self.rewards[sample_id][1] for sample_id in self.batches[batch] if sample_id in self.rewards]
         return math.fsum(rewards) / len(rewards) if rewards else math.nan

@@ -6,14 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from common.streams import scoring
 from launcher.audit.evidence import Evidence
 from launcher.page.panels.counts import balances
 from sampler.records import tracker_rows
 
 SHOWN = 3  # examples of what is wrong
 # The scripts add to these too, for each task or result that they see.
-BY_SCRIPTS = ("counted", "finished", "finished_twice", "to_teachers", "superseded", "batches_released", "dead")
+BY_SCRIPTS = ("counted", "finished", "finished_twice", "superseded", "batches_released", "dead")
 
 
 def commits(run: Evidence) -> str:
@@ -64,23 +63,6 @@ def ends(run: Evidence) -> str:
     if skipped <= without <= skipped + ignored:
         return ""
     return f"{without} have no reward, but {skipped} were skipped and {ignored} ignored"
-
-
-def handed_to_teachers(run: Evidence) -> str:
-    """Each answer of a source with a teacher waited for its scores once.
-
-    One that was skipped, ignored or lost may have waited too.
-    """
-    # What the sampler restored after Redis was lost was counted before.
-    before = sum(entry.counters.get("to_teachers", 0) for entry in run.journal[: run.start.commits])
-    handed, rewarded = run.redis.counters.get("to_teachers", 0) - before, len(run.taught)
-    unrewarded = sum(run.total(counter) for counter in ("set_aside", "ignored", "lost", "sent_again"))
-    most = rewarded + unrewarded + len(run.redis.outstanding) if scoring.teachers(run.config) else 0
-    if rewarded <= handed <= most:
-        return ""
-    return (
-        f"{handed} were handed to teachers, and of their sources {rewarded} are rewarded, {unrewarded} have no reward"
-    )
 
 
 def numbers(run: Evidence) -> str:
@@ -232,7 +214,6 @@ LINES = {
     "each task was counted once": countings,
     "each task that was sent is counted or awaited": awaited,
     "each counted task has one end: a reward, or it was skipped": ends,
-    "each answer of a source with a teacher waited for scores once": handed_to_teachers,
     "batches follow one another": numbers,
     "no sample is in two batches": batched_twice,
     "each sample of a batch was rewarded before": batched_early,

@@ -22,7 +22,7 @@ from launcher.trace import read_timelines
 from sampler.files.metrics_file import not_written
 
 # Streams, hashes and prefixes of keys that are empty or gone once a run is over.
-EMPTIED = ("tasks", "samples", "batches", "outstanding", "open", "payload:", "pin:", "tasks:", "scoring:")
+EMPTIED = ("tasks", "samples", "batches", "outstanding", "open", "payload:", "pin:", "tasks:")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,15 @@ from rich.text import Text
 
 from common import log as logs
 from common.checks.check import (
+    STARTED,
     Check,
     Context,
     Finding,
     Level,
     Need,
     When,
-    contexts,
     examine,
     ok,
-    roles_of,
     warning,
 )
 from common.checks.list import CHECKS
@@ -82,8 +81,9 @@ def doctor(
             available |= Need.LIBRARIES
             checks += _dry_run_checks()
     findings: dict[Role, list[Finding]] = {}
-    for context in contexts([role] if role else roles_of(settings), read_machine(), settings, available):
-        findings.setdefault(context.role, []).extend(examine(checks, When.DOCTOR, context))
+    machine = read_machine()
+    for one in [role] if role else STARTED:
+        findings[one] = examine(checks, When.DOCTOR, Context(one, machine, settings, available))
     raise SystemExit(report(findings, as_json=as_json))
 
 

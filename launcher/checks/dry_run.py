@@ -13,16 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.checks.check import (
+    STARTED,
     Check,
     Context,
     Finding,
     Findings,
     Need,
     When,
-    contexts,
     examine,
     ok,
-    roles_of,
     warning,
 )
 from common.checks.list import CHECKS
@@ -38,7 +37,7 @@ from generator.episode.parts import RunParts
 from generator.task_runner import TaskRunner
 from generator.users import conversation
 from launcher.checks.rewards import reward_names, score_empty
-from launcher.checks.vocabulary import vocabulary
+from launcher.checks.vocabulary import vocabularies
 from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
 from sampler.prompts.prompt_set import Prompt, PromptSet, RunData, load_data, too_few
 from sampler.state import SamplerState
@@ -52,8 +51,9 @@ def dry_run(config: Config, choice: Choice, log: Any) -> dict[Role, list[Finding
     """The findings of each process about the configuration; a problem is one that would end the process."""
     checks = [*CHECKS, *dry_run_checks(log, choice)]
     findings: dict[Role, list[Finding]] = {}
-    for context in contexts(roles_of(config), read_machine(), config, Need.CONFIG | Need.LIBRARIES):
-        findings.setdefault(context.role, []).extend(examine(checks, When.DRY_RUN, context))
+    machine = read_machine()
+    for role in STARTED:
+        findings[role] = examine(checks, When.DRY_RUN, Context(role, machine, config, Need.CONFIG | Need.LIBRARIES))
     return findings
 
 
@@ -89,7 +89,7 @@ def dry_run_checks(log: Any, choice: Choice = NOTHING_ASKED) -> list[Check]:
         ("episodes", episodes, Role.GENERATOR),
         ("policy", _policy, Role.LEARNER),
         ("training", _training, Role.LEARNER),
-        ("vocabulary", vocabulary, Role.TEACHER),
+        ("vocabulary", vocabularies, Role.GENERATOR),
     ]
     when, needs = When.DOCTOR | When.DRY_RUN, Need.CONFIG | Need.LIBRARIES
     return [Check(name, find, when, (role,), needs) for name, find, role in checks]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from common.checks.check import Context, Finding, ok
 from common.config import Config
 from generator.teacher.vocabulary import check_vocabulary
 
 
 def check_vocabularies(config: Config) -> None:
-    """Raise `UserError` for a teacher that `spo-teacher` would refuse; what a server has only it knows."""
-    for teacher in config.teachers_in_use().values():
-        if teacher.model is not None and config.run.has_learner:
-            check_vocabulary(config.model.path, teacher.model, config.model.trust_remote_code)
+    """Raise `UserError` for a `teacher.model` of another vocabulary; generators ask the servers of the others."""
+    for teacher in config.served_teachers().values():
+        check_vocabulary(config.model.path, str(teacher.model), config.model.trust_remote_code)
 
 
-def vocabulary(context: Context) -> Finding | None:
-    """The same check of one teacher, with a line for one that fits."""
-    config, name = context.config, context.config.teacher.model
-    if name is None:
-        return None
-    check_vocabulary(config.model.path, name, config.model.trust_remote_code)
-    return ok(f"{name} has the policy's tokens")
+def vocabularies(context: Context) -> Iterator[Finding]:
+    """The same check, with a line for each teacher that fits."""
+    check_vocabularies(context.config)
+    for teacher in context.config.served_teachers().values():
+        yield ok(f"{teacher.model} has the policy's tokens")

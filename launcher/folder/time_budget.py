@@ -15,7 +15,7 @@ from launcher.folder.metrics import Metrics, Series
 RECENT, SHORTEST = 20, 60.0  # newest steps and seconds, at least, from which the bottleneck is determined
 WINDOW = 20  # newest steps, from which the pace is estimated
 WAITS = 0.15  # share of its time that a side must wait to count as waiting
-MOST_SCORING = 0.5  # share of the samples under way that must wait for scores until teachers count as the bottleneck
+MOST_SCORING = 0.5  # share of the episodes under way that must wait for scores until teachers count as the bottleneck
 # Parts of a learner's step, in order.
 LEARNER = {
     "wait": "waiting for a batch",
@@ -53,7 +53,7 @@ class Bottleneck:
         wait: share of its time that the learner waited for a batch.
         idle: share of their time that the generators were without any task.
         words: a sentence for people.
-        scoring: share of the samples under way that waited for a teacher's scores.
+        scoring: share of the episodes under way that waited for a teacher's scores.
     """
 
     side: str
@@ -118,8 +118,8 @@ def bottleneck(metrics: Metrics) -> Bottleneck | None:
     if wait >= WAITS and scoring >= MOST_SCORING:
         side = "teachers"
         words = (
-            f"The teachers are the bottleneck: {facts}, and {scoring:.0%} of the samples under way waited for scores. "
-            "More teachers (teacher.processes), or a smaller one, would help."
+            f"The teachers are the bottleneck: {facts}, and {scoring:.0%} of the episodes under way waited for scores. "
+            "More engines of the teacher (teacher.engine.data_parallel_size), or a smaller one, would help."
         )
     elif max(wait, idle) < WAITS:
         side, words = "neither", f"Neither side waits for long: {facts}."
@@ -196,13 +196,12 @@ def _generators(metrics: Metrics) -> list[str]:
 
 
 def _scoring(metrics: Metrics, begin: float, end: float) -> float:
-    """Share of the samples under way that waited for scores between two Unix times."""
-    means = []
-    for queue in ("queue/scoring", "queue/outstanding"):
-        _, times, lengths = metrics.timeline(queue, "sampler")
-        within = lengths[(times > begin) & (times <= end)]
-        means.append(float(within.mean()) if len(within) else 0.0)
-    return means[0] / means[1] if means[1] else 0.0
+    """Share of the episodes under way that waited for scores between two Unix times."""
+    sums = []
+    for slots in ("generator/awaiting_scores", "generator/slots"):
+        series = [metrics.timeline(slots, name) for name in _generators(metrics)]
+        sums.append(sum(float(one.values[(one.times > begin) & (one.times <= end)].sum()) for one in series))
+    return sums[0] / sum(sums) if sum(sums) else 0.0
 
 
 def _about_staleness(metrics: Metrics) -> str:

@@ -22,12 +22,12 @@ from launcher.layout.gpus import Gpu, environment, numbers, read_gpus, select
 from launcher.layout.needs import GB, Needs, engine_size, needs_of, utilization
 from launcher.layout.step_model import read_shape
 from launcher.layout.teachers import (
-    TeacherProcess,
+    TeacherServer,
     check_memory,
     described,
     give_gpus,
     share_gpu,
-    teacher_processes,
+    teacher_servers,
 )
 
 BUSY = 2 << 30  # bytes that other processes hold of a GPU, from which on it counts as taken; a desktop takes less
@@ -62,7 +62,7 @@ class Layout:
         generators: those of each generator; none: it computes on the CPU.
         reasons: lines that say why it is so.
         utilization: of the memory of GPUs that a generator shares with a rank, vLLM's share; None: as configured.
-        teachers: their processes.
+        teachers: their servers.
         all_cores: the learner computes on all cores, in the time that generators leave; else on an equal share.
     """
 
@@ -70,13 +70,13 @@ class Layout:
     generators: tuple[tuple[Gpu, ...], ...]
     reasons: tuple[str, ...] = ()
     utilization: float | None = None
-    teachers: tuple[TeacherProcess, ...] = ()
+    teachers: tuple[TeacherServer, ...] = ()
     all_cores: bool = False
 
     @property
     def processes(self) -> int:
-        """Those that compute a model: learner's ranks, generators, and teachers that ask no server."""
-        return max(1, len(self.learner)) + len(self.generators) + sum(one.size > 0 for one in self.teachers)
+        """Those that compute a model: learner's ranks, generators, and teachers' servers."""
+        return max(1, len(self.learner)) + len(self.generators) + len(self.teachers)
 
     @property
     def gpus(self) -> list[Gpu]:
@@ -114,7 +114,7 @@ def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.envi
         if config.run.has_learner:
             check_ranks(config, 1)
         generators = _cpu_generators(config) if choice.generators is None else choice.generators
-        teachers = teacher_processes(config)
+        teachers = teacher_servers(config)
         all_cores = config.run.has_learner and _has_long_products(config)
         reasons = [f"no GPU: all processes compute on the CPU{', the learner on all cores' * all_cores}"]
         reasons += described(config, teachers)
@@ -124,7 +124,7 @@ def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.envi
 
 def _cpu_only(config: Config) -> str:
     """Why the run computes on the CPU whatever the machine has; empty where it may use GPUs."""
-    roles = (Role.LEARNER, Role.GENERATOR) if config.run.has_learner else (Role.GENERATOR,)  # a teacher has its engine
+    roles = (Role.LEARNER, Role.GENERATOR) if config.run.has_learner else (Role.GENERATOR,)
     builds = [build for role in roles if (build := cpu_build(role))]
     return f"{' and '.join(builds)} compute on the CPU only" if builds else ""
 
@@ -152,7 +152,7 @@ class _Plan:
     def __init__(self, config: Config, choice: Choice, gpus: Sequence[Gpu]) -> None:
         self.config, self.choice, self.gpus = config, choice, gpus
         self.size = engine_size(config.generator.engine)
-        self.teachers = teacher_processes(config)
+        self.teachers = teacher_servers(config)
         self.beside = 0.0  # bytes that teachers take of a rank's GPU
         needs = needs_of(config)
         self.needs = needs if isinstance(needs, Needs) else None

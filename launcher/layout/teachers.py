@@ -1,4 +1,4 @@
-"""The processes of the teachers, and their GPUs: the last ones, before the step model divides the others.
+"""The servers of the teachers, and their GPUs: the last ones, before the step model divides the others.
 
 On a machine with one GPU they share it with a rank and a generator.
 """
@@ -13,7 +13,6 @@ from common.config import Config
 from common.config.teacher import TeacherConfig
 from common.errors import UserError
 from common.network import without_password
-from common.streams import scoring
 from launcher.layout.gpus import Gpu, numbers
 from launcher.layout.needs import GB, engine_size, teacher_needs, utilization
 
@@ -21,12 +20,12 @@ SHARE = "gpu_memory_utilization"
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherProcess:
-    """A process of a teacher.
+class TeacherServer:
+    """The server of a `teacher.model`.
 
     Attributes:
         source: name of the first source of data that has this teacher.
-        gpus: none: it computes on the CPU, or asks a server.
+        gpus: none: it computes on the CPU.
         utilization: its engine's share of the memory of a GPU that it shares with others; None: as configured.
     """
 
@@ -37,14 +36,9 @@ class TeacherProcess:
     utilization: float | None = None
 
     @property
-    def group(self) -> str:
-        """What the names of all processes of this teacher begin with."""
-        return self.name.rpartition("-")[0]
-
-    @property
     def size(self) -> int:
         """GPUs that it takes on a machine that has some."""
-        return 0 if self.teacher.model is None else engine_size(self.teacher.engine)
+        return engine_size(self.teacher.engine)
 
     @property
     def share(self) -> float:
@@ -52,26 +46,19 @@ class TeacherProcess:
         return utilization(self.teacher.engine) if self.utilization is None else self.utilization
 
 
-def teacher_processes(config: Config) -> list[TeacherProcess]:
-    """The processes that `spo run` starts, without GPUs; none in a run without learning."""
-    teachers = scoring.teachers(config)
+def teacher_servers(config: Config) -> list[TeacherServer]:
+    """The servers that `spo run` starts, without GPUs; none in a run without learning."""
+    teachers = config.served_teachers()
     return [
-        TeacherProcess(f"teacher-{number}" if len(teachers) == 1 else f"teacher-{source}-{number}", source, teacher)
+        TeacherServer("teacher" if len(teachers) == 1 else f"teacher-{source}", source, teacher)
         for source, teacher in teachers.items()
-        for number in range(teacher.processes if config.run.has_learner else 0)
     ]
 
 
-def teachers_elsewhere(config: Config) -> list[str]:
-    """Sources whose teachers' processes join from elsewhere."""
-    teachers = scoring.teachers(config).items() if config.run.has_learner else ()
-    return [source for source, teacher in teachers if not teacher.processes]
-
-
 def give_gpus(
-    processes: Sequence[TeacherProcess], named: Sequence[Gpu] | None, free: Sequence[Gpu], rest: int
-) -> tuple[list[TeacherProcess], list[Gpu]]:
-    """The processes with GPUs of their own, and what is left for learner and generators.
+    servers: Sequence[TeacherServer], named: Sequence[Gpu] | None, free: Sequence[Gpu], rest: int
+) -> tuple[list[TeacherServer], list[Gpu]]:
+    """The servers with GPUs of their own, and what is left for learner and generators.
 
     Args:
         named: the GPUs that the user names for them; None: the last of the free ones.
@@ -80,85 +67,81 @@ def give_gpus(
     Raises:
         UserError: there are too few, or other than they take.
     """
-    total = sum(process.size for process in processes)
-    taken = f"1 process of teachers takes {total}"
-    if len(processes) != 1:
-        taken = f"{len(processes)} processes of teachers take {total}"
+    total = sum(server.size for server in servers)
+    taken = f"1 teacher takes {total}" if len(servers) == 1 else f"{len(servers)} teachers take {total}"
     if named is not None and len(named) != total:
         raise UserError(
-            f"--teacher-gpus names {len(named)} GPU{'s'[: len(named) != 1]}, and {taken}: name as many, or set "
-            "teacher.processes"
+            f"--teacher-gpus names {len(named)} GPU{'s'[: len(named) != 1]}, and {taken} (teacher.engine): name as many"
         )
     if named is None and total and len(free) - total < rest:
         left = ", one of them for learner and generators" if rest else ""
         raise UserError(
-            f"{taken} GPU{'s'[: total != 1]}, and {len(free)} are free{left}: set teacher.processes to fewer, or "
-            "to 0 and start spo-teacher on another machine"
+            f"{taken} GPU{'s'[: total != 1]}, and {len(free)} are free{left}: lower the parallel "
+            "sizes in teacher.engine, or serve the teacher on another machine and name it by teacher.url"
         )
     own = list(free[len(free) - total :] if named is None else named)
-    if any(process.size > 1 for process in processes) and any(gpu.is_slice for gpu in own):
+    if any(server.size > 1 for server in servers) and any(gpu.is_slice for gpu in own):
         raise UserError("a teacher takes several GPUs (teacher.engine), and slices of a GPU cannot work together")
     placed, start = [], 0
-    for process in processes:
-        placed.append(replace(process, gpus=tuple(own[start : start + process.size])))
-        start += process.size
+    for server in servers:
+        placed.append(replace(server, gpus=tuple(own[start : start + server.size])))
+        start += server.size
     return placed, list(free if named is not None else free[: len(free) - total])
 
 
-def share_gpu(config: Config, processes: Sequence[TeacherProcess], gpu: Gpu) -> list[TeacherProcess]:
-    """The processes on the machine's only GPU, each with what it needs of its memory.
+def share_gpu(config: Config, servers: Sequence[TeacherServer], gpu: Gpu) -> list[TeacherServer]:
+    """The servers on the machine's only GPU, each with what it needs of its memory.
 
     Raises:
         UserError: an engine takes several GPUs, or must say what it takes.
     """
     placed = []
-    for process in processes:
-        if process.size > 1:
-            raise UserError(f"a teacher takes {process.size} GPUs (teacher.engine), and there is one")
-        on_gpu = replace(process, gpus=(gpu,) * process.size)
-        if not process.size or not gpu.total or SHARE in process.teacher.engine:
+    for server in servers:
+        if server.size > 1:
+            raise UserError(f"a teacher takes {server.size} GPUs (teacher.engine), and there is one")
+        on_gpu = replace(server, gpus=(gpu,))
+        if not gpu.total or SHARE in server.teacher.engine:
             placed.append(on_gpu)
             continue
-        needs = teacher_needs(config, process.teacher)
-        if needs is None or process.teacher.engine != config.teacher.engine:
+        needs = teacher_needs(config, server.teacher)
+        if needs is None:
             raise UserError(
-                f"the teacher {process.teacher.model} (of {process.source}) shares GPU {gpu.number} with the policy: "
+                f"the teacher {server.teacher.model} (of {server.source}) shares GPU {gpu.number} with the policy: "
                 f"set {SHARE} in its own teacher.engine"
             )
         placed.append(replace(on_gpu, utilization=math.ceil(100 * needs.of_each(1) / gpu.total) / 100))
     return placed
 
 
-def check_memory(config: Config, processes: Sequence[TeacherProcess]) -> None:
+def check_memory(config: Config, servers: Sequence[TeacherServer]) -> None:
     """Refuse an engine that does not fit into its GPUs; the message says what would."""
-    for process in processes:
-        needs = teacher_needs(config, process.teacher) if process.gpus and process.gpus[0].total else None
+    for server in servers:
+        needs = teacher_needs(config, server.teacher) if server.gpus and server.gpus[0].total else None
         if needs is None:
             continue
-        room = process.share * process.gpus[0].total
-        needed = needs.of_each(process.size)
+        room = server.share * server.gpus[0].total
+        needed = needs.of_each(server.size)
         if needed > room:
-            enough = next((n for n in (2, 4, 8) if needs.of_each(process.size * n) <= room), None)
+            enough = next((n for n in (2, 4, 8) if needs.of_each(server.size * n) <= room), None)
             fix = f"set teacher.engine.tensor_parallel_size={enough}" if enough else "use a smaller teacher"
             raise UserError(
-                f"the teacher {process.teacher.model} needs {needed / GB:.1f} GB of each of its GPUs, and vLLM takes "
-                f"{process.share:.0%} of {process.gpus[0].total / GB:.1f} GB: {fix}, or teacher.url"
+                f"the teacher {server.teacher.model} needs {needed / GB:.1f} GB of each of its GPUs, and vLLM takes "
+                f"{server.share:.0%} of {server.gpus[0].total / GB:.1f} GB: {fix}, or teacher.url"
             )
 
 
-def described(config: Config, processes: Sequence[TeacherProcess]) -> Iterator[str]:
-    """A line for each process, and for each teacher whose processes join from elsewhere."""
-    for process in processes:
-        if process.teacher.url is not None:
-            yield f"{process.name}: asks {without_password(process.teacher.url)}"
-        elif not process.gpus:
-            yield f"{process.name}: {process.teacher.model} on the CPU"
+def described(config: Config, servers: Sequence[TeacherServer]) -> Iterator[str]:
+    """A line for each teacher that has a server."""
+    for server in servers:
+        if not server.gpus:
+            yield f"{server.name}: {server.teacher.model} on the CPU"
         else:
-            line = f"{process.name}: GPU {numbers(process.gpus)} ({process.gpus[0].product}), {process.teacher.model}"
-            needs = teacher_needs(config, process.teacher)
-            if needs is not None and process.gpus[0].total:
-                tokens = needs.cached(process.share * process.gpus[0].total * process.size, process.size)
+            line = f"{server.name}: GPU {numbers(server.gpus)} ({server.gpus[0].product}), {server.teacher.model}"
+            needs = teacher_needs(config, server.teacher)
+            if needs is not None and server.gpus[0].total:
+                tokens = needs.cached(server.share * server.gpus[0].total * server.size, server.size)
                 line += f", {needs.weights / GB:.1f} GB of weights, keys and values of {tokens:,.0f} tokens"
-            yield line + ("" if process.utilization is None else f", {process.utilization:.0%} of the memory")
-    for source in teachers_elsewhere(config):
-        yield f"the teacher of {source}: its processes join from elsewhere (teacher.processes = 0)"
+            yield line + ("" if server.utilization is None else f", {server.utilization:.0%} of the memory")
+    for source, teacher in config.teachers_in_use().items():
+        if teacher.url is not None and config.run.has_learner:
+            yield f"the teacher of {source}: at {without_password(teacher.url)}"

@@ -229,7 +229,7 @@ def figures(progress: Progress) -> Table:
     table.add_row("baseline", saving(progress.variance_ratio), "")
     if slow := progress.bottleneck:
         waits = f"learner waits {slow.wait:.0%}, generators {slow.idle:.0%} of the last {slow.steps} steps"
-        waits += f", {slow.scoring:.0%} of the samples for scores" if slow.side == "teachers" else ""
+        waits += f", {slow.scoring:.0%} of the episodes for scores" if slow.side == "teachers" else ""
         table.add_row("bottleneck", slow.side, waits)
     table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
     counted, dispatched = progress.counters.get("counted", 0), progress.counters.get("dispatched", 0)
@@ -242,7 +242,7 @@ def figures(progress: Progress) -> Table:
             Text("left out", "red"), f"{lost:,}", f"of {trained:,} samples: their tokens were gone or unusable"
         )
     if progress.scoring is not None:
-        table.add_row("waiting for scores", f"{progress.scoring:,}", "samples, by teachers")
+        table.add_row("waiting for scores", f"{progress.scoring:,}", "episodes, of teachers")
     if progress.gpus:
         table.add_row("GPUs", *gpu_figures(progress.gpus))
     if progress.memory.limit:

@@ -107,7 +107,7 @@ def private_socket(folder: Path, name: str) -> Path:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(probe))
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="spo-redis-", dir=short_temporary())) / name
+        return Path(tempfile.mkdtemp(prefix="spo-socket-", dir=short_temporary())) / name
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()

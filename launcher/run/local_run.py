@@ -34,12 +34,12 @@ from launcher.run.processes import (
     learner_command,
     start_all,
     stopping,
-    teacher_commands,
     with_url,
 )
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.summary import Summary, summarize
 from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
+from launcher.run.teacher_servers import start_teachers
 
 POLL = 0.1
 LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themselves once the learner has left
@@ -123,8 +123,9 @@ def _run(
                 commands = worker_commands(path, layout)
                 if options.resume:
                     commands["learner"].append("--resume")
+                start_teachers(config, layout, supervisor)
                 start_all(config, path, commands, layout, supervisor)
-                teachers = dict.fromkeys(one.group for one in layout.teachers)
+                teachers = [server.name for server in layout.teachers]
                 roles = ("sampler", "learner", *(["generator"] if layout.generators else []), *teachers)
                 with closing(view()) as opened, watching(os.environ, layout.gpus) as gpus:
                     _watch(config, supervisor, progress, phases, opened, roles, gpus)
@@ -164,7 +165,6 @@ def worker_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
     return (
         {"learner": learner_command(config, layout)}
         | generator_commands(config, layout)
-        | teacher_commands(config, layout)
         | {"sampler": command("sampler.cli", config)}
     )
 
@@ -178,7 +178,7 @@ def _watch(
     roles: Sequence[str],
     gpus: Callable[[], Sequence[Gpu]],
 ) -> None:
-    """Watch until the run is over and its processes have exited.
+    """Watch until the run is over and its processes, but for the servers of teachers, have exited.
 
     Args:
         roles: of the processes that were started, with which their names begin.
@@ -200,7 +200,7 @@ def _watch(
             if not supervisor.alive("learner"):
                 _check_saved(config)
                 leave_by = leave_by or time.monotonic() + LEAVE_TIMEOUT
-                if not _workers(supervisor) or time.monotonic() > leave_by:
+                if not workers(supervisor) or time.monotonic() > leave_by:
                     return
         else:
             _check_complete(supervisor, roles)
@@ -219,8 +219,9 @@ def _check_saved(config: Config) -> None:
         raise RunFailed(f"the learner has left, and the last checkpoint, {last}, is not on the disk")
 
 
-def _workers(supervisor: Supervisor) -> list[str]:
-    return [child.name for child in supervisor.alive() if child.name != "redis"]
+def workers(supervisor: Supervisor) -> list[str]:
+    """Names of the processes that end with the run by themselves."""
+    return [child.name for child in supervisor.alive() if not child.name.startswith(("redis", "teacher"))]
 
 
 def _check_complete(supervisor: Supervisor, roles: Sequence[str]) -> None:

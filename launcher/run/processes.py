@@ -20,7 +20,6 @@ from common.files import rewrite
 from common.held_folder import FolderGone
 from common.streams.broker import Broker, connect
 from launcher.layout.layout import Layout
-from launcher.layout.teachers import teachers_elsewhere
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import RunFailed, Supervisor
 
@@ -79,8 +78,6 @@ def connected(
     """The configuration with the address of the Redis to use, and a connection to it."""
     if redis == EMBEDDED and not layout.generators:
         raise UserError("--generators = 0 needs --redis URL, by which generators can join from elsewhere")
-    if redis == EMBEDDED and (missing := teachers_elsewhere(config)):
-        raise UserError(f"teacher.processes = 0 (of {missing[0]}) needs --redis URL, by which teachers can join")
     config = with_redis(config, redis, folder, supervisor)
     # The launcher must not wait for a dead Redis, since it has to restart it.
     broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=supervisor.log)
@@ -164,12 +161,3 @@ def generator_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
     share = layout.utilization
     own = [] if share is None else ["-o", f"generator.engine.gpu_memory_utilization={share}"]
     return {name: command("generator.cli", config, "--name", name, *own) for name in layout.generator_names}
-
-
-def teacher_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
-    commands = {}
-    for one in layout.teachers:
-        share = one.utilization
-        own = [] if share is None else ["-o", f"teacher.engine.gpu_memory_utilization={share}"]
-        commands[one.name] = command("generator.teacher.cli", config, "--source", one.source, "--name", one.name, *own)
-    return commands

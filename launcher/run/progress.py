@@ -15,7 +15,6 @@ from redis.exceptions import RedisError
 from common.config import Config
 from common.masking import METRIC, MOST, advice, recent_warning
 from common.messages import Step
-from common.streams import scoring
 from common.streams.broker import Broker, Memory
 from common.streams.steps import StepReader
 from launcher.folder.metrics import Metrics
@@ -41,8 +40,7 @@ class Progress:
     Attributes:
         folder: of the run; it may be on another machine, and then there are no metrics.
         gpus: those that processes started here use, as they are now.
-        streams: names of those in which samples wait for teachers.
-        scoring: number of these samples; None where there are no teachers.
+        has_teacher: whether a teacher scores episodes.
         left_out: samples that could not be trained on, and all of the batch, by version.
         evaluates_first: whether the version that training starts from is evaluated.
         masked_advice: what masks tokens, and what to try against it.
@@ -53,7 +51,7 @@ class Progress:
     steps: int
     reward_range: tuple[float, float] = (0.0, 1.0)
     folder: Path | None = None
-    streams: Sequence[str] = ()
+    has_teacher: bool = False
     evaluates_first: bool = True
     masked_advice: str = ""
     pace: Pace = field(default_factory=Pace)
@@ -71,15 +69,14 @@ class Progress:
     variance_ratio: float | None = None
     left_out: dict[int, tuple[int, int]] = field(default_factory=dict)
     gpus: Sequence[Gpu] = ()
-    scoring: int | None = None
     metrics: Metrics | None = field(init=False)
 
     @classmethod
     def of(cls, broker: Broker, config: Config) -> Progress:
         """That of the run which the configuration names."""
         evaluates_first = config.data.heldout is not None and config.eval.before_training
-        ends, streams = config.sampler.tracker.reward_range, scoring.streams(config)
-        return cls(broker, config.run.steps, ends, config.run.folder, streams, evaluates_first, advice(config))
+        ends, has_teacher = config.sampler.tracker.reward_range, bool(config.teachers_in_use())
+        return cls(broker, config.run.steps, ends, config.run.folder, has_teacher, evaluates_first, advice(config))
 
     def __post_init__(self) -> None:
         self.reader = StepReader(self.broker)
@@ -109,8 +106,6 @@ class Progress:
                 self.variance_ratio = sampler.get("variance_ratio", self.variance_ratio)
             self.counters = self.broker.counters()
             self.memory = self.broker.memory()
-            lengths = [self.broker.redis.xlen(self.broker.key(stream)) for stream in self.streams]
-            self.scoring = sum(lengths) if lengths else None
             self.finished = self.broker.finished()
             self.has_generated = self.has_generated or self.generating()
         except RedisError:
@@ -162,6 +157,12 @@ class Progress:
 
     def tokens_per_second(self) -> float:
         return sum(float(process.get("tokens_per_second", 0.0)) for process in self.of_role("generator"))
+
+    @property
+    def scoring(self) -> int | None:
+        """Episodes that wait for their teacher's scores; None where there is no teacher."""
+        waiting = sum(int(process.get("scoring", 0)) for process in self.of_role("generator"))
+        return waiting if self.has_teacher else None
 
     def generating(self) -> bool:
         return any(process.get("state") == "running" for process in self.of_role("generator"))

@@ -28,9 +28,8 @@ TASKS = (DEFAULT, agent.TASK)
 STEPS_A_MINUTE = 20  # that two cores make while everything fails
 # Failures are noticed soon, so that many fit into a run; and each commit of the sampler is kept.
 SETTINGS = ["run.journal=true", "broker.heartbeat=0.5", "broker.dead_after=3", "learner.checkpoint_every=5"]
-# Two processes of the initial model, which pull the policy back to where it began, by so little that it learns all the
-# same.
-TEACHER = ["teacher.processes=2", "teacher.weight=0.01"]
+# The initial model pulls the policy back to where it began, by so little that it learns all the same.
+TEACHER_WEIGHT = "teacher.weight=0.01"
 
 
 def run_chaos(options: ChaosOptions) -> None:
@@ -45,7 +44,7 @@ def run_chaos(options: ChaosOptions) -> None:
         model = cached_model(task, lambda step, steps, loss: None)
     write_inputs(folder / "inputs", model, options.seed, task=task)
     steps = options.steps or max(5, round(options.minutes * STEPS_A_MINUTE))
-    taught = [f"teacher.model={folder / 'inputs' / 'model'}", *TEACHER] if options.teacher else []
+    taught = [f"teacher.model={folder / 'inputs' / 'model'}", TEACHER_WEIGHT] if options.teacher else []
     overrides = [*SETTINGS, *_parts(folder, task), *taught, *options.overrides]
     config = quickstart_config(folder, options.seed, steps, overrides, task)
     run, console = ChaoticRun(config, faults, 60 * options.minutes, screen.log), screen.console

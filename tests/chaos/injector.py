@@ -25,7 +25,7 @@ from tests.chaos.proxy import Mode, Proxy
 from tests.chaos.schedule import Fault
 from tests.chaos.strangers import Strangers
 
-MOST = 3  # generators, and teachers
+MOST = 3  # generators
 LOG_TAIL = 4096  # bytes at most that a cut log of Redis loses
 AGE = (0.5, 5.0)  # seconds by which an older log is older than the newest checkpoint
 LONGEST_AGE = 30.0  # seconds that an older log may be old
@@ -61,7 +61,7 @@ class Injector:
         broker: of the run, past the proxy.
         folder: of Redis's append-only log.
         disk: of the run folder.
-        start_one: starts another process of a role.
+        start_one: starts another generator.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Injector:
         folder: Path,
         disk: Disk,
         supervisor: Supervisor,
-        start_one: Callable[[str], None],
+        start_one: Callable[[], None],
         log: Any,
     ) -> None:
         self._faults, self._tally, self._proxy, self._broker, self._folder = faults, tally, proxy, broker, folder
@@ -127,9 +127,9 @@ class Injector:
         if verb == "freeze":
             return self._freeze(object_, fault)
         if verb == "more":
-            return self._add(object_.removesuffix("s"))
+            return self._add()
         if verb == "fewer":
-            return self._remove(object_.removesuffix("s"), fault)
+            return self._remove(fault)
         return {
             "cut redis's log": self._cut_log,
             "older redis log": self._cut_log,
@@ -236,17 +236,17 @@ class Injector:
                 return self._for(fault.seconds, Strangers(endpoint["address"], fault.seed).leave, "learner")
         return ""
 
-    def _add(self, role: str) -> str:
-        if len(self._supervisor.alive(role)) >= MOST:
+    def _add(self) -> str:
+        if len(self._supervisor.alive("generator")) >= MOST:
             return ""
-        self._start_one(role)
+        self._start_one()
         return "a new one"
 
-    def _remove(self, role: str, fault: Fault) -> str:
+    def _remove(self, fault: Fault) -> str:
         """As a user does it: with SIGTERM. One that is told to leave needs time for it, and may not be the last."""
         staying = [
             child
-            for child in self._supervisor.alive(role)
+            for child in self._supervisor.alive("generator")
             if child.state == "running" and child.pid not in self._leaving
         ]
         if len(staying) < 2:

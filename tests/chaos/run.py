@@ -16,7 +16,6 @@ import redis
 
 from common.config import Config
 from common.errors import UserError
-from common.streams import scoring
 from common.streams.broker import Broker
 from launcher.audit.lines import AuditLine, audit, figures
 from launcher.audit.records import RedisRecords
@@ -49,8 +48,7 @@ class ChaoticRun:
         self._broker: Broker | None = None
         self._view: ChaoticView | None = None
         self._harm: Injector | None = None
-        # How many of each role have been started.
-        self._started = {"generator": 1, "teacher": config.teacher.processes}
+        self._generators = 1  # started so far
 
     def run(self, view: Callable[[], View], phases: PhaseTimer) -> Summary:
         """Start it, harm it, and wait for its end; raises what `run_here` raises."""
@@ -101,13 +99,10 @@ class ChaoticRun:
         assert self._broker is not None
         self._ends = min(self._ends, time.monotonic() + self._seconds)
 
-        def start_one(role: str) -> None:
-            self._started[role] += 1
-            name = f"{role}-{self._started[role]}"
-            module, words = "generator.cli", ["--name", name]
-            if role == "teacher":
-                module, words = "generator.teacher.cli", [*words, "--source", *scoring.teachers(self.config)]
-            arguments = command(module, self.config.run.folder / "config.yaml", *words)
+        def start_one() -> None:
+            self._generators += 1
+            name = f"generator-{self._generators}"
+            arguments = command("generator.cli", self.config.run.folder / "config.yaml", "--name", name)
             environment = secret_environment(with_url(self.config, proxy.url))
             supervisor.start(name, arguments, environment | thread_limits(name, 3))
 

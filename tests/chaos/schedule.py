@@ -34,7 +34,7 @@ WEIGHTS = {
     "fewer generators": 3,
 }
 # Those of a run with teachers; without them a seed's schedule is what it was before there were any.
-TEACHERS = {"kill teacher": 5, "freeze teacher": 5, "more teachers": 3, "fewer teachers": 3}
+TEACHERS = {"kill teacher": 5, "freeze teacher": 5}
 GAP = 4.0  # seconds between two faults, on average
 FIRST_GAP = 1.0  # seconds at least
 SHORT = (0.5, 4.0)  # seconds that a disturbance of connections lasts

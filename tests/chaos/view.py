@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from launcher.audit.records import RedisRecords, read_redis
 from launcher.run.display import View
+from launcher.run.local_run import workers
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.supervisor import Supervisor
 from tests.chaos.injector import Injector
@@ -33,7 +34,7 @@ class ChaoticView:
         self._progress = progress
         if progress.finished:
             self._calm()
-            if self.records is None and not [child for child in supervisor.alive() if child.name != "redis"]:
+            if self.records is None and not workers(supervisor):
                 self.records = read_redis(progress.broker)
         elif self._injector is None:
             if progress.version >= 1:

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from common.config import Config, parse_config
-from common.errors import UserError
 from common.log import get_logger
 from common.payload import Payload
 from generator.chat_api import ChatApi, ChatUnavailable
-from generator.teacher.model import ModelScorer
-from generator.teacher.scores import Scorer, with_scores
-from generator.teacher.server import ServerScorer
+from generator.teacher.server import start_servers
 from generator.users import conversation
 from generator.users.llm import LlmUser
+from launcher.layout.layout import Choice, lay_out
 from launcher.quickstart.tiny_model import build_tokenizer
+from launcher.run.supervisor import Supervisor
+from launcher.run.teacher_servers import start_teachers
 from tests.support.chat_server import chat_server
 from tests.support.engine import MAX_MODEL_LEN, random_prompt, reference_logprobs, save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TOLERANCE = 1e-4  # largest difference of log-probs in float32
+NOTHING: Any = (None, None, None)  # a server looks at an episode's payload alone
 
 
 def run_config(folder: Path, temperature: float = 1.0, **sections: Any) -> Config:
@@ -66,16 +70,45 @@ def expected(model: PreTrainedModel, payload: Payload, temperature: float = 1.0)
     return reference_logprobs(model, payload.token_ids, temperature)[payload.mask()]
 
 
-def with_scorer(config: Config, kind: Any, act: Callable[[Scorer], Any]) -> Any:
-    async def scene() -> Any:
-        torch.set_num_threads(1)
-        scorer = await kind.start(config, config.teacher, get_logger())
+def taught(config: Config, payloads: Sequence[Payload], top_ks: Sequence[int]) -> list[list[Payload]]:
+    """The payloads with the scores of the configuration's only teacher, for each K."""
+
+    async def ask(top_k: int) -> list[Payload]:
+        changed = config.model_copy(update={"teacher": config.teacher.model_copy(update={"top_k": top_k})})
+        ((_, server),) = (await start_servers(changed, get_logger())).items()
         try:
-            return await act(scorer)
+            return list(await asyncio.gather(*(server.taught(*NOTHING, payload) for payload in payloads)))
         finally:
-            await scorer.close()
+            await server.close()
+
+    async def scene() -> list[list[Payload]]:
+        return [await ask(top_k) for top_k in top_ks]
 
     return asyncio.run(scene())
+
+
+@contextmanager
+def served(config: Config) -> Iterator[None]:
+    """The teachers that `spo run` would start, until the end of the block; one that dies fails the test."""
+    supervisor = Supervisor(config.run.folder / "logs", get_logger(), max_restarts=0)
+    try:
+        start_teachers(config, lay_out(config, Choice(1)), supervisor)
+        while not is_ready(config):
+            supervisor.poll()
+            time.sleep(0.5)
+        yield
+    finally:
+        supervisor.stop(grace=0.0)
+
+
+def is_ready(config: Config) -> bool:
+    """Whether the first teacher's server answers."""
+    socket = str(config.teacher_socket(*config.served_teachers()).resolve())
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=socket)) as client:
+            return client.get("http://localhost/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @torch.no_grad()
@@ -88,22 +121,19 @@ def likeliest(model: PreTrainedModel, payload: Payload, k: int, temperature: flo
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_models_scores_are_at_the_policys_temperature(
+def test_a_served_models_scores_are_at_the_policys_temperature(
     tmp_path: Path, models: PreTrainedModel, temperature: float
 ) -> None:
     teacher = {"model": str(tmp_path / "teacher"), "top_k": 30, "form": "loss"}  # more than vLLM's default allows
     config = run_config(tmp_path, temperature, teacher=teacher)
     payloads = [episode(0), episode(1, MAX_MODEL_LEN)]
-
-    async def score(scorer: Scorer) -> list[Payload]:
-        return [await with_scores(payload, scorer, k) for payload in payloads for k in (0, 30)]
-
-    scored = with_scorer(config, ModelScorer, score)
-    for payload, own, top in zip(payloads, scored[::2], scored[1::2], strict=True):
-        assert np.abs(own.teacher_logprobs[:, 0] - expected(models, payload, temperature)).max() < TOLERANCE
+    with served(config):
+        own, top = taught(config, payloads, [0, 30])
+    for payload, one, more in zip(payloads, own, top, strict=True):
+        assert np.abs(one.teacher_logprobs[:, 0] - expected(models, payload, temperature)).max() < TOLERANCE
         ids, logprobs = likeliest(models, payload, 30, temperature)
-        assert (top.teacher_ids == ids).all()
-        assert np.abs(top.teacher_logprobs - logprobs).max() < TOLERANCE
+        assert (more.teacher_ids == ids).all()
+        assert np.abs(more.teacher_logprobs - logprobs).max() < TOLERANCE
 
 
 PROMPT = [{"role": "user", "content": "2+2?"}]
@@ -144,12 +174,8 @@ async def converse(url: str) -> list[str]:
 
 def test_a_server_of_vllm_scores_and_plays_the_user(tmp_path: Path, models: PreTrainedModel) -> None:
     payload = episode(2)
-
-    async def score(scorer: Scorer) -> list[Payload]:
-        return [await with_scores(payload, scorer, k) for k in (0, 5)]
-
     with chat_server(tmp_path / "teacher", "large") as url:
-        own, top = with_scorer(run_config(tmp_path, teacher={"url": url}), ServerScorer, score)
+        ((own,), (top,)) = taught(run_config(tmp_path, teacher={"url": url}), [payload], [0, 5])
         assert asyncio.run(ask_many(url)) == ["444"] * 16
         with pytest.raises(ChatUnavailable, match="HTTP 404: .*tiny"):
             asyncio.run(ask_for_another_model(url))
@@ -158,13 +184,3 @@ def test_a_server_of_vllm_scores_and_plays_the_user(tmp_path: Path, models: PreT
     ids, logprobs = likeliest(models, payload, 5, 1.0)
     assert (top.teacher_ids == ids).all()
     assert np.abs(top.teacher_logprobs - logprobs).max() < TOLERANCE
-
-
-def test_a_teacher_that_vllm_refuses_is_named(tmp_path: Path, models: PreTrainedModel) -> None:
-    for teacher, words in (
-        ({"engine": {"dtype": "float32"}}, "teacher.engine: set teacher.dtype instead of dtype"),
-        ({"engine": {"max_num_seqs": 0}}, "vLLM cannot run teacher.model = "),
-    ):
-        config = run_config(tmp_path, teacher={"model": str(tmp_path / "teacher")} | teacher)
-        with pytest.raises(UserError, match=words):
-            with_scorer(config, ModelScorer, None)  # type: ignore[arg-type]

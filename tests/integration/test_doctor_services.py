@@ -187,9 +187,9 @@ def test_the_server_of_a_teacher_is_asked_for_its_models(
         monkeypatch.setenv(proxy, "http://127.0.0.1:1")
     with serve(fails(status, body)) as double:
         taught = {"url": f"{double.url}/v1", **section}
-        finding = finding_of("teacher server", Role.TEACHER, read_machine(), teacher=taught)
+        finding = finding_of("teacher server", Role.GENERATOR, read_machine(), teacher=taught)
     assert (finding.level, words in finding.line) == (level, True), finding.line
-    assert finding_of("teacher server", Role.TEACHER, teacher=taught | {"api_key_env": None}).level == "problem"
+    assert finding_of("teacher server", Role.GENERATOR, teacher=taught | {"api_key_env": None}).level == "problem"
 
 
 def test_findings_are_lines_or_json_and_a_problem_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,8 +47,6 @@ TAKEN = "tcp://127.0.0.1:{port}"
             {},
             "critic.model = '",
         ),
-        ("generator.teacher", {"teacher": {"model": "m"}}, {"SPO_REQUIRE_GPUS": "64"}, "SPO_REQUIRE_GPUS = 64, and "),
-        ("generator.teacher", {"teacher": {"model": "{folder}/none"}}, {}, "/none': there is no such folder"),
     ],
 )
 def test_a_process_says_why_it_does_not_start(
@@ -109,14 +107,12 @@ def test_an_image_of_another_release(role: str, real_broker: Broker, redis_serve
     assert "use the same release (image) for all processes of a run" in line
 
 
-@pytest.mark.parametrize("role", ["generator", "generator.teacher", "learner", "relay", "sampler"])
+@pytest.mark.parametrize("role", ["generator", "learner", "relay", "sampler"])
 def test_a_redis_that_may_drop_samples(role: str, own_redis: RedisServer, tmp_path: Path) -> None:
     broker = Broker(redis.Redis.from_url(own_redis.url), "test")
     broker.redis.config_set("maxmemory-policy", "allkeys-lfu")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    config = run_file(
-        tmp_path, broker={"url": own_redis.url}, data={"train": str(tmp_path / "train.jsonl")}, teacher={"model": "m"}
-    )
+    config = run_file(tmp_path, broker={"url": own_redis.url}, data={"train": str(tmp_path / "train.jsonl")})
     line = refusal_of(f"{role}.cli", "-c", config, SPO_LOG_LEVEL="ERROR")
     assert "maxmemory-policy allkeys-lfu" in line
     assert "run `CONFIG SET maxmemory-policy noeviction` there" in line

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from generator.episode.parts import RunParts
 from generator.loop import Generator
 from generator.metrics import GeneratorMetrics
 from generator.services import Services
+from generator.teacher.server import TeacherServer
 from tests.support.episode import TOKENIZER, completion
 from tests.support.streams import tasks
 
@@ -142,22 +144,31 @@ def config(**sections: Any) -> Config:
     return parse_config(base | sections)
 
 
-def make_generator(config: Config, broker: Broker, inbox: TaskInbox, engine: Any, weights: Any, log: Any) -> Generator:
+def make_generator(
+    config: Config, broker: Broker, inbox: TaskInbox, engine: Any, weights: Any, log: Any, **more: Any
+) -> Generator:
     presence, parts = Presence(broker, inbox.consumer, "generator"), RunParts(config)
-    return Generator(config, Services(broker, inbox, presence, engine, weights, parts, GeneratorMetrics(), log))
+    services = Services(broker, inbox, presence, engine, weights, parts, GeneratorMetrics(), log, **more)
+    return Generator(config, services)
 
 
 class Rig:
     """A generator around a pretend engine, and the sampler's view of its results."""
 
-    def __init__(self, broker: Broker, engine: PretendEngine | None = None, **sections: Any) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        engine: PretendEngine | None = None,
+        teachers: Mapping[str, TeacherServer] = MappingProxyType({}),
+        **sections: Any,
+    ) -> None:
         self.broker, self.config = broker, config(**sections)
         self.ledger = SamplerLedger(broker, "sampler")
         self.ledger.acquire()
         self.engine, self.client = engine or PretendEngine(), PretendClient(0)
         self.inbox = TaskInbox(broker, "g1")
         self.generator = make_generator(
-            self.config, broker, self.inbox, self.engine, self.client, structlog.get_logger()
+            self.config, broker, self.inbox, self.engine, self.client, structlog.get_logger(), teachers=teachers
         )
 
     def dispatch(self, n: int, **changes: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socket import AF_UNIX
 from typing import Any
 
 Handler = BaseHTTPRequestHandler
@@ -29,9 +32,19 @@ class Double:
     over: threading.Event = field(default_factory=threading.Event)
 
 
+class UnixServer(ThreadingHTTPServer):
+    address_family = AF_UNIX
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", 0
+
+
 @contextmanager
-def serve(*answers: Callable[[Handler, Any], None], host: str = "127.0.0.1") -> Iterator[Double]:
-    """Serve until the block ends."""
+def serve(
+    *answers: Callable[[Handler, Any], None], host: str = "127.0.0.1", socket: Path | None = None
+) -> Iterator[Double]:
+    """Serve until the block ends, at a port of `host` or on a Unix socket."""
     double = Double(list(answers))
 
     class Answering(BaseHTTPRequestHandler):
@@ -61,10 +74,10 @@ def serve(*answers: Callable[[Handler, Any], None], host: str = "127.0.0.1") -> 
 
         def log_message(self, *_: Any) -> None: ...
 
-    server = ThreadingHTTPServer((host, 0), Answering)
+    server = ThreadingHTTPServer((host, 0), Answering) if socket is None else UnixServer(str(socket), Answering)  # type: ignore[arg-type]
     server.daemon_threads = True
     server.over = double.over  # type: ignore[attr-defined]
-    double.url = f"http://{host}:{server.server_port}"
+    double.url = f"http://{host}:{server.server_port}" if socket is None else f"unix:{socket}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from hashlib import blake2b
 from pathlib import Path
@@ -12,15 +13,12 @@ import numpy as np
 from common.config import Config, parse_config
 from common.messages import Batch, SampleHeader, Step, Task
 from common.payload import Payload, pack_record
-from common.streams import scoring
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from common.streams.inbox import Delivery, Finished
-from common.streams.scoring import ScoringInbox
-from common.streams.tasks import TaskInbox
+from common.streams.tasks import Delivery, Finished, TaskInbox
 from sampler.values.drift import PromptDrift
 from sampler.values.tracker import ValueTracker
-from tests.support.streams import payload, scored
+from tests.support.streams import payload
 
 
 def make_config(folder: Path, *, prompts: int = 40, heldout: int = 0, **sections: dict[str, Any]) -> Config:
@@ -55,11 +53,11 @@ class NoopGenerator:
     """Answers tasks at once, by the newest version it knows of, or the one that it keeps for an evaluation.
 
     Args:
-        teacher: name of the one that scores the answers to training tasks before the sampler hears of them.
+        taught: the answers to training tasks have a teacher's scores.
     """
 
-    def __init__(self, broker: Broker, name: str = "noop", teacher: str = "") -> None:
-        self.inbox, self.teacher = TaskInbox(broker, name), teacher
+    def __init__(self, broker: Broker, name: str = "noop", taught: bool = False) -> None:
+        self.inbox, self.taught = TaskInbox(broker, name), taught
         self.version = 0
         self.loaded = 0
         self.headers: list[SampleHeader] = []  # in the order of arrival
@@ -105,9 +103,12 @@ class NoopGenerator:
             header = SampleHeader(**(values | changes))
             self.headers.append(header)
             self.tasks.append(task)
-            trains = task.kind == "train"
-            tokens, teacher = (payload(version=version), self.teacher) if trains else (None, "")
-            results.append(Finished(delivery.entry_id, header, tokens, teacher=teacher))
+            tokens = payload(version=version)
+            if self.taught:
+                tokens = dataclasses.replace(
+                    tokens, teacher_logprobs=np.full((len(tokens.logprobs), 1), -0.5, np.float32)
+                )
+            results.append(Finished(delivery.entry_id, header, tokens if task.kind == "train" else None))
         return self.inbox.finish(results)
 
 
@@ -119,23 +120,6 @@ def vars_of(tokens: Payload) -> dict[str, Any]:
         "logprobs": tokens.logprobs.astype(np.float64).round(5),
         "version_spans": tokens.version_spans,
     }
-
-
-class TaughtGenerator(NoopGenerator):
-    """Has its answers scored, unless the teacher is `away`."""
-
-    def __init__(self, broker: Broker, config: Config) -> None:
-        (teacher,) = scoring.teachers(config)
-        super().__init__(broker, teacher=teacher)
-        self.scoring, self.away = ScoringInbox(broker, "teacher", teacher), False
-
-    def work(self, n: int = 64, block_ms: int = 0, **changes: Any) -> int:
-        """As its base; what one call finishes is scored in the next."""
-        deliveries = [] if self.away else self.scoring.take(n, 0)
-        self.scoring.finish(
-            [scored(delivery, payload(version=delivery.task.newest_version)) for delivery in deliveries]
-        )
-        return super().work(n, block_ms, **changes)
 
 
 class NoopLearner:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-
 import numpy as np
 
 from common.messages import SampleHeader, Task
 from common.payload import Payload
 from common.streams.broker import Broker
-from common.streams.inbox import Delivery, Finished, Inbox
 from common.streams.ledger import Commit, SamplerLedger
-from common.streams.scoring import ScoringInbox
-from common.streams.tasks import TaskInbox
+from common.streams.tasks import GROUP, HOLDERS, TRAINING, Delivery, Finished, TaskInbox
 
 
 def tasks(n: int, start: int = 0) -> list[Task]:
@@ -39,31 +34,6 @@ def leased(ledger: SamplerLedger, n: int, name: str = "a") -> tuple[TaskInbox, l
     return inbox, inbox.take(n, 0)
 
 
-@dataclass(frozen=True)
-class Crew:
-    """The processes of one stage of a run: its generators, or those of a teacher."""
-
-    ledger: SamplerLedger
-    teacher: str = ""
-
-    def inbox(self, name: str) -> TaskInbox | ScoringInbox:
-        broker = self.ledger.broker
-        return ScoringInbox(broker, name, self.teacher) if self.teacher else TaskInbox(broker, name)
-
-    def dispatch(self, n: int, start: int = 0) -> None:
-        """Bring `n` tasks to this stage."""
-        dispatch(self.ledger, n, start)
-        if self.teacher:
-            before = TaskInbox(self.ledger.broker, "before")
-            before.finish([finished(delivery, teacher=self.teacher) for delivery in before.take(n, 0)])
-
-    def leased(self, n: int, name: str) -> tuple[TaskInbox | ScoringInbox, list[Delivery]]:
-        """A process of this stage, and `n` tasks that it has just leased."""
-        self.dispatch(n)
-        inbox = self.inbox(name)
-        return inbox, inbox.take(n, 0)
-
-
 def finish_all(ledger: SamplerLedger, n: int) -> TaskInbox:
     """A generator that has finished `n` tasks."""
     inbox, deliveries = leased(ledger, n)
@@ -81,29 +51,22 @@ def payload(tokens: int = 10, prompt: int = 4, version: int = 0) -> Payload:
     )
 
 
-def finished(delivery: Delivery, reward: float = 1.0, teacher: str = "", **changes: object) -> Finished:
+def finished(delivery: Delivery, reward: float = 1.0, **changes: object) -> Finished:
     task = delivery.task
     header = SampleHeader(task_id=task.task_id, prompt_id=task.prompt_id, reward=reward, tokens=10, model_tokens=6)
-    return Finished(delivery.entry_id, header.model_copy(update=changes), payload(), teacher=teacher)
+    return Finished(delivery.entry_id, header.model_copy(update=changes), payload())
 
 
-def scored(delivery: Delivery, payload: Payload, score: float = -0.5) -> Finished:
-    """An episode with the same score of a teacher for each token."""
-    scores = np.full((len(payload.logprobs), 1), score, np.float32)
-    return Finished(delivery.entry_id, delivery.task, dataclasses.replace(payload, teacher_logprobs=scores))
-
-
-def silence(broker: Broker, inbox: Inbox, seconds: float = 120.0) -> None:
+def silence(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
     """Make a process look as if it was last heard of so long ago."""
-    broker.redis.zincrby(broker.key(inbox.stage.holders), -1000 * seconds, inbox.consumer)
+    broker.redis.zincrby(broker.key(HOLDERS), -1000 * seconds, inbox.consumer)
 
 
-def lose_reply(broker: Broker, inbox: Inbox, seconds: float = 120.0) -> None:
+def lose_reply(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
     """Lease one task to a process that never learns of it, so many seconds ago."""
-    stage, consumer = inbox.stage, inbox.consumer
-    ((entry_id, _),) = broker.read_group(stage.stream, stage.group, consumer, count=1)
-    key = broker.key(stage.stream)
-    broker.redis.xclaim(key, stage.group, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True)
+    consumer = inbox.consumer
+    ((entry_id, _),) = broker.read_group(TRAINING, GROUP, consumer, count=1)
+    broker.redis.xclaim(broker.key(TRAINING), GROUP, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True)
 
 
 def saved_keys(broker: Broker) -> dict[bytes, bytes]:

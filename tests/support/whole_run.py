@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,6 +144,11 @@ def wait_for_version(broker: Broker, version: int, process: subprocess.Popen[str
     reader = StepReader(broker)
     while not any(step.version >= version for step in reader.read(block_ms=500)):
         assert process.poll() is None, "the run ended early"
+
+
+def pid_of(log: Path, name: str) -> int:
+    """The process id of a process that `spo run` has started, by the run's plain output."""
+    return int(re.findall(rf"started .*process={name}\b.*", log.read_text())[-1].partition("pid=")[2].split()[0])
 
 
 def kill(broker: Broker, role: str) -> None:

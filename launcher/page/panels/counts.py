@@ -12,8 +12,7 @@ MOST_LETTERS = 50  # reasons of dead letters
 MEANINGS = {
     "dispatched": "tasks sent to generators",
     "counted": "results that were counted",
-    "to_teachers": "results that generators handed to a teacher, to be scored",
-    "finished": "results that generators or teachers delivered",
+    "finished": "results that generators delivered",
     "finished_twice": "second results of a task, dropped",
     "evaluated": "results of evaluations",
     "rewarded": "training samples that informed the tracker",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,11 @@ from launcher.run.progress import duration
 
 NO_STEP = "The learner has not finished a step yet."
 NO_ANSWER = "No generator has answered a task yet."
-# Of each process, the first that it measures.
-SHOWN = (
-    ("process/cpu_seconds",), ("process/memory_mb",), ("generator/tokens_per_second", "teacher/tokens_per_second"),
-    ("generator/episodes", "teacher/samples"),
-)  # fmt: skip
+# Of each process, as far as it measures them.
+SHOWN = ("process/cpu_seconds", "process/memory_mb", "generator/tokens_per_second", "generator/episodes")
 SILENT = 60.0  # seconds without an entry, much longer than a living process pauses
-QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "scoring": "answers to score",
-          "samples": "answers to count", "batches": "batches to train on", "evaluation": "evaluation's tasks",
-          "dead": "dead letters"}  # fmt: skip
+QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "samples": "answers to count",
+          "batches": "batches to train on", "evaluation": "evaluation's tasks", "dead": "dead letters"}  # fmt: skip
 
 
 def throughput_panel(metrics: Metrics) -> dict[str, Any]:
@@ -39,7 +34,7 @@ def throughput_panel(metrics: Metrics) -> dict[str, Any]:
     waits = {"for answers of generators": "waiting/generators_seconds", "for the learner": "waiting/learner_seconds"}
     pauses = [line for name in others for line in steps(metrics, {name: "generator/pause_ms_per_update"}, name)]
     note = f"By the time of the last {SMOOTHED} steps, with their waiting."
-    scored = lines("scored", "Tokens scored by teacher", of_each("teacher/tokens_per_second"), "tokens/s", "time")
+    scored = lines("scored", "Episodes that wait for scores", of_each("generator/awaiting_scores"), "", "time")
     charts = [
         lines("tokens", "Tokens sampled by generator", of_each("generator/tokens_per_second"), "tokens/s", "time"),
         *([scored] if scored["lines"] else []),
@@ -88,7 +83,7 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     rows = [
         [
             name, number(max(0.0, silence[name])) if is_live else None, metrics.last_version(name),
-            *(_first(metrics, name, figures) for figures in SHOWN),
+            *(_newest(metrics, name, figure) for figure in SHOWN),
         ]
         for name in names
     ]  # fmt: skip
@@ -103,10 +98,10 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     return panel("processes", "Processes", charts, words, "No process has written anything yet.")
 
 
-def _first(metrics: Metrics, process: str, figures: Sequence[str]) -> float | int | None:
-    """The newest value of the first of these figures that a process measures; None if it measures none."""
-    values = (metrics.last(figure, process) for figure in figures)
-    return next((number(value) for value in values if value is not None), None)
+def _newest(metrics: Metrics, process: str, figure: str) -> float | int | None:
+    """The newest value of a figure; None if the process does not measure it."""
+    value = metrics.last(figure, process)
+    return None if value is None else number(value)
 
 
 def learner_rate(metrics: Metrics) -> Curve:

@@ -15,7 +15,6 @@ import yaml
 from common import health
 from common.config import Config, differences
 from generator import cli as generator
-from generator.teacher import cli as teacher
 from learner import cli as learner
 from relay import cli as relay
 from sampler import cli as sampler
@@ -45,7 +44,6 @@ APPS = {
     "spo-generator": generator.app,
     "spo-learner": learner.app,
     "spo-relay": relay.app,
-    "spo-teacher": teacher.app,
     "spo-sandbox": sandbox.app,
     "common.health": health.app,
     "learner.cli": learner.app,
@@ -97,13 +95,14 @@ def test_what_would_be_applied_is_valid_and_in_one_namespace(documents: list[Doc
     assert set(of_kind(documents, "Namespace")) == {"spo"}
 
 
-def test_each_process_reads_a_valid_configuration_and_all_agree(configs: dict[str, Config]) -> None:
-    assert set(configs) - {"relay", "teacher"} == {"sampler", "generator", "learner"}
+def test_each_process_reads_a_valid_configuration_and_all_agree(overlay: str, configs: dict[str, Config]) -> None:
+    assert set(configs) - {"relay"} == {"sampler", "generator", "learner"}
     for name, config in configs.items():
         assert not differences(config, configs["sampler"].model_dump(mode="json", by_alias=True))
         assert config.broker.wait >= 300
         assert config.run.output_dir == "/runs"
-        assert bool(config.teachers_in_use()) == ("teacher" in configs)
+        teachers = [one.url for one in config.teachers_in_use().values()]
+        assert teachers == (["http://teacher:8000/v1"] if overlay == "taught" else [])
         if name in ("generator", "relay"):  # which find each other by their node
             assert (config.learner.weights.host, config.learner.weights.relay) == ("node-1", "auto")
 
@@ -147,8 +146,8 @@ def test_commands_and_probes_are_ours_and_take_their_options(documents: list[Doc
         elif words[0] in PROJECT["scripts"]:
             expects(words)
         else:
-            assert name in ("redis", "prepare", "tensorboard"), words
-        if name in ("sampler", "generator", "learner", "teacher"):
+            assert name in ("redis", "prepare", "tensorboard", "teacher"), words
+        if name in ("sampler", "generator", "learner"):
             probe = container(workload)["readinessProbe"]["exec"]["command"]
             asked = " ".join(probe).partition("python -m ")[2].split()
             assert asked == ["common.health", name, "--config", RUN]

@@ -10,7 +10,7 @@ import pytest
 from tests.support.kubernetes import OVERLAYS, Document, of_kind, rendered, workloads
 
 Labels = dict[str, str]
-PORTS = (53, 5555, 5556, 6006, 6379, 8080, 29500)
+PORTS = (53, 5555, 5556, 6006, 6379, 8000, 8080, 29500)
 SPO = {"kubernetes.io/metadata.name": "spo"}
 OUTSIDE = {
     "dns": ({"kubernetes.io/metadata.name": "kube-system"}, {"k8s-app": "kube-dns"}),
@@ -31,7 +31,7 @@ COMMON = {
 }
 EXPECTED = {
     "cpu": COMMON,
-    "taught": COMMON | {("teacher", "redis", 6379), ("teacher", "dns", 53)},
+    "taught": COMMON | {("generator", "teacher", 8000)},
     "gpu": COMMON
     | {
         ("relay", "redis", 6379),

@@ -24,7 +24,7 @@ from launcher.evaluate import answer_run
 from launcher.evaluate.answer_run import AnswerCount, LineView, answer_here
 from launcher.layout.layout import Choice
 from launcher.quickstart import inputs
-from launcher.run import local_run
+from launcher.run import local_run, teacher_servers
 from launcher.run.display import PlainView
 from launcher.run.folder_lock import locked
 from launcher.run.local_run import RunOptions, RunStopped, run_here
@@ -235,12 +235,17 @@ def test_a_run_without_a_generator_does_not_wait_forever(config: Config, monkeyp
 
 def test_nor_does_a_run_without_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taught = inputs.quickstart_config(tmp_path / "taught", 0, 3, ["teacher.model=large"])
-    play(monkeypatch, FOREVER, FOREVER, **{"teacher-0": ""})
+    play(monkeypatch, FOREVER, FOREVER)
+    monkeypatch.setattr(teacher_servers, "serve_command", lambda *_: ["true"])
     with pytest.raises(RunStopped, match="no teacher is left"):
         start(taught)
-    elsewhere = inputs.quickstart_config(tmp_path / "elsewhere", 0, 3, ["teacher.model=large", "teacher.processes=0"])
-    with pytest.raises(UserError, match=r"teacher\.processes = 0 \(of train\) needs --redis URL"):
-        start(elsewhere)
+
+
+def test_a_teachers_server_is_stopped_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taught = inputs.quickstart_config(tmp_path / "taught", 0, 3, ["teacher.model=large"])
+    play(monkeypatch, EVALUATE, UNTIL_FINISHED)
+    monkeypatch.setattr(teacher_servers, "serve_command", lambda *_: ["sleep", "600"])
+    assert start(taught).finished
 
 
 def test_what_a_process_refuses_ends_the_run_as_a_user_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.messages import Failure, SampleHeader, Step
 from common.streams.broker import Broker
 from common.streams.dead import list_dead
-from common.streams.inbox import Delivery
+from common.streams.tasks import Delivery
 from sampler.metrics import SamplerMetrics
 from tests.support.sampler import NoopGenerator, replayed, reward_of
 from tests.support.sampler_driving import committed_counts, drive, reach, start, started

@@ -267,10 +267,6 @@ SECTIONS = [
     ("{run: {deterministic: true}, generator: {max_concurrency: 64}}", "generator.max_concurrency = 64 contradicts"),
     ("{run: {deterministic: true}, generator: {engine: {enable_prefix_caching: true}}}", "engine.enable_prefix_cachin"),
     ("{run: {deterministic: true}, generator: {engine: {data_parallel_size: 2}}}", "engine.data_parallel_size = 2"),
-    (
-        "{run: {deterministic: true}, teacher: {model: m, max_concurrency: 2}}",
-        "teacher.max_concurrency = 2 contradicts",
-    ),
     ("{run: {deterministic: true}, episode: {max_seconds: 60}}", "episode.max_seconds = 60.0 contradicts | set null"),
     (
         "{run: {deterministic: true}, data: {train: [{path: a}, {path: b, episode: {max_seconds: 9}}]}}",

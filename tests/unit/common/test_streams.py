@@ -14,11 +14,10 @@ from common.messages import Batch, Failure, Step
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from common.streams.inbox import Finished
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import LearnerWatch, Presence, learner_gone
 from common.streams.steps import StepReader, latest
-from common.streams.tasks import GROUP, TaskInbox
+from common.streams.tasks import GROUP, Finished, TaskInbox
 from tests.support.streams import dispatch, evaluate, finish_all, finished, leased, payload, silence
 
 

@@ -13,14 +13,12 @@ import pytest
 from common.messages import Batch, Step
 from common.streams.batches import BatchInbox, RedisBehind, RunLost
 from common.streams.broker import Broker
-from common.streams.inbox import Delivery
 from common.streams.lease import LeaseLost, Replaced
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import latest
-from common.streams.tasks import GROUP, TaskInbox
+from common.streams.tasks import GROUP, Delivery, TaskInbox
 from tests.support.streams import (
-    Crew,
     dispatch,
     evaluate,
     finished,
@@ -41,28 +39,23 @@ def names(deliveries: list[Delivery]) -> list[str]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock of all processes except Redis; event loops in other threads keep theirs, or they would sleep on."""
     now = [1000.0]
-    for module in ("inbox", "ledger"):
+    for module in ("tasks", "ledger"):
         monkeypatch.setattr(f"common.streams.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
-@pytest.fixture(params=["", "maths"], ids=["generators", "teachers"])
-def crew(ledger: SamplerLedger, request: pytest.FixtureRequest) -> Crew:
-    return Crew(ledger, request.param)
-
-
-def test_takeover_begins_again_at_the_front(broker: Broker, crew: Crew) -> None:
-    dying, _ = crew.leased(30, "dying")
+def test_takeover_begins_again_at_the_front(broker: Broker, ledger: SamplerLedger) -> None:
+    dying, _ = leased(ledger, 30, "dying")
     for name in ("heir", "next"):
-        heir = crew.inbox(name)
+        heir = TaskInbox(broker, name)
         silence(broker, dying)
         assert sorted(names([task for _ in range(8) for task in heir.adopt(4)])) == sorted(f"t{i}" for i in range(30))
         dying = heir
 
 
-def test_whoever_beats_keeps_its_tasks(broker: Broker, crew: Crew) -> None:
-    stopped, deliveries = crew.leased(3, "stopped")
-    other, ids = crew.inbox("other"), {delivery.entry_id for delivery in deliveries}
+def test_whoever_beats_keeps_its_tasks(broker: Broker, ledger: SamplerLedger) -> None:
+    stopped, deliveries = leased(ledger, 3, "stopped")
+    other, ids = TaskInbox(broker, "other"), {delivery.entry_id for delivery in deliveries}
     silence(broker, stopped)
     assert stopped.beat(ids).lost == set()
     assert other.adopt(5) == []
@@ -76,9 +69,9 @@ def test_whoever_beats_keeps_its_tasks(broker: Broker, crew: Crew) -> None:
     assert other.finish([finished(delivery) for delivery in taken_over]) == 2
 
 
-def test_a_task_lost_in_a_reply_is_leased_once_more(broker: Broker, crew: Crew) -> None:
-    crew.dispatch(3)
-    generator, other = crew.inbox("unlucky"), crew.inbox("other")
+def test_a_task_lost_in_a_reply_is_leased_once_more(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 3)
+    generator, other = TaskInbox(broker, "unlucky"), TaskInbox(broker, "other")
     lose_reply(broker, generator)
     (first,) = generator.take(1, 0)
     generator.beat([first.entry_id])
@@ -90,16 +83,18 @@ def test_a_task_lost_in_a_reply_is_leased_once_more(broker: Broker, crew: Crew) 
     assert generator.finish([finished(first), finished(again)]) == 2
 
 
-def test_a_restarted_process_does_not_hold_the_old_tasks(broker: Broker, crew: Crew) -> None:
-    before, _ = crew.leased(2, "same")
+def test_a_restarted_process_does_not_hold_the_old_tasks(broker: Broker, ledger: SamplerLedger) -> None:
+    before, _ = leased(ledger, 2, "same")
     silence(broker, before)
-    crew.inbox("same").beat([])
-    assert [delivery.attempt for delivery in crew.inbox("other").adopt(5)] == [2, 2]
+    TaskInbox(broker, "same").beat([])
+    assert [delivery.attempt for delivery in TaskInbox(broker, "other").adopt(5)] == [2, 2]
 
 
-def test_a_process_that_was_cut_off_takes_nothing_over(broker: Broker, crew: Crew, clock: list[float]) -> None:
-    crew.dispatch(2)
-    other, back = crew.inbox("other"), crew.inbox("back")
+def test_a_process_that_was_cut_off_takes_nothing_over(
+    broker: Broker, ledger: SamplerLedger, clock: list[float]
+) -> None:
+    dispatch(ledger, 2)
+    other, back = TaskInbox(broker, "other"), TaskInbox(broker, "back")
     other.take(2, 0)
     back.beat([])
     clock[0] += 1.5 * broker.dead_after  # Redis was away for all of them
@@ -115,9 +110,11 @@ def test_a_process_that_was_cut_off_takes_nothing_over(broker: Broker, crew: Cre
     assert len(back.adopt(5)) == 2, "the other has not come back"
 
 
-def test_heartbeats_as_rare_as_they_may_be_are_no_outage(broker: Broker, crew: Crew, clock: list[float]) -> None:
-    dying, _ = crew.leased(1, "dying")
-    heir = crew.inbox("heir")
+def test_heartbeats_as_rare_as_they_may_be_are_no_outage(
+    broker: Broker, ledger: SamplerLedger, clock: list[float]
+) -> None:
+    dying, _ = leased(ledger, 1, "dying")
+    heir = TaskInbox(broker, "heir")
     for _ in range(3):
         heir.beat([])
         clock[0] += 0.51 * broker.dead_after
@@ -187,10 +184,10 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
 
 
 def test_tasks_leased_during_a_heartbeat_are_checked_next_time(
-    broker: Broker, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew.dispatch(4)
-    slow, heir = crew.inbox("slow"), crew.inbox("heir")
+    dispatch(ledger, 4)
+    slow, heir = TaskInbox(broker, "slow"), TaskInbox(broker, "heir")
     before = [delivery.entry_id for delivery in slow.take(2, 0)]
     slow.beat(before)
     slow.beat(before)

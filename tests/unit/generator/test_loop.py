@@ -11,9 +11,8 @@ from common.messages import Failure
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from common.streams.inbox import MAX_REASON
 from common.streams.presence import Presence
-from common.streams.tasks import GROUP, TaskInbox
+from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
 from generator.engine.engine import EngineDied, EngineFailed
 from generator.metrics import GeneratorMetrics
 from sandbox_client import SandboxUnreachable

@@ -11,7 +11,7 @@ from common.payload import Payload
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from generator.episode.self_teacher import told
+from generator.teacher.self_teacher import told
 from tests.support.episode import TOKENIZER
 from tests.support.generator import PretendEngine, Rig, evaluate, one
 

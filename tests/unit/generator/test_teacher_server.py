@@ -1,10 +1,11 @@
-"""A teacher behind a URL: what its server answers becomes scores, or one line."""
+"""A teacher's server: what it answers becomes scores of the model's tokens, or one line."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
+import math
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +13,43 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from common.config import parse_config
+from common.config import Config, parse_config
 from common.errors import UserError
 from common.log import get_logger
+from common.messages import InvalidMessage
+from common.payload import Payload
 from generator.chat_api import ChatUnavailable, ModelApi
-from generator.teacher.scores import Scores
-from generator.teacher.server import PROBE, ServerScorer
+from generator.teacher.server import PROBE, Scores, TeacherServer, WrongScores, start_servers
 from launcher.quickstart.tiny_model import build_tokenizer
-from tests.support.http_double import Double, Handler, raw, serve
+from tests.support.http_double import Double, fails, raw, serve
+from tests.support.streams import payload
+from tests.support.teacher import Answer, by_id, gives, places
 
 pytestmark = pytest.mark.integration  # it imports transformers
 
 IDS = np.array([5, 6, 7], np.int32)
-Answer = Callable[[Handler, Any], None]
 
 
-def gives(value: Any, status: int = 200) -> Answer:
-    return lambda handler, body: raw(handler, json.dumps(value).encode(), status)
+def asked(double: Double, act: Callable[[TeacherServer], Awaitable[Any]], top_k: int = 0, **connection: Any) -> Any:
+    async def scene() -> Any:
+        url = double.url if double.url.startswith("unix:") else f"{double.url}/v1"
+        api = ModelApi(url, **{"attempts": 2, "backoff": 0.0} | connection)
+        server = TeacherServer(api, "large", top_k)
+        try:
+            return await act(server)
+        finally:
+            await server.close()
 
-
-def places(*rows: dict[str, tuple[float, int]] | None) -> Answer:
-    """An answer of vLLM's: in each place, log-prob and rank by id."""
-    shown = [
-        None
-        if row is None
-        else {key: {"logprob": logprob, "rank": rank, "decoded_token": "x"} for key, (logprob, rank) in row.items()}
-        for row in rows
-    ]
-    return gives({"choices": [{"text": "", "prompt_logprobs": shown}]})
+    return asyncio.run(scene())
 
 
 def score(double: Double, top_k: int = 0) -> Scores:
-    async def scene() -> Scores:
-        scorer = ServerScorer(ModelApi(f"{double.url}/v1", attempts=2, backoff=0.0), "large")
-        try:
-            return await scorer.score(IDS, top_k)
-        finally:
-            await scorer.close()
+    return asked(double, lambda server: server.score(IDS), top_k)
 
-    return asyncio.run(scene())
+
+def taught(double: Double, payload: Payload, **connection: Any) -> Payload:
+    nothing: Any = None  # a server looks at an episode's payload alone
+    return asked(double, lambda server: server.taught(nothing, nothing, nothing, payload), **connection)
 
 
 def test_the_tokens_own_scores_are_asked_for_and_read() -> None:
@@ -76,18 +75,79 @@ def test_the_likeliest_are_read_by_rank_and_the_token_itself_is_left_out() -> No
         (gives({"choices": [{"text": "4"}]}), 0, "no prompt_logprobs, which teachers need"),
         (gives({"choices": [{"prompt_logprobs": None}]}), 0, "no prompt_logprobs"),
         (gives([]), 0, "no prompt_logprobs"),
-        (lambda handler, body: raw(handler, b"<html>"), 0, "not JSON: <html>"),
+        (lambda handler, body: raw(handler, b"<html>"), 0, "no prompt_logprobs.*<html>"),
         (places(None, {"6": (-1.0, 1)}), 0, "scored 2 of 3 tokens"),
         (places(None, {"6": (-1.0, 1)}, {"8": (-1.0, 1)}), 0, "no prompt_logprobs"),
         (places(None, {"6": (-1.0, 1)}, {"7": (-1.0, 1)}), 2, "fewer than the 2 likeliest"),
         (gives({"error": "too long"}, 400), 0, "HTTP 400: .*too long"),
-        (gives({"error": "busy"}, 503), 0, "HTTP 503"),
     ],
 )
-def test_answers_without_scores_are_one_line(answer: Answer, top_k: int, words: str) -> None:
-    with serve(answer) as double, pytest.raises(ChatUnavailable, match=words) as caught:
+def test_answers_without_scores_are_one_line_and_not_asked_for_again(answer: Answer, top_k: int, words: str) -> None:
+    with serve(answer) as double, pytest.raises((WrongScores, ChatUnavailable), match=words) as caught:
         score(double, top_k)
     assert "\n" not in str(caught.value)
+    assert len(double.requests) == 1
+
+
+def test_rows_are_scored_apart_and_only_as_far_as_the_model_spoke() -> None:
+    payload = Payload(
+        np.arange(20, dtype=np.int32),
+        np.array([[2, 4], [13, 15], [16, 18]], np.int32),
+        np.full(6, -1.0, np.float32),
+        np.array([[0, 0, 6]], np.int32),
+        np.array([6, 4, 10], np.int32),
+    )
+    with serve(by_id) as double:
+        scored = taught(double, payload)
+    assert [len(request["prompt"]) for request in double.requests] == [4, 8]
+    assert scored.teacher_logprobs.ravel().tolist() == [-2, -3, -13, -14, -16, -17]
+    assert scored.logprobs is payload.logprobs
+
+
+def test_an_episode_in_which_the_model_said_nothing_is_not_asked_about() -> None:
+    silent = Payload(np.arange(4, dtype=np.int32), *(np.empty(shape, np.int32) for shape in ((0, 2), 0, (0, 3))))
+    with serve(by_id) as double:
+        assert taught(double, silent) is silent
+    assert double.requests == []
+
+
+@pytest.mark.parametrize("score", [math.nan, 7.0, -math.inf])
+def test_numbers_that_are_no_log_probs_are_refused(score: float) -> None:
+    answer = places(None, *({str(one): (score, 1)} for one in range(1, 10)))
+    with serve(answer) as double, pytest.raises(InvalidMessage, match="a teacher's log-probs"):
+        taught(double, payload())
+
+
+def test_a_server_that_is_down_is_asked_again_until_it_is_back() -> None:
+    with serve(fails(503), fails(503), fails(503), by_id) as double:
+        assert taught(double, payload(), attempts=sys.maxsize, seconds=60.0).teacher_logprobs.shape == (6, 1)
+    with serve(fails(503)) as double, pytest.raises(ChatUnavailable, match="no result in .* attempts; last: HTTP 503"):
+        taught(double, payload(), attempts=sys.maxsize, backoff=0.2, seconds=0.1)
+
+
+def test_a_server_on_a_socket_is_asked_there(tmp_path: Path) -> None:
+    with serve(by_id, socket=tmp_path / "teacher.sock") as double:
+        assert taught(double, payload()).teacher_logprobs.shape == (6, 1)
+
+
+def test_each_source_has_its_teachers_server_and_equal_teachers_share_one(policy: str, tmp_path: Path) -> None:
+    model = {"path": policy}
+    sources: list[dict[str, Any]] = [{"path": name, "name": name} for name in "abcd"]
+    with serve(gives({"tokens": tokens_of_probe()})) as one, serve(gives({"tokens": tokens_of_probe()})) as other:
+        sources[1]["teacher"] = {"url": f"{other.url}/v1"}
+        sources[2]["teacher"] = {"model": None}
+        sources[3]["teacher"] = {"context": "{answer}"}
+        teacher = {"url": f"{one.url}/v1", "url_model": "large"}
+        config = parse_config({"model": model, "data": {"train": [*sources, {"path": "e"}]}, "teacher": teacher})
+        assert started(config) == {"a", "b"}
+        assert started(config.model_copy(update={"run": config.run.model_copy(update={"steps": 0})})) == set()
+
+
+def test_a_model_that_spo_run_does_not_serve_is_refused(policy: str, tmp_path: Path) -> None:
+    run, data = {"output_dir": str(tmp_path)}, {"train": "t"}
+    config = parse_config({"run": run, "model": {"path": policy}, "data": data, "teacher": {"model": "large"}})
+    with pytest.raises(UserError, match=r"teacher.model = 'large' is served by `spo run`.*set teacher.url$"):
+        started(config)
 
 
 @pytest.fixture
@@ -96,22 +156,33 @@ def policy(tmp_path: Path) -> str:
     return str(tmp_path / "policy")
 
 
-def start(policy: str, double: Double) -> None:
-    teacher = {"url": f"{double.url}/v1", "url_model": "large"}
-    config = parse_config({"model": {"path": policy}, "data": {"train": "t"}, "teacher": teacher})
+def tokens_of_probe() -> list[int]:
+    tokenizer = build_tokenizer()
+    return list(tokenizer.encode(PROBE + "".join(tokenizer.all_special_tokens), add_special_tokens=False))
 
-    async def scene() -> None:
-        await (await ServerScorer.start(config, config.teacher, get_logger())).close()
 
-    asyncio.run(scene())
+def started(config: Config) -> set[str]:
+    """The names of the teachers whose servers were started, and closed again."""
+
+    async def scene() -> set[str]:
+        servers = await start_servers(config, get_logger())
+        for server in servers.values():
+            await server.close()
+        return set(servers)
+
+    return asyncio.run(scene())
+
+
+def start(policy: str, double: Double, **teacher: Any) -> None:
+    section = {"url": f"{double.url}/v1", "url_model": "large"} | teacher
+    started(parse_config({"model": {"path": policy}, "data": {"train": "t"}, "teacher": section}))
 
 
 def test_a_server_with_the_policys_tokens_is_taken(policy: str) -> None:
-    tokenizer = build_tokenizer()
-    ids = tokenizer.encode(PROBE + "".join(tokenizer.all_special_tokens), add_special_tokens=False)
+    tokenizer, ids = build_tokenizer(), tokens_of_probe()
     with serve(gives({"tokens": ids})) as double, capture_logs() as logs:
         start(policy, double)
-    assert logs == []
+    assert {line["log_level"] for line in logs} == {"info"}
     ids[7] += 1
     before = tokenizer.decode(ids[:7])[-20:]
     words = rf"after {before!r} the policy's next token is {ids[7] - 1} \(.*\) and the teacher's {ids[7]}$"
@@ -124,6 +195,10 @@ def test_a_server_with_the_policys_tokens_is_taken(policy: str) -> None:
 def test_a_server_that_cannot_tokenize_is_taken_with_a_warning(policy: str) -> None:
     with serve(gives({"detail": "Not Found"}, 404)) as double, capture_logs() as logs:
         start(policy, double)
-    assert [line["log_level"] for line in logs] == ["warning"]
+    assert [line["log_level"] for line in logs] == ["info", "warning"]
     with serve(gives({"error": "wrong key"}, 401)) as double, pytest.raises(UserError, match="teacher.url.*HTTP 401"):
         start(policy, double)
+    many = {"top_k": 256, "form": "loss"}
+    if len(build_tokenizer()) < 256:
+        with serve(gives({"tokens": []})) as double, pytest.raises(UserError, match="teacher.top_k = 256, and model"):
+            start(policy, double, **many)

@@ -31,7 +31,7 @@ from sampler.files.metrics_file import NOT_WRITTEN
 from sampler.prompts.prompt_set import load_data
 from tests.support.agents import agent_config, kept_line
 from tests.support.run_records import RunRecords, made
-from tests.support.sampler import NoopLearner, TaughtGenerator
+from tests.support.sampler import NoopGenerator, NoopLearner
 from tests.support.sampler_driving import LOG, drive, problems, start
 from tests.support.spo_command import Spo
 
@@ -40,7 +40,7 @@ TASK, PROMPT = "t0000003", "no such prompt"
 
 def run_to_its_end(config: Config, broker: Broker) -> None:
     sampler = start(config, broker, SamplerLedger(broker, "sampler under test", journal=True))
-    drive(sampler, TaughtGenerator(broker, config), NoopLearner(broker, folder=config.run.folder))
+    drive(sampler, NoopGenerator(broker, taught=True), NoopLearner(broker, folder=config.run.folder))
     sampler.metrics.close()
     broker.finish()
 
@@ -194,14 +194,6 @@ MUTATIONS: dict[str, tuple[Callable[[RunRecords], None], str]] = {
         lambda run: run.entry("counters", lambda counters: {**counters, "set_aside": 1}),
         "each counted task has one end: a reward, or it was skipped",
     ),
-    "an answer that no teacher got": (
-        lambda run: run.set(counters=run.redis.counters | {"to_teachers": run.redis.counters["to_teachers"] - 1}),
-        "each answer of a source with a teacher waited for scores once",
-    ),
-    "an answer that waited twice": (
-        lambda run: run.set(counters=run.redis.counters | {"to_teachers": run.redis.counters["to_teachers"] + 1}),
-        "each answer of a source with a teacher waited for scores once",
-    ),
     "a lost batch": (batch(lambda number, ids: [number + 1, ids]), "batches follow one another"),
     "a sample twice in a batch": (batch(lambda number, ids: [number, [ids[0]] * 8]), "no sample is in two batches"),
     "a sample that was not rewarded": (
@@ -251,7 +243,7 @@ MUTATIONS: dict[str, tuple[Callable[[RunRecords], None], str]] = {
         "a finished run has left nothing in Redis",
     ),
     "an answer that still waits for its scores": (
-        lambda run: run.set(leftovers=["scoring:train (1)"]),
+        lambda run: run.set(leftovers=["tasks (1)"]),
         "a finished run has left nothing in Redis",
     ),
     "a torn line": (
@@ -623,9 +615,9 @@ def test_a_run_without_a_journal_is_refused(journaled: Path, spo: Spo, fake_brok
 
 def test_keys_that_nobody_owns_are_named(fake_broker: Broker) -> None:
     fake_broker.redis.set(fake_broker.key("payload:t0000001"), b"tokens")
-    for stream in ("tasks", "scoring:maths"):
+    for stream in ("tasks", "samples"):
         fake_broker.redis.xadd(fake_broker.key(stream), {"id": "t0000002"})
-    assert read_redis(fake_broker).leftovers == ["payload:t0000001 (1)", "scoring:maths (1)", "tasks (1)"]
+    assert read_redis(fake_broker).leftovers == ["payload:t0000001 (1)", "samples (1)", "tasks (1)"]
 
 
 def test_a_long_journal_is_read_whole_and_in_order(fake_broker: Broker) -> None:

@@ -131,7 +131,7 @@ def test_every_panel_has_data_or_says_what_would_give_it(page: TestClient, tmp_p
     assert all(chart.get("missing") or chart["rows"] for panel in empty for chart in panel["charts"])
 
 
-def test_teachers_are_shown_where_some_score(tmp_path: Path) -> None:
+def test_episodes_that_wait_for_scores_are_shown_where_some_do(tmp_path: Path) -> None:
     folder = finished_run(tmp_path / "taught")
 
     def charts() -> dict[str, Any]:
@@ -139,15 +139,8 @@ def test_teachers_are_shown_where_some_score(tmp_path: Path) -> None:
         return {chart["name"]: chart for panel in panels for chart in panel["charts"]}
 
     assert "scored" not in charts()
-    write_metrics(
-        folder, 6, {"teacher/tokens_per_second": 50.0, "teacher/samples": 7.0, "process/memory_mb": 9.0}, "teacher-0"
-    )
-    write_metrics(folder, 6, {"queue/scoring": 3.0})
-    shown = charts()
-    assert [line["label"] for line in shown["scored"]["lines"]] == ["teacher-0"]
-    assert "answers to score" in [line["label"] for line in shown["queues"]["lines"]]
-    (row,) = [row for row in shown["processes"]["rows"] if row[0] == "teacher-0"]
-    assert row[3:] == [None, 9, 50, 7]
+    write_metrics(folder, 6, {"generator/awaiting_scores": 3.0}, "generator-1")
+    assert [line["label"] for line in charts()["scored"]["lines"]] == ["generator-1"]
 
 
 def test_episodes_are_filtered_and_paged(page: TestClient) -> None:

@@ -15,7 +15,7 @@ from common.config import Config, differences, load_config
 ROOT = Path(__file__).parents[3]
 MATHS = ROOT / "configs" / "qwen3-8b-maths.yaml"
 COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
-WITH_CONFIG = ("sampler", "generator", "learner", "teacher")
+WITH_CONFIG = ("sampler", "generator", "learner")
 WITH_GPU = ("generator", "learner", "teacher")
 WITH_WEIGHTS = ("generator", "learner")
 VARIABLE = re.compile(r"\$\{(\w+):?-((?:[^{}]|\{[^{}]*\})*)\}")
@@ -121,15 +121,17 @@ def test_learner_and_generators_share_a_folder_for_weights(files: tuple[str, ...
 
 
 @pytest.mark.parametrize("files", [("compose.yaml",), COMPOSE_FILES])
-def test_a_teacher_is_started_on_demand_and_reaches_the_queue_alone(files: tuple[str, ...]) -> None:
+def test_a_teacher_is_served_on_demand_and_reached_by_generators_alone(files: tuple[str, ...]) -> None:
     of_files = services(*files)
     teacher, generator = of_files["teacher"], of_files["generator"]
     assert {name for name, service in of_files.items() if "profiles" in service} == {"teacher"}
     assert teacher["profiles"] == ["teacher"]
-    assert (teacher["networks"], teacher["secrets"]) == (["queue"], ["redis_password"])
+    assert {name for name, service in of_files.items() if "scores" in service.get("networks", ())} == {
+        "teacher", "generator",
+    }  # fmt: skip
+    assert (teacher["networks"], "secrets" in teacher) == (["scores"], False)
     assert teacher["image"] == generator["image"], "it needs no image of its own"
-    assert teacher["command"] == ["spo-teacher", *generator["command"][1:]]
-    assert "teacher" in teacher["healthcheck"]["test"]
+    assert teacher["command"].startswith("python -m vllm.entrypoints.openai.api_server --model /data/")
 
 
 @pytest.mark.parametrize("name", [name for name, service in services().items() if "devices" in str(service)])

@@ -10,7 +10,6 @@ import yaml
 from typer.testing import CliRunner
 
 import generator.cli
-import generator.teacher.cli
 import launcher.cli
 import learner.cli
 import relay.cli
@@ -181,7 +180,6 @@ APPS = {
     "spo-sampler": sampler.cli.app,
     "spo-generator": generator.cli.app,
     "spo-learner": learner.cli.app,
-    "spo-teacher": generator.teacher.cli.app,
     "spo-relay": relay.cli.app,
     "spo-sandbox": sandbox_client.cli.app,
 }

@@ -138,8 +138,8 @@ def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker,
         assert piece in shown
     assert [line.split()[3] for line in shown.splitlines() if "held-out skipped" in line] == ["2"]
     assert "waiting for scores" not in shown
-    fake_broker.redis.xadd(fake_broker.key("scoring:maths"), {"id": "t"})
-    shown = text(render("runs/x", read(fake_broker, streams=["scoring:maths", "scoring:code"]), supervisor, phases))
+    beat(fake_broker, "generator-7", state="running", scoring=1, **shape)
+    shown = text(render("runs/x", read(fake_broker, has_teacher=True), supervisor, phases))
     assert [line.split()[4] for line in shown.splitlines() if "waiting for scores" in line] == ["1"]
     # A mean reward outside 0 to 1 is a number beside its axis.
     announce(fake_broker, 4, reward=-0.25)

@@ -86,7 +86,7 @@ def test_gpus_are_divided(
         (8, {}, Choice(3, "0-5"), "there are GPUs for 2, of 1 each"),
         (0, {}, Choice(None, "0"), "--learner-gpus = '0', and there is no GPU here"),
         (0, {}, Choice(teacher_gpus="0"), "--teacher-gpus = '0', and there is no GPU here"),
-        (8, {}, Choice(teacher_gpus="0"), "--teacher-gpus names 1 GPU, and 0 processes of teachers take 0"),
+        (8, {}, Choice(teacher_gpus="0"), "--teacher-gpus names 1 GPU, and 0 teachers take 0"),
         (8, {"sequence_parallel": 8}, Choice(), "for the learner, or no multiple of learner.sequence_parallel = 8: "),
         (8, {"sequence_parallel": 2}, Choice(None, "0-2"), "does not divide the learner's ranks, of which there are 3"),
         (0, {"sequence_parallel": 2}, Choice(), "does not divide the learner's ranks, of which there is 1: start a"),

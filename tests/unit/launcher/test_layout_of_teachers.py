@@ -1,4 +1,4 @@
-"""Which GPUs the processes of teachers get under `spo run`, what is left for the others, and how they are started."""
+"""Which GPUs the servers of teachers get under `spo run`, what is left for the others, and how they are started."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from launcher.layout.layout import Choice, Layout, lay_out
-from launcher.run.local_run import worker_commands
 from launcher.run.processes import thread_limits
+from launcher.run.teacher_servers import serve_command
 from tests.support.gpus import StandInGpus
 
 pytestmark = pytest.mark.integration
@@ -35,6 +35,12 @@ def devices(layout: Layout) -> dict[str, str]:
     return {name: one["CUDA_VISIBLE_DEVICES"] for name, one in layout.environments.items()}
 
 
+def option(name: str, config: Config, layout: Layout) -> str:
+    """The value of an option of the only teacher's server."""
+    words = serve_command(config, layout.teachers[0], Path("/tmp/s.sock"))
+    return words[words.index(name) + 1]
+
+
 def teachers(layout: Layout) -> dict[str, str]:
     return {one.name: devices(layout).get(one.name, "") for one in layout.teachers}
 
@@ -42,19 +48,17 @@ def teachers(layout: Layout) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("count", "teacher", "asked", "expected"),
     [
-        (8, {}, Choice(), {"teacher-0": "7"}),
-        (8, {"processes": 2}, Choice(), {"teacher-0": "6", "teacher-1": "7"}),
-        (8, {"engine": TWO}, Choice(), {"teacher-0": "6,7"}),
-        (8, {"engine": TWO, "processes": 2}, Choice(), {"teacher-0": "4,5", "teacher-1": "6,7"}),
-        (8, {"engine": {"data_parallel_size": 3}}, Choice(), {"teacher-0": "5,6,7"}),
-        (8, {}, Choice(teacher_gpus="0"), {"teacher-0": "0"}),
-        (8, {"processes": 2}, Choice(teacher_gpus="0,5"), {"teacher-0": "0", "teacher-1": "5"}),
-        (8, {}, Choice(None, "0-3", "4-6"), {"teacher-0": "7"}),
-        (8, {}, Choice(None, "4-7"), {"teacher-0": "3"}),
-        (8, {"processes": 0}, Choice(), {}),
-        (8, {"model": None, "url": "http://127.0.0.1:1/v1"}, Choice(), {"teacher-0": ""}),
+        (8, {}, Choice(), {"teacher": "7"}),
+        (8, {"engine": TWO}, Choice(), {"teacher": "6,7"}),
+        (8, {"engine": TWO | {"data_parallel_size": 2}}, Choice(), {"teacher": "4,5,6,7"}),
+        (8, {"engine": {"data_parallel_size": 3}}, Choice(), {"teacher": "5,6,7"}),
+        (8, {}, Choice(teacher_gpus="0"), {"teacher": "0"}),
+        (8, {"engine": TWO}, Choice(teacher_gpus="0,5"), {"teacher": "0,5"}),
+        (8, {}, Choice(None, "0-3", "4-6"), {"teacher": "7"}),
+        (8, {}, Choice(None, "4-7"), {"teacher": "3"}),
+        (8, {"model": None, "url": "http://127.0.0.1:1/v1"}, Choice(), {}),
         (8, {"model": None, "context": "{answer}"}, Choice(), {}),
-        (0, {"processes": 2}, Choice(), {"teacher-0": "", "teacher-1": ""}),
+        (0, {}, Choice(), {"teacher": ""}),
     ],
 )
 def test_teachers_get_the_last_gpus(
@@ -81,21 +85,18 @@ def test_each_source_may_have_a_teacher_of_its_own(
     gpus.are(8)
     sources = [{"path": "maths.jsonl"}, {"path": "code.jsonl", "teacher": {"model": str(model), "engine": TWO}}]
     layout = lay_out(taught(data={"train": sources}), Choice())
-    assert teachers(layout) == {"teacher-maths-0": "5", "teacher-code-0": "6,7"}
-    assert [(one.source, one.group) for one in layout.teachers] == [
-        ("maths", "teacher-maths"),
-        ("code", "teacher-code"),
-    ]
+    assert teachers(layout) == {"teacher-maths": "5", "teacher-code": "6,7"}
+    assert [one.source for one in layout.teachers] == ["maths", "code"]
 
 
 @pytest.mark.parametrize(
     ("count", "teacher", "asked", "words"),
     [
-        (2, {"processes": 2}, Choice(), "2 processes of teachers take 2 GPUs, and 2 are free, one of them for learner"),
-        (8, {"engine": {"tensor_parallel_size": 8}}, Choice(), "1 process of teachers takes 8 GPUs, and 8 are free"),
-        (8, {}, Choice(None, "0-3", "4-7"), "1 process of teachers takes 1 GPU, and 0 are free: set teacher.processes"),
-        (8, {}, Choice(teacher_gpus="6-7"), "--teacher-gpus names 2 GPUs, and 1 process of teachers takes 1: name as"),
-        (8, {"processes": 2}, Choice(teacher_gpus="7"), "--teacher-gpus names 1 GPU, and 2 processes of teachers take"),
+        (2, {"engine": TWO}, Choice(), "1 teacher takes 2 GPUs, and 2 are free, one of them for learner"),
+        (8, {"engine": {"tensor_parallel_size": 8}}, Choice(), "1 teacher takes 8 GPUs, and 8 are free"),
+        (8, {}, Choice(None, "0-3", "4-7"), "1 teacher takes 1 GPU, and 0 are free: lower the parallel sizes in"),
+        (8, {}, Choice(teacher_gpus="6-7"), "--teacher-gpus names 2 GPUs, and 1 teacher takes 1 (teacher.engine): "),
+        (8, {"engine": TWO}, Choice(teacher_gpus="7"), "--teacher-gpus names 1 GPU, and 1 teacher takes 2"),
         (8, {}, Choice(None, "0-3", None, "3"), "--teacher-gpus names GPU 3, which learner or generators have"),
         (8, {}, Choice(teacher_gpus="8"), "--teacher-gpus = '8' names GPU 8, and GPUs here are 0 to 7"),
         (8, {"dtype": "float32", "engine": {"gpu_memory_utilization": 0.4}}, Choice(),
@@ -120,7 +121,7 @@ def test_teachers_without_room_are_refused_with_what_would_fit(
     assert "\n" not in str(refused.value)
 
 
-def test_one_gpu_is_shared_by_all_three(taught: Callable[..., Config], gpus: StandInGpus, tmp_path: Path) -> None:
+def test_one_gpu_is_shared_by_all_three(taught: Callable[..., Config], gpus: StandInGpus) -> None:
     gpus.are(1)
     adapter = {"learner": {"lora": {"rank": 16}}}
     alone = lay_out(taught({"model": None}, **adapter), Choice())
@@ -130,51 +131,50 @@ def test_one_gpu_is_shared_by_all_three(taught: Callable[..., Config], gpus: Sta
     assert teacher.utilization is not None
     assert alone.utilization is not None
     assert layout.utilization == pytest.approx(alone.utilization - teacher.utilization, abs=0.011)
-    commands = worker_commands(tmp_path / "config.yaml", layout)
-    assert f"teacher.engine.gpu_memory_utilization={teacher.utilization}" in commands["teacher-0"]
-    configured = lay_out(taught({"engine": {"gpu_memory_utilization": 0.4}}, **adapter), Choice())
+    config = taught(**adapter)
+    assert option("--gpu-memory-utilization", config, layout) == str(teacher.utilization)
+    own = taught({"engine": {"gpu_memory_utilization": 0.4}}, **adapter)
+    configured = lay_out(own, Choice())
     assert configured.utilization == pytest.approx(alone.utilization - 0.4, abs=0.011)
-    assert "-o" not in worker_commands(tmp_path / "config.yaml", configured)["teacher-0"]
+    assert option("--gpu-memory-utilization", own, configured) == "0.4"
     with pytest.raises(UserError, match=r"on a GPU of \d+.\d GB that the teachers leave: "):
-        lay_out(taught({"processes": 4}, **adapter), Choice(0))
+        lay_out(taught({"engine": {"gpu_memory_utilization": 0.9}}, **adapter), Choice(0))
 
 
 def test_a_teacher_beside_one_gpu_leaves_it_to_the_others(taught: Callable[..., Config], gpus: StandInGpus) -> None:
     gpus.are(2)
     layout = lay_out(taught(learner={"lora": {"rank": 16}}), Choice())
-    assert devices(layout) == {"learner": "0", "generator-1": "0", "teacher-0": "1"}
+    assert devices(layout) == {"learner": "0", "generator-1": "0", "teacher": "1"}
     assert "one GPU is left: the learner and a generator share it" in layout.reasons
 
 
-def test_a_teacher_is_started_for_its_source(
-    taught: Callable[..., Config], gpus: StandInGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_is_started_with_its_model_and_vllms_arguments(
+    taught: Callable[..., Config], gpus: StandInGpus, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus.are(8)
-    layout = lay_out(taught(), Choice())
-    commands = worker_commands(tmp_path / "config.yaml", layout)
-    assert next(iter(commands)) == "learner"
-    assert list(commands)[-2:] == ["teacher-0", "sampler"]
-    assert commands["teacher-0"][-4:] == ["--source", "t", "--name", "teacher-0"]
-    line = next(line for line in layout.reasons if line.startswith("teacher-0: GPU 7 (NVIDIA H100"))
+    more = {"enable_chunked_prefill": True, "enforce_eager": False, "hf_overrides": {"a": 1}, "allowed": ["x", "y"]}
+    config = taught({"top_k": 64, "form": "loss", "max_concurrency": 9, "engine": more})
+    layout = lay_out(config, Choice())
+    words = serve_command(config, layout.teachers[0], Path("/tmp/s.sock"))
+    for option, value in {
+        "--model": str(model), "--uds": "/tmp/s.sock", "--max-model-len": str(config.model.max_model_len + 1),
+        "--max-logprobs": "64", "--max-num-seqs": "9", "--dtype": config.model.dtype, "--hf-overrides": '{"a": 1}',
+    }.items():  # fmt: skip
+        assert words[words.index(option) + 1] == value
+    at = words.index("--allowed")
+    assert words[at + 1 : at + 3] == ["x", "y"]
+    assert {"--enable-chunked-prefill", "--no-enforce-eager", "--no-enable-prefix-caching"} <= set(words)
+    line = next(line for line in layout.reasons if line.startswith("teacher: GPU 7 (NVIDIA H100"))
     assert "16.4 GB of weights, keys and values of" in line
     assert layout.processes == len(layout.learner) + len(layout.generators) + 1
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert thread_limits("teacher-0", 3) == thread_limits("generator-1", 3) != {}
+    assert thread_limits("teacher", 3) == thread_limits("generator-1", 3) != {}
 
 
-@pytest.mark.parametrize(
-    ("teacher", "words"),
-    [
-        ({"processes": 0}, "the teacher of t: its processes join from elsewhere (teacher.processes = 0)"),
-        ({"model": None, "url": "http://host/v1"}, "teacher-0: asks http://host/v1"),
-    ],
-)
-def test_where_a_teacher_is_elsewhere_is_said(
-    teacher: dict[str, Any], words: str, taught: Callable[..., Config], gpus: StandInGpus
-) -> None:
+def test_where_a_teacher_is_elsewhere_is_said(taught: Callable[..., Config], gpus: StandInGpus) -> None:
     gpus.are(8)
-    layout = lay_out(taught(teacher), Choice())
-    assert [line for line in layout.reasons if "teacher" in line] == [words]
+    layout = lay_out(taught({"model": None, "url": "http://host/v1"}), Choice())
+    assert [line for line in layout.reasons if "teacher" in line] == ["the teacher of t: at http://host/v1"]
     assert layout.processes == len(layout.learner) + len(layout.generators)
 
 

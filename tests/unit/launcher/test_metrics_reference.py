@@ -56,7 +56,7 @@ def test_panels_draw_what_the_table_says_they_draw(tmp_path: Path, monkeypatch: 
     folder = make_run(tmp_path / "mine")
     for row in filter(lambda row: row.panel, ROWS):
         of = row.name.partition("/")[0]
-        process = {"generator": "generator-1", "teacher": "teacher-0"}.get(of, "learner" if row in STEP else "sampler")
+        process = "generator-1" if of == "generator" else "learner" if row in STEP else "sampler"
         for version, word in product((1, 2), "xy"):
             write_metrics(folder, version, {row.name.replace("…", word): 0.5}, process)
     run = Run(find_runs([folder])[0])

@@ -128,14 +128,15 @@ def test_more_staleness_is_not_advised_where_samples_are_masked(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("wait", "scoring", "side"), [(4.0, 30, "teachers"), (4.0, 10, "both"), (0.1, 30, "learner")])
-def test_teachers_are_named_where_the_samples_wait_for_them(
+def test_teachers_are_named_where_the_episodes_wait_for_them(
     tmp_path: Path, wait: float, scoring: int, side: str
 ) -> None:
     write_learner(tmp_path, [(wait, 10.0 - wait)] * 24)
     write_generator(tmp_path, each(10, 0.4, 0, 240), (0, 240))
     for at in range(5, 245, 5):
         waiting = 0 if at < 40 else scoring  # those of the first steps do not count
-        write_metrics(tmp_path, 0, {"queue/scoring": waiting, "queue/outstanding": 40}, "sampler", at)
+        slots = {"generator/awaiting_scores": waiting, "generator/slots": 40 - waiting}
+        write_metrics(tmp_path, 0, slots, "generator-1", at)
     slow = bottleneck(read_metrics(tmp_path))
     assert slow is not None
     assert (slow.side, slow.scoring) == (side, scoring / 40)

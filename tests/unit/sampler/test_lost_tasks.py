@@ -11,10 +11,9 @@ import pytest
 from common.messages import Failure, Task
 from common.streams import dead
 from common.streams.broker import Broker
-from common.streams.inbox import Finished
-from common.streams.tasks import TaskInbox
+from common.streams.tasks import Finished, TaskInbox
 from sampler import lost_tasks
-from tests.support.sampler import NoopGenerator, NoopLearner, TaughtGenerator, make_config
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import audited, drive, start, started
 from tests.support.streams import payload
 
@@ -102,33 +101,6 @@ def test_replaying_a_dead_letter_leaves_no_payload_behind(broker: Broker, tmp_pa
     assert audited(broker, sampler.config)["ignored"] == 1
 
 
-def test_a_task_that_waits_for_its_teacher_is_not_sent_again(broker: Broker, tmp_path: Path) -> None:
-    sampler, _, learner = started(broker, tmp_path, teacher={"model": "large"})
-    generator = TaughtGenerator(broker, sampler.config)
-    generator.away = True
-    for _ in range(20):
-        sampler.round()
-        generator.work()
-    assert learner.version == 0
-    assert "sent_again" not in broker.counters()
-    generator.away = False
-    drive(sampler, generator, learner)
-    counters = audited(broker, sampler.config)
-    assert counters["to_teachers"] == counters["finished"] == counters["dispatched"]
-
-
-def test_a_run_ends_although_tasks_vanish_from_a_teachers_stream(broker: Broker, tmp_path: Path) -> None:
-    sampler, _, learner = started(broker, tmp_path, teacher={"model": "large"})
-    generator = TaughtGenerator(broker, sampler.config)
-    sampler.round()
-    generator.work()
-    key = broker.key(generator.scoring.stage.stream)
-    for entry_id, _ in broker.redis.xrange(key)[1:4]:
-        broker.redis.xdel(key, entry_id)
-    drive(sampler, generator, learner)
-    assert audited(broker, sampler.config)["sent_again"] == 3
-
-
 def test_streams_are_searched_in_the_order_in_which_tasks_pass_them() -> None:
     searched: list[str] = []
 
@@ -136,7 +108,7 @@ def test_streams_are_searched_in_the_order_in_which_tasks_pass_them() -> None:
         searched.append(stream)
         return "", []
 
-    search = lost_tasks.LostTasks(SimpleNamespace(task_ids=task_ids), ["scoring:maths"])  # type: ignore[arg-type]
-    for _ in range(4):
+    search = lost_tasks.LostTasks(SimpleNamespace(task_ids=task_ids))  # type: ignore[arg-type]
+    for _ in range(3):
         search.search({"t0"}, "e0")
-    assert searched == ["tasks", "tasks:e0", "scoring:maths", "samples"]
+    assert searched == ["tasks", "tasks:e0", "samples"]

@@ -201,16 +201,6 @@ def test_each_process_has_an_entry_at_its_version(fake_broker: Broker) -> None:
     assert sampler.values["samples/dispatched"] == 5
 
 
-def test_samples_that_wait_for_scores_are_counted(fake_broker: Broker) -> None:
-    for source, count in (("maths", 2), ("code", 1), ("elsewhere", 4)):
-        for _ in range(count):
-            fake_broker.redis.xadd(fake_broker.key(f"scoring:{source}"), {"id": "t"})
-    (sampler,) = ProcessMetrics(fake_broker, ["scoring:maths", "scoring:code", "scoring:none"]).entries(0, "", {})
-    (without,) = ProcessMetrics(fake_broker).entries(0, "", {})
-    assert (sampler.values["queue/scoring"], sampler.values["queue/dead"]) == (3, 0)
-    assert sampler.values.keys() - without.values.keys() == {"queue/scoring"}
-
-
 def test_figures_that_are_none_and_too_many_of_them_are_left_out(fake_broker: Broker) -> None:
     figures = {f"f{i}": 1.0 for i in range(2 * MAX_VALUES)} | {"x" * 1000: 1.0, "text": "1"}
     status = {"role": "generator", "pid": 1, "host": "h", "state": "running", "metrics": figures}
