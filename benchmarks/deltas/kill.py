@@ -27,7 +27,7 @@ from common.weights.wire import Manifest
 from generator.weights.weight_client import WeightClient
 from relay.relay import Relay
 
-CONFIG = WeightsConfig(chunk_mib=1, deltas="on")
+CONFIG = WeightsConfig(deltas="on")
 SILENCE = 2.0  # seconds after which a server is given up
 EVERY = 0.4  # seconds between versions
 PATIENCE = 120.0

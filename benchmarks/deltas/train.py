@@ -23,7 +23,7 @@ from common.config import WeightsConfig
 from generator.weights.weight_client import WeightClient
 from learner.publish.weight_server import WeightServer
 
-CONFIG = WeightsConfig(chunk_mib=4, shared_folder="off", deltas="on")
+CONFIG = WeightsConfig(shared_folder="off", deltas="on")
 SPAWN = multiprocessing.get_context("spawn")
 Episode = dict[str, Any]
 

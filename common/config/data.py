@@ -149,7 +149,8 @@ def _check_template_options(options: dict[str, Any] | None) -> dict[str, Any] | 
 class DataSource(Section):
     """One of several data sets, as an item of the list `data.train` or `data.heldout`.
 
-    A key that is null takes its value from the set, where that is known by name, or else from the section `data`.
+    It may also have any key of `data` from `config` to `template_options`. One that is null takes its value from the
+    set, where that is known by name, or else from the section `data`.
     """
 
     path: str | tuple[str, ...] = Field(
@@ -166,20 +167,9 @@ class DataSource(Section):
         1.0, gt=0, allow_inf_nan=False, description="Its share of the training tasks, relative to the other sources'."
     )
     split: str | None = Field(None, description="Split of a Hugging Face dataset.")
-    config: str | None = Field(None, description="Configuration of a Hugging Face dataset.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of a source whose rows are generated.")
     format: str | None = Field(
         None, description="A set known by name that has the same columns and answers: for a local copy of it."
     )
-    prompt_column: str | None = Field(None, description="Column with the prompt.")
-    answer_column: str | None = Field(None, description="Column with the reference answer.")
-    answer_after: str | None = Field(None, min_length=1, description="The answer is what follows the last such mark.")
-    id_column: str | None = Field(None, description="Column with an id that is unique within the source.")
-    system_prompt: str | None = Field(None, description="System message put before prompts that are plain text.")
-    prompt_markup: bool | None = Field(
-        None, description="Markup in prompts (`<|im_end|>`, `<think>`) counts as such; false: it is text."
-    )
-    template_options: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     episode: dict[str, Any] = Field(
         default_factory=dict,
         description="Keys of the section `episode` that differ for this source's tasks: tools, reward, user, limits. "
@@ -189,6 +179,16 @@ class DataSource(Section):
         default_factory=dict,
         description="Keys of the section `teacher` that differ for this source's tasks; `{model: null}`: none.",
     )
+    # Keys of the section `data`, where they are described.
+    config: str | None = None
+    options: dict[str, Any] | None = None
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    answer_after: str | None = Field(None, min_length=1)
+    id_column: str | None = None
+    system_prompt: str | None = None
+    prompt_markup: bool | None = None
+    template_options: dict[str, Any] | None = None
 
     _options = field_validator("template_options")(_check_template_options)
 
@@ -263,7 +263,7 @@ class DataConfig(Section):
         if value is None:
             return []
         if isinstance(value, str | tuple):
-            return [self._resolved(DataSource(path=value, options=self.options), side, f"data.{side}")]
+            return [self._resolved(DataSource(path=value), side, f"data.{side}")]
         return [self._resolved(item, side, f"data.{side}[{source_name(item)}]") for item in value]
 
     def _resolved(self, item: DataSource, side: Side, key: str) -> Source:
@@ -277,7 +277,7 @@ class DataConfig(Section):
             path=known_set.path if known_set else item.path,
             split=item.split or (place.train_split if side == "train" else place.heldout_split),
             config=item.config or place.config,
-            options=item.options,
+            options=self.options if item.options is None else item.options,
             weight=item.weight,
             prompt_column=item.prompt_column or rows.prompt_column,
             answer_column=item.answer_column or rows.answer_column,

@@ -147,11 +147,8 @@ class GeneratorConfig(Section):
         "(docs/gpu.md).",
         json_schema_extra=LOCAL,
     )
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature of training responses.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus of training responses; only 1: a cut distribution biases every ratio."
-    )
-    top_k: int = Field(0, ge=0, description="Top-k of training responses; only 0, which is all tokens.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature of training responses, which are sampled from all tokens: "
+        "a cut distribution would bias every ratio.")
     max_attempts: int = Field(
         3,
         ge=1,

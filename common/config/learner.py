@@ -60,8 +60,6 @@ class WeightsConfig(Section):
         description="Folder with CURVE keys (`server.key`, `server.key_secret`, `client.key`, `client.key_secret`).",
         json_schema_extra=LOCAL,
     )
-    chunk_mib: int = Field(8, ge=1, description="Size of one chunk in MiB.")
-    credit: int = Field(8, ge=1, description="Chunks a generator asks for ahead.")
     deltas: Deltas = Field(
         "auto",
         description="Whether weights are pulled as lossless differences from the version before. `auto`: from other "

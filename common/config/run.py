@@ -141,11 +141,20 @@ class BrokerConfig(Section):
         None, description="File with the server's password, in place of one in `url`.", json_schema_extra=LOCAL
     )
     wait: float = Field(60.0, ge=0, description="Seconds to wait for the server.", json_schema_extra=LOCAL)
-    heartbeat: float = Field(1.0, gt=0, description="Seconds between heartbeats.")
-    dead_after: float = Field(10.0, gt=0, description="Seconds without a heartbeat until others take over.")
+    dead_after: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds without a heartbeat until others take over; a process sends one in a tenth of this time, "
+        "and every second at least.",
+    )
     memory_share: float = Field(
         0.8, gt=0, le=1, description="Share of Redis' `maxmemory`; above, no task is sent and the learner saves early."
     )
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between heartbeats."""
+        return min(1.0, self.dead_after / 10)
 
 
 class Config(Section):

@@ -26,7 +26,8 @@ from relay.relay import Relay
 from tests.support.waiting import PATIENCE
 
 CHUNK = 1 << 20
-CONFIG = WeightsConfig(chunk_mib=1, credit=3, shared_folder="off")
+CREDIT = 3
+CONFIG = WeightsConfig(shared_folder="off")
 Tensors = dict[str, torch.Tensor]
 
 

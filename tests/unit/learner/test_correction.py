@@ -156,7 +156,9 @@ def test_a_preset_from_end_to_end():
 
 @pytest.mark.parametrize("name", sorted(GOLDEN_FILE["presets"]))
 def test_presets_have_verls_fields(name):
-    fields, config = GOLDEN_FILE["presets"][name], CorrectionConfig.preset(name)
+    fields, config = dict(GOLDEN_FILE["presets"][name]), CorrectionConfig.preset(name)
+    algorithm = AlgorithmConfig(correction=config)
+    assert (algorithm.proximal == "rollout", algorithm.loss) == (fields.pop("bypass_mode"), fields.pop("loss_type"))
     assert {key: getattr(config, key) for key in fields} == fields
 
 
