@@ -19,7 +19,7 @@ from common.streams import scoring
 from common.streams.broker import Broker, Memory
 from common.streams.steps import StepReader
 from launcher.folder.metrics import Metrics
-from launcher.folder.time_budget import Bottleneck, Pace, bottleneck
+from launcher.folder.time_budget import Bottleneck, Pace, Split, bottleneck
 from launcher.layout.gpus import Gpu
 
 RECENT = 60
@@ -41,6 +41,7 @@ class Progress:
     Attributes:
         folder: of the run; it may be on another machine, and then there are no metrics.
         gpus: those that processes started here use, as they are now.
+        split: how many GPUs each side has here; None if that is not known, or they share one.
         streams: names of those in which samples wait for teachers.
         scoring: number of these samples; None where there are no teachers.
         left_out: samples that could not be trained on, and all of the batch, by version.
@@ -71,6 +72,7 @@ class Progress:
     variance_ratio: float | None = None
     left_out: dict[int, tuple[int, int]] = field(default_factory=dict)
     gpus: Sequence[Gpu] = ()
+    split: Split | None = None
     scoring: int | None = None
     metrics: Metrics | None = field(init=False)
 

@@ -127,11 +127,6 @@ def test_runs_of_the_staleness_study_have_their_initial_answers_in_common(
     assert results(1, "dro", "generator.temperature=0.5")["answered"] == [0, 1, 2], "of other answers"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--layouts"]])
-def test_a_step_is_computed(run: Run, arguments: list[str]) -> None:
-    assert rows(run("step_model", *arguments))
-
-
 def test_the_results_of_the_studies_can_be_read(run: Run, tmp_path: Path) -> None:
     assert "| arithmetic | 128 | 10 |" in run("values.__main__", "table")
     assert len(rows(run("staleness.__main__", "--plot", str(tmp_path / "study.png")))) > 5

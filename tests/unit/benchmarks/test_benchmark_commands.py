@@ -45,7 +45,6 @@ BAD = [
     ("benchmarks.small_episodes", ["--trl", MISSING], MISSING, "file"),
     ("benchmarks.smollm2", ["folder", "--gguf", MISSING], MISSING, "file"),
     ("benchmarks.staleness.__main__", ["--only", "magic"], "magic", "decoupled_token_is"),
-    ("benchmarks.step_model", ["--zero-stage", "4"], "4", "0, 1, 2, 3"),
     ("benchmarks.streams", ["--samples", "100"], "100", "at least 2048"),
     ("benchmarks.teacher", ["--arms", "headmaster"], "headmaster", "teacher + reward"),
     ("benchmarks.values.__main__", ["table", "--tasks", "chess"], "chess", "arithmetic"),
