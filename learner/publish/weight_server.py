@@ -32,16 +32,6 @@ class WeightServer:
         self._published = 0
         self._last: Snapshot | None = None
 
-    def publish(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        dtype: torch.dtype | str,
-        prompt: ScoredPrompt | None = None,
-    ) -> None:
-        """Copy the weights and serve them from now on; arguments as in `copy`."""
-        self.serve(self.copy(version, tensors, dtype, prompt))
-
     def copy(
         self,
         version: int,

@@ -51,7 +51,7 @@ def arriving(manifest: Manifest) -> Snapshot:
 
 def publish(server: WeightServer, version: int, seed: int | None = None, mib: int = 5) -> Tensors:
     weights = random_weights(version if seed is None else seed, mib)
-    server.publish(version, weights.items(), torch.float32)
+    server.serve(server.copy(version, weights.items(), torch.float32))
     return weights
 
 
