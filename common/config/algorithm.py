@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from common.config.correction import CorrectionConfig
-from common.config.former_keys import loss_keys
+from common.config.former_keys import group_std, loss_keys, without_gone
 from common.config.former_names import BESIDE_BLOCK, translate
 from common.config.losses import ALIASES, LOSS_NAMES, MEAN_OF_MEANS, SPECS, spec_of
 from common.config.presets import RECOMMENDED, find_preset
@@ -26,7 +26,7 @@ CHOICES = (
     "loss_type",
     "skyrl",
 )
-GROUP_METHODS = ("grpo", "rloo")
+GROUP_METHODS = ("grpo", "dr_grpo", "rloo")
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum", "prompt-mean"
 ]
@@ -35,12 +35,12 @@ Aggregation = Literal[
 class AlgorithmConfig(Section):
     """Where advantages come from, the loss, the proximal policy, and what is added to the loss."""
 
-    method: Literal["spo", "grpo", "rloo", "none"] = Field(
+    method: Literal["spo", "grpo", "dr_grpo", "rloo", "none"] = Field(
         "spo",
         description="The baseline of a reward. `spo`: the prompt's tracked value; `grpo`: the group's mean, divided by "
-        "its deviation; `rloo`: the mean of the others in the group; `none`: the batch's mean (REINFORCE). Without "
-        "`spo` the tracker only keeps count: `sampler.selection.criterion` is `uniform` and `sampler.drift.mode` "
-        "`constant`, unless set.",
+        "its deviation; `dr_grpo`: the same, not divided (arXiv 2503.20783); `rloo`: the mean of the others in the "
+        "group; `none`: the batch's mean (REINFORCE). Without `spo` the tracker only keeps count: "
+        "`sampler.selection.criterion` is `uniform` and `sampler.drift.mode` `constant`, unless set.",
     )
     baseline: Literal["tracker", "critic", "both"] = Field(
         "tracker",
@@ -48,20 +48,11 @@ class AlgorithmConfig(Section):
         "`critic`: a value model's value of each token (section `critic`); `both`: the tracker's value, to which the "
         "critic adds what the tokens tell.",
     )
-    group_size: int = Field(8, ge=2, description="Responses of one prompt that `grpo` and `rloo` compare.")
-    group_std: bool = Field(
-        True, description="`grpo` divides by the group's standard deviation; false: Dr. GRPO (arXiv 2503.20783)."
-    )
+    group_size: int = Field(8, ge=2, description="Responses of one prompt that `grpo`, `dr_grpo` and `rloo` compare.")
     refill_degenerate: bool = Field(
         False,
         description="Groups whose rewards are all equal are not trained on, and others take their place (the dynamic "
-        "sampling of DAPO, arXiv 2503.14476).",
-    )
-    refill_limit: int = Field(
-        10,
-        ge=1,
-        description="Most samples that are replaced in this way for one batch, in batches; beyond that, degenerate "
-        "groups are trained on, with advantage 0.",
+        "sampling of DAPO, arXiv 2503.14476); at most 10 batches of samples for one batch.",
     )
     loss: str = Field(
         "ppo_clip",
@@ -115,9 +106,12 @@ class AlgorithmConfig(Section):
     def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
         if data.get("loss") in ALIASES:
             data = {**data, "loss": ALIASES[data["loss"]]}
-        data = _with_implied(_today(data))
-        loss = data.get("loss", cls.model_fields["loss"].default)
-        return loss_keys(data, loss, loss in SPECS)
+        fields, notes = without_gone(cls.__name__, data)
+        fields, of_groups = group_std(fields)
+        fields = {**_with_implied(_today(fields))}
+        loss = fields.get("loss", cls.model_fields["loss"].default)
+        fields, of_loss = loss_keys(fields, loss, loss in SPECS)
+        return fields, [*notes, *of_groups, *of_loss]
 
     @property
     def has_critic(self) -> bool:
@@ -184,7 +178,9 @@ def _with_implied(data: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in ("proximal", "loss"):
         given, other = data.get(name), implied.get(name)
         if given is not None and given != other and other in ("rollout", "reinforce"):
-            raise ValueError(f"{name} = {given!r} contradicts correction, which has {other!r}; leave one of the two out")
+            raise ValueError(
+                f"{name} = {given!r} contradicts correction, which has {other!r}; leave one of the two out"
+            )
     if data.get("loss", implied.get("loss")) in MEAN_OF_MEANS:
         implied["aggregation"] = "seq-mean-token-mean"
     return {**implied, **data, "correction": correction}
@@ -238,4 +234,3 @@ def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:
             "the two"
         )
     return values
-

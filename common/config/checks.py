@@ -145,11 +145,6 @@ def _run(config: Config) -> Iterator[Rule]:
         f"{generator.temperature}); set that to 1, or use sampler.drift.mode=ledger",
     )
     yield (
-        drift.estimator == "k3" and drift.mode != "rescore",
-        f"sampler.drift.estimator = 'k3' needs the tokens of mode 'rescore' (given: {drift.mode!r}); set that mode, or "
-        "estimator=abs",
-    )
-    yield (
         learner.offload_params and learner.zero_stage != 3,
         f"learner.offload_params needs learner.zero_stage=3 (given: {learner.zero_stage}); set that, or "
         "learner.offload_params=false",

@@ -45,14 +45,38 @@ class LossKey:
 # By the section's class.
 GONE: dict[str, dict[str, Gone]] = {
     "GeneratorConfig": {
-        "top_p": Gone(1.0, "training responses are sampled from the whole distribution (evaluations have eval.top_p)"),
-        "top_k": Gone(0, "training responses are sampled from the whole distribution (evaluations have eval.top_k)"),
+        "top_p": Gone(1.0, "training responses are sampled from all tokens (evaluations have eval.top_p)"),
+        "top_k": Gone(0, "training responses are sampled from all tokens (evaluations have eval.top_k)"),
     },
     "WeightsConfig": {
         "chunk_mib": Gone(8, "a chunk has 8 MiB"),
         "credit": Gone(8, "8 chunks are asked for ahead"),
     },
-    "BrokerConfig": {"heartbeat": Gone(1.0, "it follows from broker.dead_after: a tenth of it, and at most 1 s")},
+    "LearnerConfig": {
+        "betas": Gone([0.9, 0.999], "give them as learner.deepspeed={optimizer: {params: {betas: [...]}}}"),
+        "logprob_chunk": Gone(1024, "the logits of 1,024 tokens exist at the same time"),
+        "share_prefixes": Gone(True, "common prefixes are computed once wherever attention can read them"),
+    },
+    "RunTrackerConfig": {
+        "prompt_features": Gone("ngrams", "the prior weighs what the prompts' text tells by its errors")
+    },
+    "DriftConfig": {"estimator": Gone("abs", "drift is the mean |then - now| of the tokens' log-probs")},
+    "AdvantageConfig": {"baseline": Gone("arrival", "the baseline is the value when the reward is counted")},
+    "EvalConfig": {"after_training": Gone(True, "the last version is always evaluated")},
+    "RunConfig": {
+        "keep_versions": Gone(200, "run.keep_mb alone bounds these folders"),
+        "keep_metrics_mb": Gone(256, "it follows from run.keep_mb: a sixteenth of it"),
+    },
+    "AlgorithmConfig": {"refill_limit": Gone(10, "at most 10 batches of samples are replaced for one batch")},
+    "EpisodeConfig": {"max_parallel_calls": Gone(32, "32 calls of a turn are run, and the model is told of others")},
+    "SandboxConfig": {
+        "attempts": Gone(5, "a request is sent 5 times"),
+        "timeout": Gone(30.0, "an answer may take 30 s beyond the program's own limits"),
+    },
+    "BrokerConfig": {
+        "heartbeat": Gone(1.0, "it follows from broker.dead_after: a tenth of it, and at most 1 s"),
+        "memory_share": Gone(0.8, "above 80% of Redis' maxmemory no task is sent"),
+    },
 }
 LOSS_KEYS = {
     "clip_low": LossKey(0.2, "low", CLIPPED),
@@ -74,9 +98,20 @@ def without_gone(section: str, data: Mapping[str, Any]) -> tuple[Fields, list[st
     gone, fields = GONE.get(section, {}), dict(data)
     former = {name: fields.pop(name) for name in data if name in gone}
     for name, value in former.items():
-        if value != gone[name].default:
+        if (list(value) if isinstance(value, tuple) else value) != gone[name].default:
             raise ValueError(f"{name} = {value!r} is no key any more: {gone[name].today}; remove it")
     return fields, idle(former)
+
+
+def group_std(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    """The fields of `algorithm` with `method: dr_grpo` for `method: grpo` and `group_std: false`, and a line."""
+    fields = dict(data)
+    if "group_std" not in fields:
+        return fields, []
+    value = fields.pop("group_std")
+    if value is False and fields.get("method") == "grpo":
+        return fields | {"method": "dr_grpo"}, ["group_std = False is an older name; say method='dr_grpo'"]
+    return fields, idle({"group_std": value})
 
 
 def loss_keys(data: Mapping[str, Any], loss: str, is_built_in: bool) -> tuple[Fields, list[str]]:
@@ -114,4 +149,4 @@ def idle(former: Mapping[str, Any]) -> list[str]:
         return []
     keys = " and ".join(f"{name} = {value!r}" for name, value in former.items())
     are = "are no keys" if len(former) > 1 else "is no key"
-    return [f"{keys} {are} any more, and the default; remove {'them' if len(former) > 1 else 'it'}"]
+    return [f"{keys} {are} any more, and without effect; remove {'them' if len(former) > 1 else 'it'}"]

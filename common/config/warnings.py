@@ -17,9 +17,7 @@ from common.config.section import Section, notes_of
 # The methods that read each setting of theirs.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "group_size": GROUP_METHODS,
-    "group_std": ("grpo",),
     "refill_degenerate": GROUP_METHODS,
-    "refill_limit": GROUP_METHODS,
 }
 # Keys of the section `data` that hold for sources which do not set them.
 READ_BY_SOURCES = (
@@ -87,8 +85,6 @@ def _method(config: Config) -> Iterator[str]:
     for name, methods in METHOD_SETTINGS.items():
         if algorithm.method not in methods:
             yield from _idle("algorithm.", algorithm, (name,), f"{method}; it belongs to {', '.join(methods)}")
-        elif name == "refill_limit" and not algorithm.refill_degenerate:
-            yield from _idle("algorithm.", algorithm, (name,), "without algorithm.refill_degenerate")
     if algorithm.method in GROUP_METHODS:
         why = f"{method}, which z-scores no batch"
         yield from _idle("sampler.advantage.", sampler.advantage, ("token_weighted", "clip"), why)
@@ -96,7 +92,6 @@ def _method(config: Config) -> Iterator[str]:
     if algorithm.method == "spo":
         return
     why = f"{method}: the tracker only keeps count"
-    yield from _idle("sampler.advantage.", sampler.advantage, ("baseline",), why)
     if sampler.selection.criterion == "uniform":
         yield from _idle("sampler.", sampler, ("initial_values",), f"on training {why}")
         if sampler.drift.mode == "rescore":

@@ -19,7 +19,19 @@ from common.messages import InvalidMessage
 from common.weights.handover import Handover, shared_folder
 from common.weights.listener import Listener
 from common.weights.memory import Snapshot
-from common.weights.wire import CREDIT, Chunk, Fetch, Gone, Hello, Poll, Refused, Request, Welcome, supersedes, unpack_request
+from common.weights.wire import (
+    CREDIT,
+    Chunk,
+    Fetch,
+    Gone,
+    Hello,
+    Poll,
+    Refused,
+    Request,
+    Welcome,
+    supersedes,
+    unpack_request,
+)
 
 READER_TIMEOUT = 30.0  # seconds without a request after which a transfer counts as given up
 REQUESTS_A_ROUND = 64  # so that a flood of requests does not keep a new version waiting

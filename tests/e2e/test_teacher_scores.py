@@ -167,7 +167,7 @@ def freeze_with_leases(process: subprocess.Popen[bytes], held: Callable[[], int]
 def test_a_killed_teachers_episodes_arrive_once_with_their_scores(
     tmp_path: Path, models: PreTrainedModel, real_broker: Broker, redis_server: RedisServer
 ) -> None:
-    config = run_config(tmp_path, broker={"url": redis_server.url, "heartbeat": 0.2, "dead_after": 2})
+    config = run_config(tmp_path, broker={"url": redis_server.url, "dead_after": 2})
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
     (teacher,) = scoring.teachers(config)

@@ -65,7 +65,7 @@ class TeacherRig:
                 "model": {"path": "m", "max_model_len": 512},
                 "data": {"train": "t", "max_prompt_tokens": 64},
                 "generator": {"max_attempts": 2, "retry_pause": 0},
-                "broker": {"heartbeat": 0.01, "dead_after": 0.1},
+                "broker": {"dead_after": 0.1},
                 "teacher": {"model": "large", "max_concurrency": 4} | teacher,
             }
         )

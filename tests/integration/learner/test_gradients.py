@@ -80,7 +80,7 @@ UNCORRECTED = {"correction": {"preset": "disabled"}}
 ALONE: dict[str, Job] = {
     "packed": {"token_budget": 4096},
     "quarters": {"token_budget": 130},
-    "recomputed": {"token_budget": 4096, "gradient_checkpointing": True, "logprob_chunk": 7},
+    "recomputed": {"token_budget": 4096, "gradient_checkpointing": True},
     "temperature": {"generator": {"temperature": 0.7}},
     "turns": {"algorithm": UNCORRECTED},
 }

@@ -71,7 +71,6 @@ SECTIONS = [
     ("data: {train: t, max_prompt_tokens: 4096}", "model.max_model_len = 4096"),
     ("generator: {temperature: 0.7}", "generator.temperature = 0.7 | sampler.drift.mode=ledger"),
     ("{generator: {temperature: 0}, sampler: {drift: {mode: ledger}}}", "use a value above 0"),
-    ("sampler: {drift: {estimator: k3, mode: ledger}}", "estimator=abs"),
     ("learner: {offload_params: true}", "zero_stage=3 (given: 0)"),
     ("learner: {offload_optimizer: true}", "zero_stage of 1, 2 or 3"),
     ("learner: {exact_every: 4, zero_stage: 3}", "learner.exact_every goes back to earlier weights"),

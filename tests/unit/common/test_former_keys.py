@@ -76,7 +76,10 @@ def test_a_key_of_losses_is_an_option_of_those_that_have_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{loss: cispo, clip_high: 2, loss_options: {high: 3}}", "clip_high = 2 is an older name for loss_options.high"),
+        (
+            "{loss: cispo, clip_high: 2, loss_options: {high: 3}}",
+            "clip_high = 2 is an older name for loss_options.high",
+        ),
         ("{loss: 'my:loss', clip_high: 2}", "make it an option of 'my:loss', in loss_options"),
         ("{clip_low: -1}", "algorithm.loss_options.low = -1 of loss 'ppo_clip' must be a number in (0, inf)"),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.config import AlgorithmConfig
 from learner.correction import Correction, CorrectionConfig, correct
 from tests.support.golden import GOLDEN, GOLDEN_FILE
 

@@ -203,7 +203,7 @@ def test_where_everything_is_rejected_the_loss_is_zero(name, mode):
 def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale, low):
     """With a lower clip of 10 verl's example of CISPO switches that bound off."""
     bounds = {
-        **dict.fromkeys(("gspo", "cispo", "clip_cov"), {"low": low}),
+        **{key: {"low": low} for key in ("gspo", "cispo", "clip_cov")},
         "ppo_clip": {"low": low, "cap": 3.0},
         "sapo": {"tau_pos": 0.75, "tau_neg": 1.75},
         "double_sided": {"low": 0.6, "high": 1.5},
