@@ -115,7 +115,7 @@ async def _pauses(engine: Any, folder: Path, requests: list[asyncio.Future[int]]
     model = AutoModelForCausalLM.from_pretrained(folder)
     pauses = []
     for version in range(UPDATES):
-        server.publish(version, model.named_parameters(), "float32")
+        server.serve(server.copy(version, model.named_parameters(), "float32"))
         with await client.next() as weights:
             pauses.append(await engine.load(version, weights))
         await asyncio.sleep(0.05)

@@ -86,7 +86,7 @@ class MethodRun:
         self._weights = WeightServer(config.learner.weights)
         self._trained = 0  # versions
         self._log = folder / f"{name}.log"
-        self._weights.publish(0, self._parameters, config.model.dtype)
+        self._weights.serve(self._weights.copy(0, self._parameters, config.model.dtype))
         self._inbox.set_address(self._weights.endpoint())
         with self._log.open("w") as log:
             self._processes = [
@@ -137,7 +137,7 @@ class MethodRun:
         One announcement: of several the sampler might see the first alone, and start episodes that are then older.
         """
         if self._trained > 0:
-            self._weights.publish(self._trained, self._parameters, "float32")
+            self._weights.serve(self._weights.copy(self._trained, self._parameters, "float32"))
         self._inbox.announce(Step(version=self._trained))
 
     def _next(self) -> Batch:

@@ -98,7 +98,7 @@ async def measure(config: Config, cases: Sequence[tuple[float, int]]) -> None:
 
     async def load(weights: Any) -> None:
         version = next(versions)
-        server.publish(version, weights.model.named_parameters(), "float32")
+        server.serve(server.copy(version, weights.model.named_parameters(), "float32"))
         with await client.next() as arrived:
             await engine.load(version, arrived)
 

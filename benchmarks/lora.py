@@ -88,7 +88,7 @@ async def measure(config: Config, world: World, versions: int, count: int) -> st
     gaps, rates, loads, sent = [], [], [], [0]
     try:
         for version in range(versions + 1):
-            server.publish(version, trainer.weights(), config.model.dtype)
+            server.serve(server.copy(version, trainer.weights(), config.model.dtype))
             with await client.next() as weights:
                 loads.append(await load_weights(engine, weights, config.learner.lora))
             whole = weights.manifest.total_bytes

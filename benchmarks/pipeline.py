@@ -134,7 +134,9 @@ def _inside(path: Path, seconds: float) -> tuple[float, float]:
     client.flushall()
     broker = Broker(client, RUN)
     weights = WeightServer(config.learner.weights)
-    weights.publish(0, AutoModelForCausalLM.from_pretrained(config.model.path).named_parameters(), "float32")
+    weights.serve(
+        weights.copy(0, AutoModelForCausalLM.from_pretrained(config.model.path).named_parameters(), "float32")
+    )
     BatchInbox(broker).acquire().set_address(weights.endpoint())
     ledger = SamplerLedger(broker)
     ledger.acquire()

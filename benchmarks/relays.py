@@ -28,10 +28,10 @@ from common.weights.follow import Follower, Sources
 from common.weights.handover import HandedOver
 from common.weights.memory import MemoryFile, Snapshot, Transfer
 from common.weights.server import SnapshotServer
-from common.weights.wire import Manifest, checksum
+from common.weights.wire import CHUNK_BYTES, Manifest, checksum
 from relay.relay import Relay
 
-CONFIG = WeightsConfig(chunk_mib=4, shared_folder="off")
+CONFIG = WeightsConfig(shared_folder="off")
 RECEIVERS = (1, 8, 64)
 CHAINS = (0, 1, 2, 4)
 RECEIVING_PROCESSES = 4
@@ -128,7 +128,7 @@ def _learner(pipe: Connection, mib: int) -> None:
     """Publish a snapshot for each number received, and send the time it was published."""
     _quiet()
     data = np.random.default_rng(0).integers(0, 256, mib << 20, np.uint8)
-    size = CONFIG.chunk_mib << 20
+    size = CHUNK_BYTES
     checksums = [checksum(data[start : start + size].data) for start in range(0, len(data), size)]
     server = SnapshotServer(CONFIG)
     pipe.send(server.endpoint())
@@ -197,7 +197,7 @@ def main() -> None:
     args = parser.parse_args()
     size = (args.mib << 20) / 1e6
 
-    print(f"{size:.1f} MB of weights, chunks of {CONFIG.chunk_mib} MiB")
+    print(f"{size:.1f} MB of weights, chunks of {CHUNK_BYTES >> 20} MiB")
     print("\n| receivers | through | learner sends, MB | relay sends, MB | seconds | seconds, card |")
     print("|---|---|---|---|---|---|")
     for receivers in args.receivers:

@@ -14,7 +14,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from common.errors import UserError, nearest
 
@@ -145,15 +144,11 @@ def rewrite(path: Path, pieces: Iterable[bytes]) -> None:
     sync_folder(path.parent)
 
 
-class Keep(NamedTuple):
-    """How much stays of a folder whose files are named by a weight version."""
+def remove_oldest(folder: Path, keep_bytes: int, *, spare_first: bool = False) -> None:
+    """Remove the files of the oldest weight versions, which they are named by, beyond a size of the folder.
 
-    versions: int
-    bytes: int
-
-
-def remove_oldest(folder: Path, keep: Keep, *, spare_first: bool = False) -> None:
-    """Remove the files of the oldest versions, except the newest version's and, with `spare_first`, the first's."""
+    Those of the newest version stay, and with `spare_first` those of the first.
+    """
     files: defaultdict[int, list[Path]] = defaultdict(list)
     for path in folder.iterdir():
         name = path.name.partition(".")[0]
@@ -161,11 +156,11 @@ def remove_oldest(folder: Path, keep: Keep, *, spare_first: bool = False) -> Non
             files[int(name)].append(path)
     spared = {max(files, default=0), *([min(files, default=0)] if spare_first else [])}
     size = 0
-    for count, version in enumerate(sorted(files, reverse=True), 1):
+    for version in sorted(files, reverse=True):
         for path in files[version]:
             with contextlib.suppress(FileNotFoundError):  # another rank writes there too
                 size += path.stat().st_size
-        if version not in spared and (count > keep.versions or size > keep.bytes):
+        if version not in spared and size > keep_bytes:
             for path in files[version]:
                 path.unlink(missing_ok=True)
 

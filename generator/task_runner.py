@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -133,11 +133,9 @@ class Attempt:
             teacher.check(task)
         rescoring: asyncio.Task[float] | None = None
         if previous is not None:
-            rescoring = asyncio.create_task(rescore(self.runner.engine, previous, config.sampler.drift.estimator))
+            rescoring = asyncio.create_task(rescore(self.runner.engine, previous))
         try:
-            asked = config.eval if task.kind == "eval" else config.generator
-            sampling = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
-            await self.source.episodes.run(task, episode, seed=task.seed, **sampling)
+            await self.source.episodes.run(task, episode, seed=task.seed, **sampling(config, task))
             score, answer = await self._score()
             payload = episode.payload() if task.kind == "train" else None
             if teacher is not None and payload is not None:
@@ -243,19 +241,19 @@ def _counts(episode: Episode) -> dict[str, Any]:
     }
 
 
-def drift(then: np.ndarray, now: np.ndarray, estimator: Literal["abs", "k3"]) -> float:
-    """D over the model tokens of a response, from its log-probs then and now, both [M]; 0 without tokens.
-
-    `abs`: mean |then - now|. `k3`: mean of exp(now - then) - 1 - (now - then), which estimates the KL.
-    """
-    if not len(then):
-        return 0.0
-    x = now.astype(np.float64) - then
-    values = np.abs(x) if estimator == "abs" else np.expm1(np.clip(x, -20, 20)) - x
-    return max(0.0, float(values.mean()))
+def drift(then: np.ndarray, now: np.ndarray) -> float:
+    """D, the mean |then - now| of the log-probs of a response's model tokens, both [M]; 0 without tokens."""
+    return float(np.abs(now.astype(np.float64) - then).mean()) if len(then) else 0.0
 
 
-async def rescore(engine: Any, previous: Payload, estimator: Literal["abs", "k3"]) -> float:
+async def rescore(engine: Any, previous: Payload) -> float:
     """Compute D by scoring a prompt's previous response under the engine's current weights."""
     now = [(await engine.score(row.token_ids))[row.mask()] for row in previous.rows()]
-    return drift(previous.logprobs, np.concatenate(now), estimator)
+    return drift(previous.logprobs, np.concatenate(now))
+
+
+def sampling(config: Config, task: Task) -> dict[str, Any]:
+    """Temperature, `top_p` and `top_k` for a task; training samples from all tokens, as a cut would bias every ratio."""
+    if task.kind == "train":
+        return {"temperature": config.generator.temperature, "top_p": 1.0, "top_k": 0}
+    return {"temperature": config.eval.temperature, "top_p": config.eval.top_p, "top_k": config.eval.top_k}

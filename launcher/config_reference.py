@@ -41,7 +41,9 @@ def _names() -> Iterator[str]:
 
 
 def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
-    plain = {name: field for name, field in model.model_fields.items() if not _is_section(field)}
+    # A section whose keys have no descriptions is described on another page, and is one key here.
+    sections = {name: one for name, field in model.model_fields.items() if (one := _one(field)) and _described(one)}
+    plain = {name: field for name, field in model.model_fields.items() if field.description and name not in sections}
     if plain:
         yield f"\n## `{prefix.rstrip('.')}`\n\n{inspect.cleandoc(model.__doc__ or '')}\n\n"
         yield "| key | type | default | meaning |\n|---|---|---|---|\n"
@@ -50,20 +52,22 @@ def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
             yield f"| `{key}` | {_type(field)} | {_default(field)} | {_meaning(field, key)} |\n"
     lists: dict[type[BaseModel], str] = {}
     for name, field in model.model_fields.items():
-        nested = section_of(field.annotation)
-        if nested is None:
-            continue
-        if _is_section(field):
-            yield from _section(f"{prefix}{name}.", nested)
-        else:
+        if name in sections:
+            yield from _section(f"{prefix}{name}.", sections[name])
+        elif _one(field) is None and (nested := section_of(field.annotation)) is not None:
             lists.setdefault(nested, f"{prefix}{name}[].")
     for nested, at in lists.items():
         yield from _section(at, nested)
 
 
-def _is_section(field: FieldInfo) -> bool:
-    """Whether a field holds one section, which may be null, rather than a list of sections."""
-    return any(hasattr(option, "model_fields") for option in (field.annotation, *get_args(field.annotation)))
+def _one(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field holds, which may be null; None if it holds none, or a list of sections."""
+    options = (field.annotation, *get_args(field.annotation))
+    return next((option for option in options if hasattr(option, "model_fields")), None)
+
+
+def _described(section: type[BaseModel]) -> bool:
+    return any(field.description for field in section.model_fields.values())
 
 
 def _type(field: FieldInfo) -> str:
@@ -78,7 +82,7 @@ def _name(annotation: Any) -> str:
     if annotation is type(None):
         return "`null`"
     if isinstance(annotation, type) and not get_args(annotation):
-        return annotation.__name__
+        return "section" if issubclass(annotation, BaseModel) else annotation.__name__
     if get_origin(annotation) in (list, dict, tuple):
         inner = ", ".join(_name(argument) for argument in get_args(annotation))
         return f"{get_origin(annotation).__name__} of {inner}"

@@ -255,7 +255,11 @@ class Learner:
         if record:  # on all ranks, or on none
             run, world = self.config.run, self.world
             world.raise_on_all_ranks(
-                lambda: record.write(run.folder, batch.batch_id, world.share, run.keep) if world.counts_share else None
+                lambda: (
+                    record.write(run.folder, batch.batch_id, world.share, run.keep_bytes)
+                    if world.counts_share
+                    else None
+                )
             )
         if metrics["batch/left_out"]:
             why = {"reason": rollouts.reason} if rollouts.reason else {}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from common.files import Keep, remove_oldest, rewrite
+from common.files import remove_oldest, rewrite
 from common.messages import Batch
 from common.payload import expert_sums
 from learner.batch.tensors import MicroBatch
@@ -49,11 +49,11 @@ class TokenRecord:
         if any(sample in self._advantages for sample, _ in micro.names):
             self._passes.append((mini_batch, micro, policy.logprobs.detach(), policy.entropies.detach()))
 
-    def write(self, folder: Path, version: int, rank: int, keep: Keep | None = None) -> None:
+    def write(self, folder: Path, version: int, rank: int, keep_bytes: int | None = None) -> None:
         """Write one line per row to `training_data/<version>.<rank>.jsonl`; a batch trained on again replaces it.
 
         Args:
-            keep: files of older versions are removed; None: all stay.
+            keep_bytes: beyond this size of the folder files of older versions are removed; None: all stay.
 
         Raises:
             UserError: the file cannot be written.
@@ -63,8 +63,8 @@ class TokenRecord:
             path.parent.mkdir(parents=True, exist_ok=True)
             # On the disk before a checkpoint counts: its batches are not trained on again.
             rewrite(path, (f"{line}\n".encode() for line in self._lines()))
-            if keep is not None:
-                remove_oldest(path.parent, keep)
+            if keep_bytes is not None:
+                remove_oldest(path.parent, keep_bytes)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -94,7 +94,7 @@ class Trainer:
             device=world.device,
             experts=experts,
             top_k=None if self.teacher is None else self.teacher.top_k,
-            share_prefixes=config.learner.share_prefixes and is_shared,
+            share_prefixes=is_shared,
             together=config.algorithm.together,
         )
 

@@ -104,8 +104,8 @@ class OpenBatch:
     def _advantages(self, samples: list[OpenSample]) -> np.ndarray:
         """Advantages of the samples of whole groups, group after group, float64 [B]."""
         rewards = np.array([s.reward for s in samples]).reshape(-1, self._responses)
-        if self._algorithm.method == "grpo":
-            return group_relative(rewards, std=self._algorithm.group_std).ravel()
+        if self._algorithm.method in ("grpo", "dr_grpo"):
+            return group_relative(rewards, std=self._algorithm.method == "grpo").ravel()
         if self._algorithm.method == "rloo":
             return leave_one_out(rewards).ravel()
         raw, settings = np.array([s.advantage for s in samples]), self._config.advantage

@@ -40,7 +40,7 @@ class Evaluations:
     ) -> None:
         self._config, self._run = config.eval, config.run
         self._right_from = config.right_from
-        self._files = EpisodeFiles(config.run.folder / "validation_data", config.run.keep, unfinished=True)
+        self._files = EpisodeFiles(config.run.folder / "validation_data", config.run.keep_bytes, unfinished=True)
         self._state, self._ledger, self._log = state, ledger, log
         limit = self._config.limit
         self._prompts = prompts if prompts is None or limit is None else prompts.first(limit)
@@ -135,8 +135,6 @@ class Evaluations:
             return None
         if not self._state.evaluations and self._config.before_training:
             return version
-        if not self._config.after_training:
-            version = min(version, self._run.steps - 1)
         due = version if version >= self._run.steps else version // every * every if every else BEFORE_FIRST_STEP
         return due if due > self._state.evaluated_to else None
 

@@ -69,7 +69,7 @@ class Sampler:
             self.evaluations = Answers(config, data.train, request, self.state, log)
         self.steps = StepReader(ledger.broker)
         self.snapshots = Snapshots(config, self.state, ledger, log)
-        self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every, config.run.keep)
+        self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every, config.run.keep_bytes)
         self.failures, self.equal_rewards = FailureLimit(config.sampler), EqualRewards(log)
         self.lost = LostTasks(ledger)
         self.learner = LearnerWatch(ledger.broker, log)
@@ -270,10 +270,7 @@ class Sampler:
         n_eff = sum(tracker.counts(task.prompt_id))
         visit = Visit(drift, rho, n_eff, alpha, beta, value, float(is_clipped), float(is_first))
         self.metrics.add(header, visit, self.prompts.source(i))
-        if self.config.algorithm.method != "spo":
-            baseline = 0.0
-        else:
-            baseline = task.value if self.config.sampler.advantage.baseline == "dispatch" else value
+        baseline = value if self.config.algorithm.method == "spo" else 0.0
         state.add_sample(
             OpenSample(
                 sample_id=header.task_id,

@@ -77,7 +77,7 @@ class SamplerMetrics:
         """Open the files, once this process is the run's sampler."""
         folder = self._config.run.folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = MetricsFile(folder, self._log, self._config.run.keep_metrics_mb << 20)
+        self._file = MetricsFile(folder, self._log, self._config.run.metrics_bytes)
         names = dict.fromkeys(self._config.run.log_to) if self._config.run.has_learner else ()
         self._feeds = [TrackerFeed(name, self._config, self._file.path, self._log) for name in names]
 

@@ -21,6 +21,7 @@ from sampler.values.tracker import Counts, ValueTracker
 
 BEFORE_FIRST_STEP = -1
 ROWS_PER_COMMIT = 10_000
+REFILL_LIMIT = 10  # most samples of degenerate groups that are replaced for one batch, in batches
 
 
 class SamplerState:
@@ -53,7 +54,7 @@ class SamplerState:
         self.evaluated_to = BEFORE_FIRST_STEP
         self.totals: Counter[str] = Counter()
         self._max_staleness = sampler.max_staleness
-        self._refill_limit = config.algorithm.refill_limit * sampler.batch_size * config.algorithm.refill_degenerate
+        self._refill_limit = REFILL_LIMIT * sampler.batch_size * config.algorithm.refill_degenerate
         self._commit = Commit()
         self._changed_prompts: set[int] = set()
 

@@ -54,13 +54,7 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
         token = config.token or os.environ.get(TOKEN_VARIABLE)
         if config.token_file is not None:
             token = read_secret(config.token_file, "sandbox.token_file")
-        return SandboxClient(
-            config.url,
-            token=token,
-            concurrency=config.concurrency,
-            timeout=config.timeout,
-            attempts=config.attempts,
-        )
+        return SandboxClient(config.url, token=token, concurrency=config.concurrency)
     # Imported only where programs run on this machine.
     from sandbox_client.isolation import check_isolation_once
     from sandbox_client.local import LocalSandbox

@@ -27,7 +27,7 @@ from common.weights.wire import Manifest
 from generator.weights.weight_client import WeightClient
 from relay.relay import Relay
 
-CONFIG = WeightsConfig(chunk_mib=1, deltas="on")
+CONFIG = WeightsConfig(deltas="on")
 SILENCE = 2.0  # seconds after which a server is given up
 EVERY = 0.4  # seconds between versions
 PATIENCE = 120.0
@@ -153,7 +153,9 @@ def _learner(folder: Path, name: str, mib: int) -> None:
     while True:
         digest = _digest(weights.data)
         _note(folder / f"{name}.log", what="publishes", digest=digest)
-        server.publish(version, [("weights", torch.from_numpy(weights).view(torch.bfloat16))], torch.bfloat16)
+        server.serve(
+            server.copy(version, [("weights", torch.from_numpy(weights).view(torch.bfloat16))], torch.bfloat16)
+        )
         endpoint = server.endpoint()
         _note(folder / f"{name}.log", what="published", snapshot=endpoint["snapshot"], digest=digest)
         _announce(folder / "learner.json", endpoint)

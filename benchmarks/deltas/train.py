@@ -23,7 +23,7 @@ from common.config import WeightsConfig
 from generator.weights.weight_client import WeightClient
 from learner.publish.weight_server import WeightServer
 
-CONFIG = WeightsConfig(chunk_mib=4, shared_folder="off", deltas="on")
+CONFIG = WeightsConfig(shared_folder="off", deltas="on")
 SPAWN = multiprocessing.get_context("spawn")
 Episode = dict[str, Any]
 
@@ -59,7 +59,7 @@ def _row(folder: Path, episodes: list[Episode], rate: float, steps: int, batch: 
     before: np.ndarray | None = None
     for version, _ in enumerate(_trained(model, episodes, rate, steps, batch)):
         sent, began = server.sent.bytes, time.monotonic()
-        server.publish(version, _tensors(model), torch.bfloat16)
+        server.serve(server.copy(version, _tensors(model), torch.bfloat16))
         published = time.monotonic()
         arrived, digest = pipe.recv()
         weights = _bytes(model)

@@ -121,4 +121,4 @@ class MethodSimulation(Simulation):
         names = tuple(sorted(set(self._task_groups))) if tracker.group_column else ()
         groups = np.array([names.index(name) for name in self._task_groups]) if names else None
         ngrams = np.stack([count_ngrams(prompt) for prompt in self.problems])
-        return PromptTraits(groups, names, Features("text", ngrams) if tracker.prompt_features == "ngrams" else None)
+        return PromptTraits(groups, names, Features("text", ngrams))

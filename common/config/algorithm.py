@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from common.config.correction import CorrectionConfig
+from common.config.former_keys import group_std, loss_keys, without_gone
 from common.config.former_names import BESIDE_BLOCK, translate
 from common.config.losses import ALIASES, LOSS_NAMES, MEAN_OF_MEANS, SPECS, spec_of
 from common.config.presets import RECOMMENDED, find_preset
@@ -25,7 +26,7 @@ CHOICES = (
     "loss_type",
     "skyrl",
 )
-GROUP_METHODS = ("grpo", "rloo")
+GROUP_METHODS = ("grpo", "dr_grpo", "rloo")
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum", "prompt-mean"
 ]
@@ -34,12 +35,12 @@ Aggregation = Literal[
 class AlgorithmConfig(Section):
     """Where advantages come from, the loss, the proximal policy, and what is added to the loss."""
 
-    method: Literal["spo", "grpo", "rloo", "none"] = Field(
+    method: Literal["spo", "grpo", "dr_grpo", "rloo", "none"] = Field(
         "spo",
         description="The baseline of a reward. `spo`: the prompt's tracked value; `grpo`: the group's mean, divided by "
-        "its deviation; `rloo`: the mean of the others in the group; `none`: the batch's mean (REINFORCE). Without "
-        "`spo` the tracker only keeps count: `sampler.selection.criterion` is `uniform` and `sampler.drift.mode` "
-        "`constant`, unless set.",
+        "its deviation; `dr_grpo`: the same, not divided (arXiv 2503.20783); `rloo`: the mean of the others in the "
+        "group; `none`: the batch's mean (REINFORCE). Without `spo` the tracker only keeps count: "
+        "`sampler.selection.criterion` is `uniform` and `sampler.drift.mode` `constant`, unless set.",
     )
     baseline: Literal["tracker", "critic", "both"] = Field(
         "tracker",
@@ -47,20 +48,11 @@ class AlgorithmConfig(Section):
         "`critic`: a value model's value of each token (section `critic`); `both`: the tracker's value, to which the "
         "critic adds what the tokens tell.",
     )
-    group_size: int = Field(8, ge=2, description="Responses of one prompt that `grpo` and `rloo` compare.")
-    group_std: bool = Field(
-        True, description="`grpo` divides by the group's standard deviation; false: Dr. GRPO (arXiv 2503.20783)."
-    )
+    group_size: int = Field(8, ge=2, description="Responses of one prompt that `grpo`, `dr_grpo` and `rloo` compare.")
     refill_degenerate: bool = Field(
         False,
         description="Groups whose rewards are all equal are not trained on, and others take their place (the dynamic "
-        "sampling of DAPO, arXiv 2503.14476).",
-    )
-    refill_limit: int = Field(
-        10,
-        ge=1,
-        description="Most samples that are replaced in this way for one batch, in batches; beyond that, degenerate "
-        "groups are trained on, with advantage 0.",
+        "sampling of DAPO, arXiv 2503.14476); at most 10 batches of samples for one batch.",
     )
     loss: str = Field(
         "ppo_clip",
@@ -68,7 +60,9 @@ class AlgorithmConfig(Section):
         "`module:function` or the name under which an installed package announces it (docs/extending.md).",
     )
     loss_options: dict[str, Any] = Field(
-        {}, description="Options of the loss, by name: those of docs/correction.md, or of a loss of your own."
+        {},
+        description="Options of the loss, by name: those of docs/correction.md, such as `{low: 0.2, high: 0.28, cap: "
+        "10}` of `ppo_clip`, or of a loss of your own.",
     )
     proximal: Literal["recompute", "rollout", "interpolate", "compare"] = Field(
         "recompute",
@@ -77,17 +71,6 @@ class AlgorithmConfig(Section):
         "current one by each token's weight version (A-3PO), without a forward pass; `compare`: recomputes, and "
         "reports how far off the interpolation would be.",
     )
-    clip_low: float = Field(
-        0.2, gt=0, description="Ratio is clipped at 1 - clip_low; 1 or more switches the lower bound off (cispo: 10)."
-    )
-    clip_high: float = Field(0.28, gt=0, description="Ratio is clipped at 1 + clip_high.")
-    clip_dual: float = Field(
-        10.0, gt=1, description="Dual clip of `ppo_clip`: bound of the loss where the advantage is negative."
-    )
-    tau_pos: float = Field(1.0, gt=0, description="Temperature of `sapo`'s gate where the advantage is positive.")
-    tau_neg: float = Field(1.05, gt=0, description="Temperature of `sapo`'s gate where it is not.")
-    band_low: float = Field(0.5, ge=0, lt=1, description="Smallest pi_theta / pi_rollout `double_sided` learns from.")
-    band_high: float = Field(5.0, gt=1, description="Largest pi_theta / pi_rollout `double_sided` learns from.")
     aggregation: Aggregation = Field(
         "token-mean",
         description=f"How token losses become one number; denominators are global. {', '.join(MEAN_OF_MEANS)} take "
@@ -119,66 +102,16 @@ class AlgorithmConfig(Section):
     )
     correction: CorrectionConfig = Field(CorrectionConfig.preset(RECOMMENDED), description="Off-policy correction.")
 
-    @model_validator(mode="before")
     @classmethod
-    def _expand(cls, data: Any) -> Any:
-        """Fill in what the chosen correction implies for the loss and the proximal policy."""
-        if not isinstance(data, Mapping):
-            return data
+    def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
         if data.get("loss") in ALIASES:
             data = {**data, "loss": ALIASES[data["loss"]]}
-        data = _today(data)
-        correction = data.get("correction")
-        if isinstance(correction, CorrectionConfig):
-            own = {"preset": correction.preset_name, "rollout_is": correction.rollout_is}
-            correction = correction.model_dump(exclude_unset=True) | own
-        if "correction" not in data:
-            correction = {}
-        elif correction is None:  # as in verl: the gap between the policies is not corrected
-            correction = {"preset": "disabled"}
-        if not isinstance(correction, Mapping):
-            return data
-        # SkyRL's former names are given beside its block, not in it.
-        correction = {**correction, **{name: data[name] for name in BESIDE_BLOCK if name in data}}
-        data = {name: value for name, value in data.items() if name not in BESIDE_BLOCK}
-        try:
-            fields, _ = translate(correction)
-        except ValueError:
-            # The correction's own check reports it, under its own key.
-            return {**data, "correction": correction}
-        if not any(name in fields for name in CHOICES):
-            correction, fields = {"preset": RECOMMENDED, **correction}, {"preset": RECOMMENDED, **fields}
-        elif not any(name in fields for name in ("preset", "rollout_is", "skyrl")):
-            # What is pasted here is a part of verl's YAML, which has null; `sequence` is the default of its class.
-            correction, fields = {"rollout_is": None, **correction}, {"rollout_is": None, **fields}
-        implied: dict[str, Any] = {}
-        chosen = dict(fields)
-        if isinstance(fields.get("preset"), str):
-            try:
-                preset = find_preset(fields["preset"])
-            except ValueError:
-                return {**data, "correction": correction}
-            implied, chosen = dict(preset.algorithm), {**preset.fields, **fields}
-        if chosen.get("bypass_mode") is True:
-            implied.setdefault("proximal", "rollout")
-            if chosen.get("loss_type") == "reinforce":
-                implied.setdefault("loss", "reinforce")
-        if data.get("loss", implied.get("loss")) in MEAN_OF_MEANS:
-            implied["aggregation"] = "seq-mean-token-mean"
-        return {**implied, **data, "correction": correction}
-
-    @model_validator(mode="after")
-    def _check(self) -> AlgorithmConfig:
-        correction = self.correction
-        if correction.bypass_mode and self.proximal != "rollout":
-            raise ValueError(
-                f"proximal = {self.proximal!r} contradicts correction.bypass_mode = true; leave one of the two out"
-            )
-        if correction.bypass_mode and correction.loss_type == "reinforce" and self.loss != "reinforce":
-            raise ValueError(
-                f"loss = {self.loss!r} contradicts correction.loss_type = 'reinforce'; leave one of the two out"
-            )
-        return self
+        fields, notes = without_gone(cls.__name__, data)
+        fields, of_groups = group_std(fields)
+        fields = {**_with_implied(_today(fields))}
+        loss = fields.get("loss", cls.model_fields["loss"].default)
+        fields, of_loss = loss_keys(fields, loss, loss in SPECS)
+        return fields, [*notes, *of_groups, *of_loss]
 
     @property
     def has_critic(self) -> bool:
@@ -210,6 +143,63 @@ def _today(data: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"correction" if name == "rollout_correction" else name: value for name, value in data.items()}
 
 
+def _with_implied(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section with what the chosen correction implies for the loss and the proximal policy.
+
+    Raises:
+        ValueError: the loss or the proximal policy contradicts the correction.
+    """
+    correction = data.get("correction")
+    if isinstance(correction, CorrectionConfig):
+        own = {"preset": correction.preset_name, "rollout_is": correction.rollout_is}
+        correction = correction.model_dump(exclude_unset=True) | own
+    if "correction" not in data:
+        correction = {}
+    elif correction is None:  # as in verl: the gap between the policies is not corrected
+        correction = {"preset": "disabled"}
+    if not isinstance(correction, Mapping):
+        return data
+    # SkyRL's former names are given beside its block, not in it.
+    correction = {**correction, **{name: data[name] for name in BESIDE_BLOCK if name in data}}
+    data = {name: value for name, value in data.items() if name not in BESIDE_BLOCK}
+    try:
+        fields, _ = translate(correction)
+        if not any(name in fields for name in CHOICES):
+            correction, fields = {"preset": RECOMMENDED, **correction}, {"preset": RECOMMENDED, **fields}
+        elif not any(name in fields for name in ("preset", "rollout_is", "skyrl")):
+            # What is pasted here is a part of verl's YAML, which has null; `sequence` is the default of its class.
+            correction, fields = {"rollout_is": None, **correction}, {"rollout_is": None, **fields}
+        name = fields.get("preset")
+        implied = dict(find_preset(name).algorithm) if isinstance(name, str) else {}
+    except ValueError:
+        # The correction's own check reports it, under its own key.
+        return {**data, "correction": correction}
+    _bypass(implied, fields)
+    for name in ("proximal", "loss"):
+        given, other = data.get(name), implied.get(name)
+        if given is not None and given != other and other in ("rollout", "reinforce"):
+            raise ValueError(
+                f"{name} = {given!r} contradicts correction, which has {other!r}; leave one of the two out"
+            )
+    if data.get("loss", implied.get("loss")) in MEAN_OF_MEANS:
+        implied["aggregation"] = "seq-mean-token-mean"
+    return {**implied, **data, "correction": correction}
+
+
+def _bypass(implied: dict[str, Any], fields: Mapping[str, Any]) -> None:
+    """Add what verl's `bypass_mode` and `loss_type` say to what a preset implies, or take it away."""
+    if fields.get("bypass_mode", implied.get("proximal") == "rollout"):
+        implied["proximal"] = "rollout"
+        kind = fields.get("loss_type", implied.get("loss"))
+    else:
+        implied.pop("proximal", None)
+        kind = "ppo_clip"
+    if kind == "reinforce":
+        implied.setdefault("loss", kind)
+    elif implied.get("loss") == "reinforce":
+        del implied["loss"]
+
+
 def weighs(loss: str, proximal: str) -> bool:
     """True if importance weights multiply a loss.
 
@@ -222,7 +212,7 @@ def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:
     """All options of a built-in loss by name: those of `algorithm.loss_options`, and defaults.
 
     Raises:
-        ValueError: one is unknown, missing, out of its range, or contradicts the field with the same meaning.
+        ValueError: one is unknown, missing, or out of its range.
     """
     options, values = SPECS[loss].options, dict[str, float]()
     for name in config.loss_options:
@@ -230,15 +220,13 @@ def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:
             allowed = f"allowed: {', '.join(options)}" if options else f"{loss!r} takes none; remove it"
             raise ValueError(f"algorithm.loss_options.{name} is no option of loss {loss!r}; {allowed}")
     for name, option in options.items():
-        value: Any = config.loss_options.get(name, getattr(config, option.field) if option.field else option.default)
+        value: Any = config.loss_options.get(name, option.default)
         if value is None:
             raise ValueError(f"loss {loss!r} needs algorithm.loss_options.{name}, a number in {option.allowed}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not option.holds(value):
             raise ValueError(
                 f"algorithm.loss_options.{name} = {value!r} of loss {loss!r} must be a number in {option.allowed}"
             )
-        if name in config.loss_options and option.field:
-            _check_field(name, value, option.field, config)
         values[name] = float(value)
     if values.get("cov_low", -math.inf) > values.get("cov_high", math.inf):
         raise ValueError(
@@ -246,13 +234,3 @@ def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:
             "the two"
         )
     return values
-
-
-def _check_field(name: str, value: float, field_name: str, config: AlgorithmConfig) -> None:
-    """Refuse an option beside the field with the same meaning, if that was changed to another value."""
-    current = getattr(config, field_name)
-    if current not in (value, type(config).model_fields[field_name].default):
-        raise ValueError(
-            f"algorithm.loss_options.{name} = {value!r} and algorithm.{field_name} = {current!r} are one setting; "
-            "give one of the two"
-        )

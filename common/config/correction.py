@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from common.config.former_names import translate
+from common.config.former_names import OF_ALGORITHM, translate
 from common.config.presets import PRESETS, find_preset, read_arguments
 from common.config.section import Section
 from common.config.stages import Mask, SecondMoment, Stage, Weight, ratio_band
@@ -37,28 +37,19 @@ class SkyRLCorrection(Section):
     Every stage sees the mask the stage before it left. The loss keeps its denominator.
     """
 
-    tis_ratio_type: Literal["token", "sequence"] | None = Field(None, description="Level of the truncated weights.")
-    token_tis_ratio_clip_high: float = Field(2.0, gt=0, description="Truncation of token weights.")
-    sequence_tis_ratio_clip_high: float = Field(5.0, gt=0, description="Truncation of sequence weights.")
-    sequence_mask_metric: Literal["product", "geometric"] | None = Field(
-        None, description="Drop rows by the product or by the geometric mean of their token ratios."
-    )
-    geo_mask_low: float = Field(0.99, ge=0, description="Smallest geometric mean kept; 0: no bound.")
-    geo_mask_high: float = Field(1.01, gt=0, description="Largest geometric mean kept.")
-    product_mask_low: float = Field(0.5, ge=0, description="Smallest product kept; 0: no bound.")
-    product_mask_high: float = Field(2.0, gt=0, description="Largest product kept.")
-    outlier_token_is_threshold_low: float | None = Field(
-        None, ge=0, description="A row with any token ratio below this is dropped (1e-4 is usual)."
-    )
-    outlier_token_is_threshold_high: float | None = Field(
-        None, gt=0, description="A row with any token ratio above this is dropped (100 is usual)."
-    )
-    token_mask_is_threshold_low: float | None = Field(
-        None, ge=0, description="Tokens with a ratio below this are dropped; needs token_mask_is_threshold_high too."
-    )
-    token_mask_is_threshold_high: float | None = Field(
-        None, gt=0, description="Tokens with a ratio above this are dropped; needs token_mask_is_threshold_low too."
-    )
+    # docs/correction.md describes them.
+    tis_ratio_type: Literal["token", "sequence"] | None = None
+    token_tis_ratio_clip_high: float = Field(2.0, gt=0)
+    sequence_tis_ratio_clip_high: float = Field(5.0, gt=0)
+    sequence_mask_metric: Literal["product", "geometric"] | None = None
+    geo_mask_low: float = Field(0.99, ge=0)
+    geo_mask_high: float = Field(1.01, gt=0)
+    product_mask_low: float = Field(0.5, ge=0)
+    product_mask_high: float = Field(2.0, gt=0)
+    outlier_token_is_threshold_low: float | None = Field(None, ge=0)
+    outlier_token_is_threshold_high: float | None = Field(None, gt=0)
+    token_mask_is_threshold_low: float | None = Field(None, ge=0)
+    token_mask_is_threshold_high: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _check(self) -> SkyRLCorrection:
@@ -144,10 +135,6 @@ class CorrectionConfig(Section):
         description="The tokens of the mini-batch with the largest (log pi_old - log pi_rollout)^2 are dropped until "
         "the mean of the others is below this (M2PO; 0.04 is usual); null: none.",
     )
-    bypass_mode: bool = Field(False, description="verl's name for `algorithm.proximal: rollout`.")
-    loss_type: Literal["ppo_clip", "reinforce"] = Field(
-        "ppo_clip", description="verl's name for `algorithm.loss`; counts in bypass mode only."
-    )
     thresholds_by_age: list[float] | None = Field(
         None,
         min_length=len(AGE_BUCKETS),
@@ -166,7 +153,9 @@ class CorrectionConfig(Section):
         '"2026-01", also `true`, in which they are of the ratio before truncation.',
     )
     skyrl: SkyRLCorrection | None = Field(
-        None, description="SkyRL's `off_policy_correction` block, instead of `rollout_is` and `rollout_rs`."
+        None,
+        description="SkyRL's `off_policy_correction` block, instead of `rollout_is` and `rollout_rs` "
+        "(docs/correction.md has its fields).",
     )
 
     @classmethod
@@ -185,23 +174,10 @@ class CorrectionConfig(Section):
     def presets(cls) -> dict[str, CorrectionConfig]:
         return {name: cls.preset(name) for name in PRESETS}
 
-    _notes: tuple[str, ...] = PrivateAttr(())
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """A line for each former name of verl or SkyRL that was read."""
-        return self._notes
-
-    @model_validator(mode="wrap")
     @classmethod
-    def _read_former_names(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Replace former names by today's, before anything else looks at them."""
-        if not isinstance(data, Mapping):
-            return handler(data)
+    def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
         fields, notes = translate(data)
-        config = handler(fields)
-        config._notes = tuple(notes)
-        return config
+        return {name: value for name, value in fields.items() if name not in OF_ALGORITHM}, notes
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from common.config.former_keys import idle
 from common.config.section import Section
 from common.errors import UserError, nearest
 
@@ -25,6 +26,7 @@ DECIDED_VARIABLES = {
 }  # fmt: skip
 Side = Literal["train", "heldout"]
 SIDES: tuple[Side, ...] = ("train", "heldout")
+SPLITS: dict[Side, str] = {"train": "train", "heldout": "test"}  # of a Hugging Face dataset, unless its source says
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,10 @@ class KnownSet:
     train_split: str = "train"
     heldout_split: str = "train"
     answer_after: str | None = None
+
+    @property
+    def splits(self) -> dict[Side, str]:
+        return {"train": self.train_split, "heldout": self.heldout_split}
 
 
 KNOWN_SETS: dict[str, KnownSet] = {
@@ -149,7 +155,8 @@ def _check_template_options(options: dict[str, Any] | None) -> dict[str, Any] | 
 class DataSource(Section):
     """One of several data sets, as an item of the list `data.train` or `data.heldout`.
 
-    A key that is null takes its value from the set, where that is known by name, or else from the section `data`.
+    It may also have any key of `data` from `config` to `template_options`. One that is null takes its value from the
+    set, where that is known by name, or else from the section `data`.
     """
 
     path: str | tuple[str, ...] = Field(
@@ -165,21 +172,14 @@ class DataSource(Section):
     weight: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="Its share of the training tasks, relative to the other sources'."
     )
-    split: str | None = Field(None, description="Split of a Hugging Face dataset.")
-    config: str | None = Field(None, description="Configuration of a Hugging Face dataset.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of a source whose rows are generated.")
+    split: str | None = Field(
+        None,
+        description="Split of a Hugging Face dataset; null: that of the set known by name, or else `train` for "
+        "`data.train` and `test` for `data.heldout`.",
+    )
     format: str | None = Field(
         None, description="A set known by name that has the same columns and answers: for a local copy of it."
     )
-    prompt_column: str | None = Field(None, description="Column with the prompt.")
-    answer_column: str | None = Field(None, description="Column with the reference answer.")
-    answer_after: str | None = Field(None, min_length=1, description="The answer is what follows the last such mark.")
-    id_column: str | None = Field(None, description="Column with an id that is unique within the source.")
-    system_prompt: str | None = Field(None, description="System message put before prompts that are plain text.")
-    prompt_markup: bool | None = Field(
-        None, description="Markup in prompts (`<|im_end|>`, `<think>`) counts as such; false: it is text."
-    )
-    template_options: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     episode: dict[str, Any] = Field(
         default_factory=dict,
         description="Keys of the section `episode` that differ for this source's tasks: tools, reward, user, limits. "
@@ -189,6 +189,16 @@ class DataSource(Section):
         default_factory=dict,
         description="Keys of the section `teacher` that differ for this source's tasks; `{model: null}`: none.",
     )
+    # Keys of the section `data`, where they are described.
+    config: str | None = None
+    options: dict[str, Any] | None = None
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    answer_after: str | None = Field(None, min_length=1)
+    id_column: str | None = None
+    system_prompt: str | None = None
+    prompt_markup: bool | None = None
+    template_options: dict[str, Any] | None = None
 
     _options = field_validator("template_options")(_check_template_options)
 
@@ -216,6 +226,13 @@ Sources = Annotated[
 ]
 
 
+def _with_split(source: Any, split: str) -> Any:
+    """A source as it is written, with a split if it has none of its own and is no set known by name."""
+    if not isinstance(source, Mapping) or source.get("path") in KNOWN_SETS:
+        return source
+    return {"split": split, **{name: value for name, value in source.items() if name != "split" or value is not None}}
+
+
 class DataConfig(Section):
     """Where prompts come from: one data set, or a list of them, each with keys of its own (docs/data.md)."""
 
@@ -225,8 +242,6 @@ class DataConfig(Section):
         "dataset, or a set known by name; or a list of sources.",
     )
     heldout: Sources | None = Field(None, description="Held-out prompts, for evaluation only, in the same forms.")
-    train_split: str = Field("train", description="Split of a Hugging Face dataset to train on.")
-    heldout_split: str = Field("test", description="Split of a Hugging Face dataset to evaluate on.")
     config: str | None = Field(
         None, description="Configuration of a Hugging Face dataset, `load_dataset`'s second argument."
     )
@@ -252,6 +267,22 @@ class DataConfig(Section):
 
     _options = field_validator("template_options")(_check_template_options)
 
+    @classmethod
+    def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+        """With `train_split` and `heldout_split`, which were keys of this section, as `split` of the sources."""
+        fields, notes = dict(data), list[str]()
+        for side, default in SPLITS.items():
+            name = f"{side}_split"
+            if (value := fields.pop(name, None)) is None:
+                continue
+            if value == default or fields.get(side) is None:
+                notes += idle({name: value})
+                continue
+            sources = fields[side] if _form(fields[side]) == "list" else [{"path": fields[side]}]
+            fields[side] = [_with_split(source, value) for source in sources]
+            notes.append(f"{name} = {value!r} is an older name; say {side}=[{{path: PATH, split: {value!r}}}]")
+        return fields, notes
+
     @property
     def template_variables(self) -> dict[str, Any]:
         """The template options that are variables of the template."""
@@ -263,7 +294,7 @@ class DataConfig(Section):
         if value is None:
             return []
         if isinstance(value, str | tuple):
-            return [self._resolved(DataSource(path=value, options=self.options), side, f"data.{side}")]
+            return [self._resolved(DataSource(path=value), side, f"data.{side}")]
         return [self._resolved(item, side, f"data.{side}[{source_name(item)}]") for item in value]
 
     def _resolved(self, item: DataSource, side: Side, key: str) -> Source:
@@ -275,9 +306,9 @@ class DataConfig(Section):
             key=key,
             name=source_name(item),
             path=known_set.path if known_set else item.path,
-            split=item.split or (place.train_split if side == "train" else place.heldout_split),
+            split=item.split or (known_set.splits if known_set else SPLITS)[side],
             config=item.config or place.config,
-            options=item.options,
+            options=self.options if item.options is None else item.options,
             weight=item.weight,
             prompt_column=item.prompt_column or rows.prompt_column,
             answer_column=item.answer_column or rows.answer_column,

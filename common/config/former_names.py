@@ -27,18 +27,19 @@ PRESETS = {
 }
 # SkyRL's names from before its block, fields of `trainer.algorithm` themselves.
 BESIDE_BLOCK = ("use_tis", "tis_imp_ratio_cap")
-
+# verl's names in the correction for `algorithm.proximal: rollout` and for `algorithm.loss`, and their values.
+OF_ALGORITHM: dict[str, tuple[Any, ...]] = {"bypass_mode": (True, False), "loss_type": ("ppo_clip", "reinforce")}
 
 Fields = dict[str, Any]
 
 
 def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    """The fields of a correction under today's names, and a line for each former name.
+    """The fields of a correction under today's names, and those of `OF_ALGORITHM`; a line for each former name.
 
     Raises:
         ValueError: a former name is given beside today's, or has a value that means nothing today.
     """
-    fields, notes = dict(data), list[str]()
+    fields, notes = dict(data), _of_algorithm(data)
     for read in (_off, _mode, _level, _band, _veto, _pure, _gradient, _bypass, _tis):
         before = dict(fields)
         today = read(fields)
@@ -50,6 +51,16 @@ def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
             say = ", ".join(f"{name}={value!r}" for name, value in today.items()) or "nothing"
             notes.append(f"{former} is an older name; say {say}")
     return fields, notes
+
+
+def _of_algorithm(fields: Mapping[str, Any]) -> list[str]:
+    for name, allowed in OF_ALGORITHM.items():
+        if name in fields and not any(fields[name] == value and type(fields[name]) is type(value) for value in allowed):
+            raise ValueError(f"{name} = {fields[name]!r}; allowed: {', '.join(map(repr, allowed))}")
+    given = [f"{name} = {fields[name]!r}" for name in OF_ALGORITHM if name in fields]
+    if not given:
+        return []
+    return [f"{' and '.join(given)}: older names; say algorithm.proximal and algorithm.loss instead"]
 
 
 # Each of these takes former names out of the fields, and returns the fields that replace them.

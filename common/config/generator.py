@@ -60,13 +60,6 @@ class EpisodeConfig(SourceSection):
     tool_timeout: float = Field(
         30.0, gt=0, description="Seconds until a tool call counts as failed and the task is tried again."
     )
-    max_parallel_calls: int = Field(
-        MAX_CALLS,
-        ge=1,
-        le=MAX_CALLS,
-        description="Calls of one turn that are run, all at a time; the model is told that the others were not "
-        "(verl's key, which drops them silently, and whose default is 1).",
-    )
     max_tool_text: int = Field(256, ge=1, description="Longer tool results are cut, in characters.")
     truncate: Literal["left", "middle", "right"] = Field(
         "middle", description="What is kept of a long tool result: `left` its head, `right` its tail, `middle` both."
@@ -147,11 +140,12 @@ class GeneratorConfig(Section):
         "(docs/gpu.md).",
         json_schema_extra=LOCAL,
     )
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature of training responses.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus of training responses; only 1: a cut distribution biases every ratio."
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="Sampling temperature of training responses, which are sampled from all tokens: "
+        "a cut distribution would bias every ratio.",
     )
-    top_k: int = Field(0, ge=0, description="Top-k of training responses; only 0, which is all tokens.")
     max_attempts: int = Field(
         3,
         ge=1,
@@ -211,10 +205,6 @@ class SandboxConfig(Section):
     concurrency: int = Field(
         128, ge=1, description="Programs under way at a time, from one process.", json_schema_extra=LOCAL
     )
-    timeout: float = Field(
-        30.0, gt=0, description="Seconds an answer may take beyond the program's own time limits.", allow_inf_nan=False
-    )
-    attempts: int = Field(5, ge=1, description="Requests until a server that gives no result counts as unavailable.")
     wait: float = Field(
         60.0,
         gt=0,

@@ -60,8 +60,6 @@ class WeightsConfig(Section):
         description="Folder with CURVE keys (`server.key`, `server.key_secret`, `client.key`, `client.key_secret`).",
         json_schema_extra=LOCAL,
     )
-    chunk_mib: int = Field(8, ge=1, description="Size of one chunk in MiB.")
-    credit: int = Field(8, ge=1, description="Chunks a generator asks for ahead.")
     deltas: Deltas = Field(
         "auto",
         description="Whether weights are pulled as lossless differences from the version before. `auto`: from other "
@@ -99,7 +97,6 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps until the learning rate is at its peak.")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate over the peak (linear, cosine).")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
     grad_clip: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
     mini_batches: int = Field(1, ge=1, description="Optimizer steps a batch is split into.")
     token_budget: int = Field(
@@ -123,12 +120,6 @@ class LearnerConfig(Section):
         description="Attention over packed sequences; `auto` takes the first that can be used: `varlen`, torch's own "
         "on a GPU, `flash_attention_2` where flash-attn is installed, `sdpa`. The log says which, and why.",
     )
-    share_prefixes: bool = Field(
-        True,
-        description="Compute once what rows of a micro-batch begin with alike (a system prompt, the prompt of a group, "
-        "an episode's earlier turns) where that leaves out a fifth of its tokens; results are the same but for "
-        "rounding. Not with `sequence_parallel`, `router_replay: rollout` or `flash_attention_2`.",
-    )
     kernels: Literal["torch", "liger"] = Field(
         "torch",
         description="What computes norms, rotary positions and gated layers; `liger`: fused kernels on a GPU (extra "
@@ -151,7 +142,6 @@ class LearnerConfig(Section):
         "`exact/…` tell the engine's gap from staleness: a forward pass for each version in the batch, and the last "
         "`sampler.max_staleness` versions as differences in host memory; 0: never.",
     )
-    logprob_chunk: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
     checkpoint_every: int = Field(
         20, ge=1, description="Steps between checkpoints; batches are kept until two checkpoints contain their update."
     )

@@ -14,13 +14,11 @@ class Option:
 
     Attributes:
         allowed: an interval, whose ends a bracket includes and a parenthesis does not.
-        default: None: it must be given, or `field` has it.
-        field: of `algorithm`, with the same meaning; its value is the default.
+        default: None: it must be given.
     """
 
     allowed: str
     default: float | None = None
-    field: str = ""
 
     def holds(self, value: float) -> bool:
         """Whether the value is in the interval."""
@@ -51,24 +49,24 @@ class LossSpec:
 
 
 POSITIVE = "(0, inf)"
-CLIP = {"low": Option(POSITIVE, field="clip_low"), "high": Option(POSITIVE, field="clip_high")}
+CLIP = {"low": Option(POSITIVE, 0.2), "high": Option(POSITIVE, 0.28)}
 DPPO = "-A min(r, {cap}) log pi_theta, the r being constant; nothing where the token's"
 SPECS: dict[str, LossSpec] = {
     "ppo_clip": LossSpec(
-        "-min(r A, {clip} A), at most {cap} |A| where A < 0", {**CLIP, "cap": Option("(1, inf)", field="clip_dual")}
+        "-min(r A, {clip} A), at most {cap} |A| where A < 0", {**CLIP, "cap": Option("(1, inf)", 10.0)}
     ),
     "gspo": LossSpec("-min(r A, {clip} A), r being the row's geometric mean", CLIP, by_row=True),
     "cispo": LossSpec("-A {clip} log pi_theta, the clipped r being constant", CLIP),
     "sapo": LossSpec(
         "-A sigmoid(tau (r - 1)) 4 / tau, tau = {tau_pos} where A > 0, else {tau_neg}",
-        {"tau_pos": Option(POSITIVE, field="tau_pos"), "tau_neg": Option(POSITIVE, field="tau_neg")},
+        {"tau_pos": Option(POSITIVE, 1.0), "tau_neg": Option(POSITIVE, 1.05)},
         by_row=True,
     ),
     "reinforce": LossSpec("-A log pi_theta", has_ratio=False),
     "gpg": LossSpec("-A log pi_theta", has_ratio=False),
     "double_sided": LossSpec(
         "-A r where pi_theta / pi_rollout is inside [{low}, {high}], nothing elsewhere",
-        {"low": Option("[0, 1)", field="band_low"), "high": Option("(1, inf)", field="band_high")},
+        {"low": Option("[0, 1)", 0.5), "high": Option("(1, inf)", 5.0)},
     ),
     "importance_sampling": LossSpec("-A r"),
     "dppo_tv": LossSpec(

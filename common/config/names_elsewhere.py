@@ -12,16 +12,17 @@ _GROUP = (
 _OVERLONG = "prompts longer than data.max_prompt_tokens are skipped and counted, never cut"
 _VLLM = "it is vLLM's: say generator.engine={{{0}: VALUE}}"
 _GPUS = "spo run divides the machine's GPUs; run.learner_gpus and run.generator_gpus choose them"
-_CLIP = "say algorithm.clip_low and algorithm.clip_high"
+_OPTION = "say algorithm.loss_options={{{0}: VALUE}}"
+_CLIP = "say algorithm.loss_options={low: VALUE, high: VALUE}"
 
 # By trainer; a name is shown with the first that has it. A value is one of our keys, or says what to do instead.
 NAMES: dict[str, dict[str, str]] = {
     "verl": {
         "adv_estimator": "algorithm.method",
         "clip_ratio": _CLIP,
-        "clip_ratio_c": "algorithm.clip_dual",
-        "clip_ratio_high": "algorithm.clip_high",
-        "clip_ratio_low": "algorithm.clip_low",
+        "clip_ratio_c": _OPTION.format("cap"),
+        "clip_ratio_high": _OPTION.format("high"),
+        "clip_ratio_low": _OPTION.format("low"),
         "custom_reward_function": "episode.reward",
         "default_local_dir": "run.output_dir",
         "enable_gradient_checkpointing": "learner.gradient_checkpointing",
@@ -43,7 +44,7 @@ NAMES: dict[str, dict[str, str]] = {
         "max_response_length": "episode.max_response_tokens",
         "n": _GROUP,
         "n_gpus_per_node": _GPUS,
-        "norm_adv_by_std_in_grpo": "algorithm.group_std",
+        "norm_adv_by_std_in_grpo": "say algorithm.method=grpo, or dr_grpo for false",
         "optimizer_offload": "learner.offload_optimizer",
         "param_offload": "learner.offload_params",
         "ppo_epochs": _ONCE,
@@ -73,7 +74,7 @@ NAMES: dict[str, dict[str, str]] = {
         "beta": "algorithm.kl_coef",
         "bf16": "say learner.dtype and model.dtype",
         "epsilon": _CLIP,
-        "epsilon_high": "algorithm.clip_high",
+        "epsilon_high": _OPTION.format("high"),
         "eval_on_start": "eval.before_training",
         "eval_steps": "eval.every",
         "generation_batch_size": "sampler.batch_size",
@@ -100,7 +101,7 @@ NAMES: dict[str, dict[str, str]] = {
         "run_name": "run.experiment",
         "save_steps": "learner.checkpoint_every",
         "save_total_limit": "learner.keep_checkpoints",
-        "scale_rewards": "algorithm.group_std",
+        "scale_rewards": "say algorithm.method=grpo, or dr_grpo for false",
         "steps_per_generation": "learner.mini_batches",
         "torch_dtype": "model.dtype",
         "train_dataset": "data.train",
@@ -115,8 +116,8 @@ NAMES: dict[str, dict[str, str]] = {
         "advantage_estimator": "algorithm.method",
         "ckpt_interval": "learner.checkpoint_every",
         "ckpt_path": "run.output_dir",
-        "eps_clip_high": "algorithm.clip_high",
-        "eps_clip_low": "algorithm.clip_low",
+        "eps_clip_high": _OPTION.format("high"),
+        "eps_clip_low": _OPTION.format("low"),
         "eval_before_train": "eval.before_training",
         "eval_interval": "eval.every",
         "inference_engine_tensor_parallel_size": "it is vLLM's: say generator.engine={tensor_parallel_size: VALUE}",

@@ -50,8 +50,9 @@ SEQ_TIS = {"rollout_is": "sequence"}
 NO_WEIGHTS = {"rollout_is": None}
 GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
-BYPASS = {"bypass_mode": True}
-POLICY_GRADIENT = {"bypass_mode": True, "loss_type": "reinforce"}
+# What they set in `algorithm`.
+BYPASS = {"proximal": "rollout"}
+POLICY_GRADIENT = {"proximal": "rollout", "loss": "reinforce"}
 
 TOKEN_WEIGHT = "token loss * min(pi_old / pi_rollout, 2)"
 ROW_WEIGHT = "loss * min(product of the row's pi_old / pi_rollout, 2)"
@@ -126,52 +127,59 @@ ALL = (
     ),
     Preset(
         "bypass_ppo_clip",
-        {**NO_WEIGHTS, **BYPASS},
+        NO_WEIGHTS,
         f"PPO, {ANCHOR}",
         "Little staleness, or no time for a recomputed policy. The clip itself is the correction.",
         "PPO, arXiv 1707.06347",
+        algorithm=BYPASS,
     ),
     Preset(
         "bypass_ppo_clip_geo_rs",
-        {**NO_WEIGHTS, **GEO, **BYPASS},
+        {**NO_WEIGHTS, **GEO},
         f"PPO, {ANCHOR}; {GEO_BAND}",
         "As bypass_ppo_clip, nearly on-policy.",
         MASKED,
+        algorithm=BYPASS,
     ),
     Preset(
         "bypass_ppo_clip_k3_rs",
-        {**NO_WEIGHTS, **K3_RS, **BYPASS},
+        {**NO_WEIGHTS, **K3_RS},
         f"PPO, {ANCHOR}; {K3_BAND}",
         "As bypass_ppo_clip, without outlier rows.",
         f"{MASKED}; {K3}",
+        algorithm=BYPASS,
     ),
     Preset(
         "bypass_pg_is",
-        {**SEQ_TIS, **POLICY_GRADIENT},
+        SEQ_TIS,
         f"{GRADIENT} * min(product of the row's pi_theta / pi_rollout, 2); no clip",
         "The plain off-policy policy gradient, for short responses and as a yardstick.",
         f"REINFORCE with {TRUNCATED}",
+        algorithm=POLICY_GRADIENT,
     ),
     Preset(
         "bypass_pg_geo_rs",
-        {**NO_WEIGHTS, **GEO, **POLICY_GRADIENT},
+        {**NO_WEIGHTS, **GEO},
         f"{GRADIENT}; {GEO_BAND}",
         "Policy gradient nearly on-policy: rows are used as they are, or not at all.",
         MASKED,
+        algorithm=POLICY_GRADIENT,
     ),
     Preset(
         "bypass_pg_geo_rs_seq_tis",
-        {**SEQ_TIS, **GEO, **POLICY_GRADIENT},
+        {**SEQ_TIS, **GEO},
         f"{GRADIENT}, weighted by row; {GEO_BAND}",
         "As bypass_pg_geo_rs, with the surviving rows weighted.",
         MASKED,
+        algorithm=POLICY_GRADIENT,
     ),
     Preset(
         "bypass_pg_geo_rs_token_tis",
-        {**TOKEN_TIS, **GEO, **POLICY_GRADIENT},
+        {**TOKEN_TIS, **GEO},
         f"{GRADIENT}, weighted by token; {GEO_BAND}",
         "As bypass_pg_geo_rs, with the surviving tokens weighted.",
         MASKED,
+        algorithm=POLICY_GRADIENT,
     ),
     Preset(
         "disabled",
@@ -189,10 +197,11 @@ ALL = (
     ),
     Preset(
         "bypass_pg_token_icepop",
-        {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", **POLICY_GRADIENT},
+        {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
         f"{GRADIENT} * pi_theta / pi_rollout inside [0.5, 5], * 0 outside; no clip; the denominator stays",
         "The policy gradient without the tokens on which policies disagree, and without a forward pass.",
         "REINFORCE with IcePop, arXiv 2510.18855, as in verl",
+        algorithm=POLICY_GRADIENT,
     ),
     Preset(
         "icepop",
@@ -208,20 +217,20 @@ ALL = (
     ),
     Preset(
         "sao_mask",
-        {**NO_WEIGHTS, **BYPASS},
+        NO_WEIGHTS,
         "-A pi_theta / pi_rollout inside [0.5, 5]; tokens outside contribute nothing; no extra forward pass",
         "SAO's mask alone; its results need its critic too: algorithm.baseline: critic. The worst of our own study at "
         "staleness 16.",
         "SAO, arXiv 2607.07508",
-        algorithm={"loss": "double_sided"},
+        algorithm={**BYPASS, "loss": "double_sided"},
     ),
     Preset(
         "vcpo",
-        {**SEQ_TIS, "rollout_is_threshold": 8.0, **POLICY_GRADIENT},
+        {**SEQ_TIS, "rollout_is_threshold": 8.0},
         f"{GRADIENT} * min(product of the row's pi_theta / pi_rollout, 8); learning rate * sqrt(effective sample size)",
         "Many versions of staleness, where a few weights dominate a batch.",
         "the step scaling of VCPO, arXiv 2602.17616 (without its baseline: SPO has its own)",
-        algorithm={"ess_lr": "sqrt"},
+        algorithm={**POLICY_GRADIENT, "ess_lr": "sqrt"},
     ),
 )
 PRESETS = {preset.name: preset for preset in ALL}

@@ -20,7 +20,6 @@ from common.config.learner import LearnerConfig
 from common.config.sampler import EvalConfig, SamplerConfig
 from common.config.section import LOCAL, NUMBERS, Section
 from common.config.teacher import TeacherConfig
-from common.files import Keep
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 # A tracker that only keeps count need not choose prompts, and is not worth a forward pass for drift.
@@ -44,7 +43,7 @@ class RunConfig(Section):
     learner_gpus: Annotated[str | None, NUMBERS] = Field(
         None,
         description="GPUs of the learner under `spo run`, a rank on each, as torch numbers them: `0-3` or `0,2`. null: "
-        "chosen by the step model (docs/gpu.md).",
+        "half of them, or as many as the learner needs (docs/gpu.md).",
         json_schema_extra=LOCAL,
     )
     generator_gpus: Annotated[str | None, NUMBERS] = Field(
@@ -80,28 +79,22 @@ class RunConfig(Section):
         description="Trackers that get what `metrics.jsonl` has (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, "
         "`trackio`.",
     )
-    keep_versions: int = Field(
-        200,
-        ge=2,
-        description="Weight versions whose files stay in each of `rollouts/`, `validation_data/` and `training_data/`: "
-        "the newest, and the first evaluation.",
-    )
     keep_mb: int = Field(
         4096,
         ge=1,
-        description="Size of each of these folders in MiB, beyond which files of the oldest versions are removed; the "
-        "newest version's stay.",
-    )
-    keep_metrics_mb: int = Field(
-        256,
-        ge=2,
-        description="Size of `metrics.jsonl` and `metrics.old.jsonl` together in MiB, and of each process's files in "
-        "`tensorboard/`; the oldest entries are removed.",
+        description="Size of each of `rollouts/`, `validation_data/` and `training_data/` in MiB, beyond which files "
+        "of the oldest weight versions are removed; those of the newest version and of the first evaluation stay. "
+        "`metrics.jsonl` with `metrics.old.jsonl`, and each process's files in `tensorboard/`, may have a sixteenth.",
     )
 
     @property
-    def keep(self) -> Keep:
-        return Keep(self.keep_versions, self.keep_mb << 20)
+    def keep_bytes(self) -> int:
+        return self.keep_mb << 20
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Bytes that metrics may take, in `metrics.jsonl` and in each process's files for TensorBoard."""
+        return max(1 << 20, self.keep_mb << 16)
 
     @property
     def folder(self) -> Path:
@@ -141,11 +134,17 @@ class BrokerConfig(Section):
         None, description="File with the server's password, in place of one in `url`.", json_schema_extra=LOCAL
     )
     wait: float = Field(60.0, ge=0, description="Seconds to wait for the server.", json_schema_extra=LOCAL)
-    heartbeat: float = Field(1.0, gt=0, description="Seconds between heartbeats.")
-    dead_after: float = Field(10.0, gt=0, description="Seconds without a heartbeat until others take over.")
-    memory_share: float = Field(
-        0.8, gt=0, le=1, description="Share of Redis' `maxmemory`; above, no task is sent and the learner saves early."
+    dead_after: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds without a heartbeat until others take over; a process sends one in a tenth of this time, "
+        "and every second at least.",
     )
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between heartbeats."""
+        return min(1.0, self.dead_after / 10)
 
 
 class Config(Section):

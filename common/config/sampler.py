@@ -28,9 +28,6 @@ class TrackerConfig(Section):
         description="Column of the data (a level, a task) by whose values the prior `population` may average rewards; "
         "null: the sources, if `data.train` has several.",
     )
-    prompt_features: Literal["ngrams", "none"] = Field(
-        "ngrams", description="Whether the prior `population` may use a regression on the n-grams of the prompt's text."
-    )
     prompt_states: str | None = Field(
         None,
         description="File of `spo values states`: the prior `population` may then use a regression on the initial "
@@ -66,7 +63,6 @@ class DriftConfig(Section):
         description="`rescore`: generators score the prompt's previous response again; `ledger`: the learner's "
         "drift per version is summed; `constant`: rho is fixed.",
     )
-    estimator: Literal["abs", "k3"] = Field("abs", description="Mean |then - now|, or the k3 estimator of the KL.")
     rho: float = Field(0.9, gt=0, lt=1, description="Forgetting factor of mode `constant`.")
 
 
@@ -74,10 +70,6 @@ class AdvantageConfig(Section):
     """From raw advantages r - v to what the learner multiplies with."""
 
     token_weighted: bool = Field(False, description="z-score weighted by model tokens (SPO++, arXiv 2608.24870).")
-    baseline: Literal["arrival", "dispatch"] = Field(
-        "arrival",
-        description="Value read when the reward is counted, or frozen when the task was dispatched.",
-    )
     clip: float | None = Field(
         None,
         gt=0,
@@ -113,7 +105,6 @@ class EvalConfig(Section):
 
     every: int = Field(10, ge=0, description="Learner steps between evaluations; 0: only before and after training.")
     before_training: bool = Field(True, description="Evaluate the version that training starts from too.")
-    after_training: bool = Field(True, description="Evaluate the last version too.")
     limit: int | None = Field(None, ge=1, description="Held-out prompts to use, of each data set; null: all.")
     samples: int = Field(1, ge=1, description="Responses a prompt, n; above 1 there are avg@n, maj@n and pass@k too.")
     by_column: str | None = Field(

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
+from common.config.former_keys import without_gone
 from common.config.names_elsewhere import ELSEWHERE
 from common.errors import UserError, nearest
 from common.network import without_password
@@ -32,6 +41,32 @@ class Section(BaseModel):
     """Unknown keys are errors, values are fixed once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    _notes: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for each former key or name that was read."""
+        return self._notes
+
+    @classmethod
+    def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+        """The section's values under today's keys, and the notes.
+
+        Raises:
+            ValueError: a former key is given beside today's, or has a value that means nothing today.
+        """
+        return without_gone(cls.__name__, data)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Replace former keys and names, before anything else looks at them."""
+        if not isinstance(data, Mapping):
+            return handler(data)
+        fields, notes = cls.read_former(data)
+        section = handler(fields)
+        section._notes = tuple(notes)
+        return section
 
 
 class SourceSection(Section):
@@ -201,6 +236,16 @@ def keys_of(model: type[BaseModel], before: str = "") -> Iterator[str]:
             yield key
         else:
             yield from keys_of(section, key)
+
+
+def notes_of(section: Section, before: str = "") -> Iterator[str]:
+    """The notes of a section and of those within it, each behind the key of its section."""
+    yield from (_join(before, note) for note in section.notes)
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        for one in value if isinstance(value, list) else (value,):
+            if isinstance(one, Section):
+                yield from notes_of(one, _join(before, name))
 
 
 def section_of(annotation: Any) -> Any:

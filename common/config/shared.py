@@ -19,19 +19,18 @@ from common.config.sampler import EvalConfig
 CHANGEABLE = {
     f"{section}.{name}"
     for section, names in {
-        "run": "steps log_to keep_versions keep_mb keep_metrics_mb",
+        "run": "steps log_to keep_mb",
         "eval": " ".join(EvalConfig.model_fields),
         "learner": "lr schedule warmup_steps min_lr_ratio grad_clip token_budget sequence_parallel "
-        "gradient_checkpointing exact_every logprob_chunk zero_stage checkpoint_every checkpoint_in_background "
+        "gradient_checkpointing exact_every zero_stage checkpoint_every checkpoint_in_background "
         "keep_checkpoints max_left_out rank_timeout export",
-        "learner.weights": "chunk_mib credit",
         "generator": "max_attempts retry_pause",
         "sampler": "max_set_aside",
         "critic": "lr updates gamma gae_lambda return_lambda warmup_steps",
         "teacher": "weight decay_steps reward",
         "episode": "tool_timeout reward_timeout reward_workers reward_memory_mb rollouts_every",
-        "sandbox": "timeout attempts memory_mb",
-        "broker": "heartbeat dead_after memory_share",
+        "sandbox": "memory_mb",
+        "broker": "dead_after",
     }.items()
     for name in names.split()
 }

@@ -9,22 +9,15 @@ from common.config.algorithm import GROUP_METHODS, AlgorithmConfig
 from common.config.correction import CorrectionConfig, SkyRLCorrection
 from common.config.data import DataConfig
 from common.config.generator import EpisodeConfig
-from common.config.losses import MEAN_OF_MEANS, SPECS
+from common.config.losses import MEAN_OF_MEANS
 from common.config.presets import PRESETS
 from common.config.run import Config
-from common.config.section import Section
+from common.config.section import Section, notes_of
 
-# The losses that read each knob of the section.
-KNOBS: dict[str, tuple[str, ...]] = {
-    knob: tuple(name for name, spec in SPECS.items() if knob in {option.field for option in spec.options.values()})
-    for knob in ("clip_low", "clip_high", "clip_dual", "tau_pos", "tau_neg", "band_low", "band_high")
-}
 # The methods that read each setting of theirs.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "group_size": GROUP_METHODS,
-    "group_std": ("grpo",),
     "refill_degenerate": GROUP_METHODS,
-    "refill_limit": GROUP_METHODS,
 }
 # Keys of the section `data` that hold for sources which do not set them.
 READ_BY_SOURCES = (
@@ -45,6 +38,7 @@ SKYRL_FIELDS = (
 def warnings(config: Config) -> list[str]:
     """One line for each setting without effect, or without its full effect, with the reason."""
     return [
+        *_former(config),
         *_method(config),
         *_modes(config),
         *_lengths(config),
@@ -55,10 +49,17 @@ def warnings(config: Config) -> list[str]:
     ]
 
 
+def _former(config: Config) -> Iterator[str]:
+    """Former keys and names, but for those of the algorithm and of episodes, which have functions of their own."""
+    for name in Config.model_fields:
+        if name not in ("algorithm", "episode"):
+            yield from notes_of(getattr(config, name), name)
+
+
 def algorithm_warnings(config: Config) -> list[str]:
     """Warnings about the loss and the correction. A value that a preset sets is never warned about."""
     algorithm = config.algorithm
-    lines = [f"correction.{note}" for note in algorithm.correction.notes]
+    lines = [*notes_of(algorithm)]
     if algorithm.turn_advantage == "turn" and not any(one.user for one in config.episodes_in_use().values()):
         lines.append(
             "turn_advantage = 'turn' tells turns apart by a simulated user's rewards, and episode.user is null"
@@ -70,7 +71,11 @@ def algorithm_warnings(config: Config) -> list[str]:
 def episode_warnings(config: Config) -> list[str]:
     """Warnings about the episodes of the run and of its sources."""
     episodes = config.episodes_in_use().items()
-    return [f"{key}.{line}" for key, episode in episodes for line in (*_turns(episode, key), *_agent(episode))]
+    return [
+        f"{key}.{line}"
+        for key, episode in episodes
+        for line in (*notes_of(episode), *_turns(episode, key), *_agent(episode))
+    ]
 
 
 def _method(config: Config) -> Iterator[str]:
@@ -80,8 +85,6 @@ def _method(config: Config) -> Iterator[str]:
     for name, methods in METHOD_SETTINGS.items():
         if algorithm.method not in methods:
             yield from _idle("algorithm.", algorithm, (name,), f"{method}; it belongs to {', '.join(methods)}")
-        elif name == "refill_limit" and not algorithm.refill_degenerate:
-            yield from _idle("algorithm.", algorithm, (name,), "without algorithm.refill_degenerate")
     if algorithm.method in GROUP_METHODS:
         why = f"{method}, which z-scores no batch"
         yield from _idle("sampler.advantage.", sampler.advantage, ("token_weighted", "clip"), why)
@@ -89,7 +92,6 @@ def _method(config: Config) -> Iterator[str]:
     if algorithm.method == "spo":
         return
     why = f"{method}: the tracker only keeps count"
-    yield from _idle("sampler.advantage.", sampler.advantage, ("baseline",), why)
     if sampler.selection.criterion == "uniform":
         yield from _idle("sampler.", sampler, ("initial_values",), f"on training {why}")
         if sampler.drift.mode == "rescore":
@@ -231,8 +233,6 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     # The veto is the same at every age.
     if correction.thresholds_by_age is not None and not any(stage.by_age for stage in correction.stages()):
         yield "thresholds_by_age has no effect: there are neither weights nor rules for it to bound"
-    if correction.loss_type == "reinforce" and not correction.bypass_mode:
-        yield "loss_type = 'reinforce' has no effect without bypass_mode; set algorithm.loss instead"
     if skyrl is not None:
         yield from (f"skyrl.{line}" for line in _skyrl(skyrl))
 
@@ -257,17 +257,13 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"ess_lr = {algorithm.ess_lr!r} has no effect without importance weights or rejection: the effective "
             "sample size is always 1"
         )
-    for name, losses in KNOBS.items():
-        # A loss of the user's own may read any of them.
-        if algorithm.loss in SPECS and algorithm.loss not in losses:
-            yield from _idle("", algorithm, (name,), f"on loss {algorithm.loss!r}; it belongs to {', '.join(losses)}")
     if algorithm.loss in MEAN_OF_MEANS and algorithm.aggregation != "seq-mean-token-mean":
         yield (
             f"aggregation = {algorithm.aggregation!r} with loss {algorithm.loss!r} departs from verl, which always "
             "averages this loss by seq-mean-token-mean"
         )
-    if algorithm.loss in ("ppo_clip", "gspo") and algorithm.clip_low >= 1:
-        yield f"clip_low = {algorithm.clip_low:g} switches the lower clip off: 1 - clip_low is not above 0"
+    if algorithm.loss in ("ppo_clip", "gspo") and (low := algorithm.loss_options.get("low", 0.0)) >= 1:
+        yield f"loss_options.low = {low:g} switches the lower clip off: 1 - low is not above 0"
     if algorithm.kl_coef == 0:
         yield from _idle("", algorithm, ("kl_estimator", "reference"), "while kl_coef is 0")
     elif algorithm.kl_estimator == "k1":

@@ -24,7 +24,7 @@ from common.unpack import Unreadable, unpack
 OLDEST_SERVER = (6, 2)
 # Longer than any blocking read, so that only a dead connection times out.
 SOCKET_TIMEOUT = 30.0
-MEMORY_SHARE = 0.8
+MEMORY_SHARE = 0.8  # of `maxmemory`, above which no task is sent and the learner saves early
 SHORTEST_OUTAGE = 1.0  # seconds
 NOEVICTION = "noeviction"
 
@@ -58,15 +58,12 @@ class Memory(NamedTuple):
 class Broker:
     """One run's keys on one Redis server, and what all processes share there."""
 
-    def __init__(
-        self, client: redis.Redis, run: str, dead_after: float = 10.0, memory_share: float = MEMORY_SHARE
-    ) -> None:
+    def __init__(self, client: redis.Redis, run: str, dead_after: float = 10.0) -> None:
         # redis-py types every reply for both raw and decoded, sync and async clients; ours are raw and sync.
         self.redis: Any = client
         self.run = run
         self.dead_after = dead_after
         self.patience = Patience()  # the client's, if `connect` made it
-        self._memory_share = memory_share
         self._scripts: dict[str, Script] = {}
 
     def key(self, name: str) -> str:
@@ -138,7 +135,7 @@ class Broker:
 
     def memory_is_short(self) -> bool:
         """Whether memory must be freed before anything more is stored; raises what `check_eviction` does."""
-        return self.check_eviction().share > self._memory_share
+        return self.check_eviction().share > MEMORY_SHARE
 
     def check_eviction(self) -> Memory:
         """The server's memory; raises `UserError` if it may drop keys to save memory."""
@@ -218,7 +215,7 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     if log is not None:
         for risk in risks(config, on_this_machine=False):
             log.warning(risk)
-    broker = Broker(connected, run, config.dead_after, config.memory_share)
+    broker = Broker(connected, run, config.dead_after)
     broker.patience = patience
     return broker
 

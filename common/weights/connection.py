@@ -20,6 +20,8 @@ from common.weights.delta import THREADS, WrongDelta, decode, item_bytes
 from common.weights.listener import HANDSHAKE_SECONDS, USER
 from common.weights.memory import Transfer, TransferStats
 from common.weights.wire import (
+    CHUNK_BYTES,
+    CREDIT,
     Chunk,
     Fetch,
     Gone,
@@ -91,7 +93,7 @@ class Connection:
     """A DEALER socket to one server.
 
     Args:
-        config: the run's `learner.weights`; `curve_dir` and `chunk_mib` are used.
+        config: the run's `learner.weights`; `curve_dir` is used.
         timeout: seconds of silence after which the server is given up.
         deltas: whether to tell the server that deltas are worth making.
         stopped: asked regularly; once it is true, waiting ends with `Stopped`.
@@ -124,7 +126,7 @@ class Connection:
         self._socket.linger = 0
         self._socket.immediate = True  # nothing is queued for a server that is not there
         # Whatever listens at the address may send this much before it has shown that it knows the server's key.
-        self._socket.maxmsgsize = max(MAX_BYTES, config.chunk_mib << 20) + BOX_BYTES
+        self._socket.maxmsgsize = max(MAX_BYTES, CHUNK_BYTES) + BOX_BYTES
         self._socket.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
         self._socket.ipv6 = "[" in source.address
         self._handshakes: zmq.Socket[bytes] = self._socket.get_monitor_socket(REFUSALS)
@@ -199,14 +201,13 @@ class Connection:
             if not self._send(Hello()):
                 raise ConnectionLost(f"{self.source.address} is no longer there")
 
-    def fetch(self, transfer: Transfer, credit: int, stats: TransferStats, arrived: Arrived) -> bool:
+    def fetch(self, transfer: Transfer, stats: TransferStats, arrived: Arrived) -> bool:
         """Put the missing chunks in their places; False if the server has dropped the snapshot meanwhile.
 
         Deltas are unpacked in threads. A chunk is put in its place once its checksum is right; a wrong one is asked
         for again, as a whole.
 
         Args:
-            credit: chunks that are asked for ahead.
             arrived: called for each chunk in its place.
 
         Raises:
@@ -220,7 +221,7 @@ class Connection:
         with ThreadPoolExecutor(THREADS, "deltas") as pool:
             heard = asked = time.monotonic()
             while transfer.missing:
-                while ahead and len(chunks.asked) + len(chunks.unpacking) < credit:
+                while ahead and len(chunks.asked) + len(chunks.unpacking) < CREDIT:
                     self._ask(chunks, ahead.popleft())
                 if chunks.unpacking and (not chunks.asked or chunks.unpacking[0][2].done()):
                     chunk, delta, unpacked = chunks.unpacking.popleft()

@@ -221,7 +221,7 @@ class Follower:
             self._transfer = self._receiver.begin(manifest)
         transfer, began = self._transfer, time.monotonic()
         try:
-            if not connection.fetch(transfer, self._config.credit, self.stats, self._receiver.arrived):
+            if not connection.fetch(transfer, self.stats, self._receiver.arrived):
                 return False
         finally:
             transfer.seconds += time.monotonic() - began

@@ -19,7 +19,19 @@ from common.messages import InvalidMessage
 from common.weights.handover import Handover, shared_folder
 from common.weights.listener import Listener
 from common.weights.memory import Snapshot
-from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Refused, Request, Welcome, supersedes, unpack_request
+from common.weights.wire import (
+    CREDIT,
+    Chunk,
+    Fetch,
+    Gone,
+    Hello,
+    Poll,
+    Refused,
+    Request,
+    Welcome,
+    supersedes,
+    unpack_request,
+)
 
 READER_TIMEOUT = 30.0  # seconds without a request after which a transfer counts as given up
 REQUESTS_A_ROUND = 64  # so that a flood of requests does not keep a new version waiting
@@ -66,7 +78,7 @@ class SnapshotServer:
         self._log = log or get_logger()
         self._path = path
         # ZeroMQ counts messages as read only after half of its limit: a lower limit would lose some of the credit.
-        self._listener = Listener(config, option, 2 * (config.credit + 2))
+        self._listener = Listener(config, option, 2 * (CREDIT + 2))
         self._socket, self._strangers = self._listener.socket, self._listener.strangers
         self.address, self.sent = self._listener.address, SentStats()
         self.handover = self._handover(config)

@@ -1,7 +1,7 @@
 """Wire format of the weights, between a learner or a relay and its clients.
 
 A client sends `Poll` with the snapshot it has and gets a `Manifest` once there is another one; then it asks for the
-snapshot chunk by chunk (`Fetch`), at most `credit` at a time. A client that has the snapshot before it may ask for
+snapshot chunk by chunk (`Fetch`), at most `CREDIT` at a time. A client that has the snapshot before it may ask for
 deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk itself. `Hello` is answered with `Welcome`
 at once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes. The manifest has the
 checksums of the chunks and one of its own.
@@ -22,6 +22,8 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from common.messages import InvalidMessage, Message, Texts, Version, first_problem
 from common.unpack import Buffer, Unreadable, unpack
 
+CHUNK_BYTES = 8 << 20  # of each chunk but the last
+CREDIT = 8  # chunks that a client asks for ahead
 ALIGNMENT = 64  # bytes; tensors start at a multiple of it, so that any dtype can be viewed in place
 
 ITEM_SIZE = {

@@ -22,6 +22,7 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import Draft202012Validator, extend, validator_for
 
 from common.config import EpisodeConfig
+from common.config.generator import MAX_CALLS
 from common.errors import UserError
 from common.log import get_logger
 from common.messages import Task
@@ -82,10 +83,9 @@ class Toolbox:
 
     def checked(self, calls: list[ToolCall]) -> list[ToolCall]:
         """Check a turn's calls; those that cannot be run get an error. Takes time if arguments are large."""
-        most = self._config.max_parallel_calls
-        checked = [self._checked(call) for call in calls[:most]]
-        if len(calls) > most:
-            checked.append(ToolCall("", error=f"error: a turn may have {most} calls; the others were not run"))
+        checked = [self._checked(call) for call in calls[:MAX_CALLS]]
+        if len(calls) > MAX_CALLS:
+            checked.append(ToolCall("", error=f"error: a turn may have {MAX_CALLS} calls; the others were not run"))
         return checked
 
     def session(self, task: Task) -> ToolSession:

@@ -120,11 +120,7 @@ def evaluations_made(run: Evidence) -> str:
     if not run.redis.finished or run.data.heldout is None:
         return ""
     last = run.config.run.steps
-    missing = (
-        []
-        if last in run.folder.answers or not run.config.eval.after_training
-        else [f"version {last} has no evaluation"]
-    )
+    missing = [] if last in run.folder.answers else [f"version {last} has no evaluation"]
     return some([*missing, *run.folder.unfinished])
 
 
@@ -216,7 +212,7 @@ def advantages(run: Evidence) -> str:
         return ""
     if config.sampler.advantage.token_weighted:
         return ""
-    values = run.replay.arrived if config.sampler.advantage.baseline == "arrival" else run.replay.sent
+    values = run.replay.arrived
     wrong = []
     for number, lines in run.folder.trained.items():
         batch = [task_id for task_id in run.batches.get(number, ()) if task_id in values]

@@ -39,7 +39,7 @@ def audit(config: Config, redis: RedisRecords, log: Any) -> list[AuditLine]:
         UserError: the run's data cannot be read.
     """
     evidence = Evidence(
-        config, load_data(config.data, log), redis, read_folder(config.run.folder, config.run.keep), log
+        config, load_data(config.data, log), redis, read_folder(config.run.folder, config.run.keep_bytes), log
     )
     checks = journal_lines.LINES | file_lines.LINES | token_lines.LINES
     lines = [AuditLine(name, check(evidence)) for name, check in checks.items()]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.files import Keep
 from common.messages import InvalidMessage, Step
 from common.streams.broker import Broker
 from common.streams.ledger import JournalEntry, read_journal
@@ -127,7 +126,7 @@ class FolderRecords:
         served: versions that the learner has served, in order, by its timeline.
         changed: the last step before each setting that has changed since the run began took its present value.
         since: of each folder of episodes and of `metrics`, the version before which files may have been removed
-            (`run.keep_versions` and the like).
+            (`run.keep_mb`).
     """
 
     metrics: Metrics
@@ -142,7 +141,7 @@ class FolderRecords:
     since: dict[str, int] = field(default_factory=dict)
 
 
-def read_folder(folder: Path, keep: Keep) -> FolderRecords:
+def read_folder(folder: Path, keep_bytes: int) -> FolderRecords:
     changes = RunFolder(folder, folder.name).changes()
     records = FolderRecords(
         read_metrics(folder), changed={change["key"]: int(change.get("step") or 0) for change in changes}
@@ -161,7 +160,7 @@ def read_folder(folder: Path, keep: Keep) -> FolderRecords:
             except (LookupError, TypeError, ValueError):
                 records.torn.append(f"{path.parent.name}/{path.name}:{number}")
     for name in ("rollouts", "validation_data", "training_data"):
-        records.since[name] = _oldest(folder, name, keep)
+        records.since[name] = _oldest(folder, name, keep_bytes)
     rewards = records.metrics.series("reward/mean", "sampler").versions.tolist()
     records.since["metrics"] = min(rewards, default=0) if (folder / OLD).exists() else 0
     serving = (event for event in read_timelines(folder)[0] if (event.process, event.name) == ("learner", "serve"))
@@ -171,11 +170,11 @@ def read_folder(folder: Path, keep: Keep) -> FolderRecords:
     return records
 
 
-def _oldest(folder: Path, name: str, keep: Keep) -> int:
+def _oldest(folder: Path, name: str, keep_bytes: int) -> int:
     """The oldest version of a folder that is so full that older ones may have been removed; else 0."""
     files = list(episode_files(folder, name))
     versions = sorted({version for version, _ in files})
-    if len(versions) < keep.versions and sum(path.stat().st_size for _, path in files) < keep.bytes // 2:
+    if sum(path.stat().st_size for _, path in files) < keep_bytes // 2:
         return 0
     return versions[min(1, len(versions) - 1)] if name == "validation_data" else versions[0]
 

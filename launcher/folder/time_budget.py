@@ -14,6 +14,7 @@ from launcher.folder.metrics import Metrics, Series
 
 RECENT, SHORTEST = 20, 60.0  # newest steps and seconds, at least, from which the bottleneck is determined
 WINDOW = 20  # newest steps, from which the pace is estimated
+GAIN = 0.02  # share of a step's time, below which a gain is not worth a move
 WAITS = 0.15  # share of its time that a side must wait to count as waiting
 MOST_SCORING = 0.5  # share of the episodes under way that must wait for scores until teachers count as the bottleneck
 # Parts of a learner's step, in order.
@@ -54,6 +55,7 @@ class Bottleneck:
         idle: share of their time that the generators were without any task.
         words: a sentence for people.
         scoring: share of the episodes under way that waited for a teacher's scores.
+        seconds: mean time of a step.
     """
 
     side: str
@@ -62,6 +64,20 @@ class Bottleneck:
     idle: float
     words: str
     scoring: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The GPUs of a run.
+
+    Attributes:
+        unit: GPUs that move together: those of a generator, or of ranks that divide sequences.
+    """
+
+    learner: int
+    generators: int
+    unit: int = 1
 
 
 def learner_seconds(metrics: Metrics, after: float = -math.inf, last: float = math.inf) -> dict[str, float]:
@@ -135,7 +151,29 @@ def bottleneck(metrics: Metrics) -> Bottleneck | None:
             f"The learner is the bottleneck: {facts}. Most of its step is {most} "
             f"({learner[most] / sum(learner.values()):.0%}); more generators would not help."
         )
-    return Bottleneck(side, len(ends) - 1, wait, idle, words, scoring)
+    return Bottleneck(side, len(ends) - 1, wait, idle, words, scoring, float(end - begin) / (len(ends) - 1))
+
+
+def moved_gpus(slow: Bottleneck, split: Split) -> str | None:
+    """What moving GPUs to the other side would bring, by the measured times; None before `RECENT` steps.
+
+    Each side's work in a step is the time in which it did not wait, and is divided evenly among its GPUs.
+    """
+    if slow.steps < RECENT:
+        return None
+    learner, generators = (1 - slow.wait) * slow.seconds, (1 - slow.idle) * slow.seconds
+    ways: dict[str, float] = {}
+    for way, change in (("generators to learner", split.unit), ("learner to generators", -split.unit)):
+        ranks, others = split.learner + change, split.generators - change
+        if ranks > 0 and others > 0:
+            ways[way] = max(learner * split.learner / ranks, generators * split.generators / others)
+    if not ways:
+        return None
+    best = min(ways, key=lambda way: ways[way])
+    gpus = "one GPU" if split.unit == 1 else f"{split.unit} GPUs"
+    if ways[best] > (1 - GAIN) * slow.seconds:
+        return f"moving {gpus} either way would make no step shorter"
+    return f"moving {gpus} from {best} would make a step take {ways[best]:.3g} s instead of {slow.seconds:.3g}"
 
 
 class Pace:

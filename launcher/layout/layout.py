@@ -1,7 +1,7 @@
 """Lays a run out on this machine: which GPUs are the learner's ranks', and which are each generator's or teacher's.
 
-Where nothing is asked for, the step model chooses: of the ways to divide the GPUs in which everything fits, the one in
-which a step takes the least time. On a single GPU a rank and a generator share it, if both fit.
+Where nothing is asked for, they are divided evenly, or as evenly as the learner fits. On a single GPU a rank and a
+generator share it, if both fit.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from common.config import Config
 from common.config.checks import check_ranks
 from common.errors import UserError
 from common.process import Role
+from launcher.folder.time_budget import Split
 from launcher.layout.advice import advice, free_of_rank, rank_bytes, rank_too_large
 from launcher.layout.gpus import Gpu, environment, numbers, read_gpus, select
 from launcher.layout.needs import GB, Needs, engine_size, needs_of, utilization
-from launcher.layout.step_model import read_shape
+from launcher.layout.shape import read_shape
 from launcher.layout.teachers import (
     TeacherServer,
     check_memory,
@@ -84,6 +85,17 @@ class Layout:
         groups = (self.learner, *self.generators, *(one.gpus for one in self.teachers))
         used = {gpu.number: gpu for gpus in groups for gpu in gpus}
         return [used[number] for number in sorted(used)]
+
+    def split(self, group: int) -> Split | None:
+        """How many GPUs each side has; None if they share one, or one side has none.
+
+        Args:
+            group: ranks that divide each sequence among them.
+        """
+        used = {gpu.number for one in self.generators for gpu in one}
+        if not self.learner or not used or used & {gpu.number for gpu in self.learner}:
+            return None
+        return Split(len(self.learner), len(used), math.lcm(group, len(self.generators[0])))
 
     @property
     def generator_names(self) -> list[str]:
@@ -221,7 +233,7 @@ class _Plan:
         return free
 
     def _divide(self, gpus: list[Gpu]) -> tuple[list[Gpu], list[Gpu]]:
-        """GPUs of the ranks and of the generators, by the step model, or evenly where the model is not known."""
+        """GPUs of the ranks and of the generators: as evenly as the learner fits."""
         wanted = None if self.choice.generators is None else self.choice.generators * self.size
         if self.config.run.deterministic:
             wanted = self.size
@@ -244,28 +256,12 @@ class _Plan:
                 + f", or no multiple of learner.sequence_parallel = {group}" * (group > 1)
                 + ": ask for fewer (--generators)"
             )
-        chosen = self._fastest(ways, gpus) if self.needs else min(ways, key=lambda count: abs(2 * count - len(gpus)))
+        needs = self.needs
+        fitting = [count for count in ways if needs is None or free_of_rank(needs, count, gpus[0]) >= 0]
+        if needs is not None and not fitting:
+            raise UserError(rank_too_large(needs, ways[-1], gpus[0]))
+        chosen = min(fitting, key=lambda count: abs(2 * count - len(gpus)))
         return gpus[:chosen], gpus[chosen:]
-
-    def _fastest(self, ways: Sequence[int], gpus: Sequence[Gpu]) -> int:
-        """The number of ranks with which a step takes the least time, of those with which the learner fits."""
-        assert self.needs is not None
-        times = {}
-        for count in ways:
-            generating = (len(gpus) - count) // self.size * self.size
-            if free_of_rank(self.needs, count, gpus[0]) >= 0:
-                times[count] = self.needs.time(count, generating, gpus)
-        if not times:
-            raise UserError(rank_too_large(self.needs, ways[-1], gpus[0]))
-        best = min(times, key=lambda count: times[count].seconds)
-        others = sorted(times, key=lambda count: times[count].seconds)[1:2]
-        other = f"; with {others[0]}: {times[others[0]].seconds:,.0f} s" if others else ""
-        time = times[best]
-        self.reasons.append(
-            f"{best} for the learner: by the step model a step takes it {time.learn:,.0f} s, the generators "
-            f"{time.generate:,.0f} s{other}"
-        )
-        return best
 
     def _generators(
         self, learning: Sequence[Gpu], generating: Sequence[Gpu], *, named: bool

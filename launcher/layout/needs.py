@@ -1,10 +1,10 @@
-"""What a run needs of each GPU, and how long its steps take: memory table and step model of one configuration."""
+"""The memory that a run needs of each GPU: the memory table of one configuration."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,7 @@ from common.checks.check import PARALLEL_SIZES
 from common.config import Config
 from common.config.teacher import TeacherConfig
 from common.errors import first_line
-from launcher.layout.gpus import Gpu
-from launcher.layout.step_model import Rates, Shape, StepTime, Workload, read_shape, step
+from launcher.layout.shape import Shape, read_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,16 +23,7 @@ if TYPE_CHECKING:
 GB = 1e9
 RESERVED = 5e9  # of a rank: CUDA's context, NCCL's buffers, and what the allocator cannot use
 ENGINE = 3e9  # of a generator's GPU: its context, activations, and captured graphs
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in a mixture's config.json
 GPU_MEMORY_UTILIZATION = 0.9  # vLLM's default
-# What the data sheets say, where they differ from an H100's: FLOP/s in bfloat16, bytes/s of memory and between GPUs.
-RATES = {
-    "B200": Rates(peak=2250e12, memory=8.0e12, nvlink=600e9),
-    "H200": Rates(memory=4.8e12),
-    "A100": Rates(peak=312e12, memory=2.0e12),
-    "L40S": Rates(peak=362e12, memory=0.86e12, nvlink=25e9),
-    "4090": Rates(peak=165e12, memory=1.0e12, nvlink=20e9),
-}
 
 
 class Needs:
@@ -85,29 +75,6 @@ class Needs:
         """What a generator's engine needs."""
         model = self.config.model
         return EngineNeeds(self.shape, model.dtype, self.config.generator.engine, model.max_model_len)
-
-    def time(self, learning: int, generating: int, gpus: Sequence[Gpu]) -> StepTime:
-        """How long a step takes with so many GPUs on each side; half of the longest response is taken for the mean."""
-        config = self.config
-        rates = next((rates for name, rates in RATES.items() if name in gpus[0].product), Rates())
-        run = Workload(
-            training=learning,
-            generating=generating,
-            gpus_a_node=len(gpus),
-            batch=config.sampler.batch_size,
-            prompt=min(256, config.data.max_prompt_tokens),
-            response=max(1.0, config.episode.max_response_tokens / 2),
-            mini_batches=config.learner.mini_batches,
-            token_budget=config.learner.token_budget,
-            sequence_parallel=config.learner.sequence_parallel,
-            zero_stage=config.learner.zero_stage,
-            recompute_activations=config.learner.gradient_checkpointing,
-            recompute_proximal=config.algorithm.proximal in ("recompute", "compare"),
-            reference=config.algorithm.kl_coef > 0,
-            rescore=config.sampler.drift.mode == "rescore",
-            critic_updates=config.critic.updates if config.algorithm.has_critic else 0,
-        )
-        return step(self.shape, replace(rates, gpu_bytes=float(gpus[0].total or Rates().gpu_bytes)), run)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The servers of the teachers, and their GPUs: the last ones, before the step model divides the others.
+"""The servers of the teachers, and their GPUs: the last ones, before the others are divided.
 
 On a machine with one GPU they share it with a rank and a generator.
 """

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from common.errors import one_line, visible
 from common.masking import METRIC
+from launcher.folder.time_budget import moved_gpus
 from launcher.layout.gpus import Gpu
 from launcher.run.notices import Notice
 from launcher.run.progress import PhaseTimer, Progress, duration
@@ -231,6 +232,8 @@ def figures(progress: Progress) -> Table:
         waits = f"learner waits {slow.wait:.0%}, generators {slow.idle:.0%} of the last {slow.steps} steps"
         waits += f", {slow.scoring:.0%} of the episodes for scores" if slow.side == "teachers" else ""
         table.add_row("bottleneck", slow.side, waits)
+        if progress.split and (gain := moved_gpus(slow, progress.split)):
+            table.add_row("GPUs", f"{progress.split.learner} + {progress.split.generators}", gain)
     table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
     counted, dispatched = progress.counters.get("counted", 0), progress.counters.get("dispatched", 0)
     table.add_row("samples counted", f"{counted:,}", f"of {dispatched:,} dispatched")

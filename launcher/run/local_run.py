@@ -120,6 +120,7 @@ def _run(
                     )
                 config = with_url(config, options.front(config.broker.url))
                 progress = Progress.of(broker, config)
+                progress.split = layout.split(config.learner.sequence_parallel)
                 commands = worker_commands(path, layout)
                 if options.resume:
                     commands["learner"].append("--resume")

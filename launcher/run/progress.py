@@ -18,7 +18,7 @@ from common.messages import Step
 from common.streams.broker import Broker, Memory
 from common.streams.steps import StepReader
 from launcher.folder.metrics import Metrics
-from launcher.folder.time_budget import Bottleneck, Pace, bottleneck
+from launcher.folder.time_budget import Bottleneck, Pace, Split, bottleneck
 from launcher.layout.gpus import Gpu
 
 RECENT = 60
@@ -41,6 +41,7 @@ class Progress:
         folder: of the run; it may be on another machine, and then there are no metrics.
         gpus: those that processes started here use, as they are now.
         has_teacher: whether a teacher scores episodes.
+        split: how many GPUs each side has here; None if that is not known, or they share one.
         left_out: samples that could not be trained on, and all of the batch, by version.
         evaluates_first: whether the version that training starts from is evaluated.
         masked_advice: what masks tokens, and what to try against it.
@@ -69,6 +70,7 @@ class Progress:
     variance_ratio: float | None = None
     left_out: dict[int, tuple[int, int]] = field(default_factory=dict)
     gpus: Sequence[Gpu] = ()
+    split: Split | None = None
     metrics: Metrics | None = field(init=False)
 
     @classmethod

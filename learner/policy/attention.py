@@ -98,10 +98,7 @@ class PackedSequences:
             UserError: sequences share packed tokens, which it cannot take.
         """
         if self.places is not None:
-            raise UserError(
-                "flash_attention_2 reads no shared prefixes: set learner.share_prefixes=false, or learner.attention to "
-                "varlen or sdpa"
-            )
+            raise UserError("flash_attention_2 reads no shared prefixes; set learner.attention to varlen or sdpa")
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,

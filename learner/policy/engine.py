@@ -127,7 +127,7 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dic
         "steps_per_print": 1_000_000_000,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": config.lr, "betas": list(config.betas), "weight_decay": config.weight_decay, **adam},
+            "params": {"lr": config.lr, "weight_decay": config.weight_decay, **adam},
         },
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,

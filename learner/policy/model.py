@@ -35,6 +35,8 @@ from learner.ranks.ulysses import SequenceGroup
 OUTPUT_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 
+LOGPROB_CHUNK = 1024  # tokens whose logits exist at the same time
+
 
 class Policy(nn.Module):
     """Wraps the model so that one forward goes from packed tokens to log-probs of the predicted ones.
@@ -191,7 +193,7 @@ def load_policy(config: Config, weights: bool = True, key: str = "model.path") -
     model.train()
     policy = Policy(
         model,
-        config.learner.logprob_chunk,
+        LOGPROB_CHUNK,
         config.generator.temperature,
         has_adapter=lora is not None,
         float32_head=config.model.head_dtype == "float32",

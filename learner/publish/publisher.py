@@ -19,7 +19,7 @@ import torch
 from common.config import Config
 from common.weights.handover import boot_id
 from common.weights.memory import MemoryFile
-from common.weights.wire import ScoredPrompt
+from common.weights.wire import CHUNK_BYTES, ScoredPrompt
 from learner.policy.attention import pack_sequences
 from learner.publish.host_copy import HostMemory
 from learner.publish.weight_copy import WeightCopy, copy_weights
@@ -61,7 +61,6 @@ class RankCopies:
     def __init__(self, config: Config, world: World) -> None:
         self._world = world
         self._in_thread = world.beside(config.learner.rank_timeout)
-        self._chunk_bytes = config.learner.weights.chunk_mib << 20
         self._dtype = getattr(torch, config.model.dtype)
         self._opened: OrderedDict[tuple[str, int], HostMemory] = OrderedDict()
 
@@ -79,7 +78,7 @@ class RankCopies:
         options: dict[str, Any] = {"memory": memory, "device": self._world.device, "share": share}
         if server is not None:
             return server.copy(version, tensors, self._dtype, prompt, **options)
-        return copy_weights(version, tensors, self._dtype, self._chunk_bytes, **options)
+        return copy_weights(version, tensors, self._dtype, CHUNK_BYTES, **options)
 
     def checksums(self, copy: WeightCopy) -> dict[int, int]:
         """Gather the checksums of all chunks; called in one thread of each rank, one copy after another."""
@@ -104,7 +103,7 @@ class RankCopies:
         able = [rank for rank, flag in enumerate(self._world.gather(b"1" if memory is not None else b"")) if flag]
         if memory is None:
             return None, range(0)
-        return memory, share(memory.file.size, self._chunk_bytes, able.index(self._world.rank), len(able))
+        return memory, share(memory.file.size, CHUNK_BYTES, able.index(self._world.rank), len(able))
 
     def _open(self, machine: str, path: str, inode: int, size: int) -> HostMemory | None:
         """Rank 0's memory; None if this rank cannot reach it."""

@@ -12,7 +12,7 @@ from common.config import WeightsConfig
 from common.weights.delta import encode_all, item_bytes, same_layout
 from common.weights.memory import Snapshot
 from common.weights.server import SnapshotServer
-from common.weights.wire import ScoredPrompt
+from common.weights.wire import CHUNK_BYTES, ScoredPrompt
 from learner.publish.host_copy import HostMemory
 from learner.publish.weight_copy import WeightCopy, copy_weights
 
@@ -27,21 +27,10 @@ class WeightServer:
     def __init__(self, config: WeightsConfig, *, log: Any = None) -> None:
         self._server = SnapshotServer(config, log=log)
         self.address, self.sent, self.endpoint = self._server.address, self._server.sent, self._server.endpoint
-        self._chunk_bytes = config.chunk_mib << 20
         self._deltas = config.deltas != "off"
         self._life = secrets.token_hex(8)
         self._published = 0
         self._last: Snapshot | None = None
-
-    def publish(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        dtype: torch.dtype | str,
-        prompt: ScoredPrompt | None = None,
-    ) -> None:
-        """Copy the weights and serve them from now on; arguments as in `copy`."""
-        self.serve(self.copy(version, tensors, dtype, prompt))
 
     def copy(
         self,
@@ -67,7 +56,7 @@ class WeightServer:
             options["memory"] = self.memory()
         name = f"{self._life}-{self._published}"
         self._published += 1
-        return copy_weights(version, tensors, dtype, self._chunk_bytes, snapshot=name, prompt=prompt, **options)
+        return copy_weights(version, tensors, dtype, CHUNK_BYTES, snapshot=name, prompt=prompt, **options)
 
     def memory(self) -> HostMemory | None:
         """Memory for the next copy, of its size; None for the first copy, whose size is not known."""

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from common.errors import UserError
-from common.files import Keep, append, remove_oldest, rewrite, sync_folder
+from common.files import append, remove_oldest, rewrite, sync_folder
 from common.messages import InvalidMessage, SampleHeader
 from common.payload import json_line, open_record, pack_record
 from sampler.records import DispatchedTask
@@ -30,12 +30,12 @@ class EpisodeFiles:
 
     Args:
         folder: created when needed.
-        keep: files of older versions are removed when a new one begins; None: all stay.
+        keep_bytes: beyond this size files of older versions are removed when a new one begins; None: all stay.
         unfinished: call each file `<version>.jsonl.part` until `finish`, and keep the first version.
     """
 
-    def __init__(self, folder: Path, keep: Keep | None = None, *, unfinished: bool = False) -> None:
-        self._folder, self._keep, self._keep_first = folder, keep, unfinished
+    def __init__(self, folder: Path, keep_bytes: int | None = None, *, unfinished: bool = False) -> None:
+        self._folder, self._keep_bytes, self._keep_first = folder, keep_bytes, unfinished
         self._suffix = ".jsonl.part" if unfinished else ".jsonl"
         self._written: dict[int, set[str]] = {}  # task ids by version
 
@@ -51,8 +51,8 @@ class EpisodeFiles:
             new = {task_id: line for task_id, line in lines if task_id not in written}
             append(path, b"".join(line + b"\n" for line in new.values()))
             written.update(new)
-            if is_new and self._keep is not None:
-                remove_oldest(self._folder, self._keep, spare_first=self._keep_first)
+            if is_new and self._keep_bytes is not None:
+                remove_oldest(self._folder, self._keep_bytes, spare_first=self._keep_first)
 
         self._change(version, add)
 
@@ -225,11 +225,11 @@ class Rollouts:
     Args:
         folder: takes `<version>.jsonl`, by the version at dispatch.
         every: episodes of versions that are a multiple of it are kept; 0: none are.
-        keep: as `EpisodeFiles` has it.
+        keep_bytes: as `EpisodeFiles` has it.
     """
 
-    def __init__(self, folder: Path, every: int, keep: Keep | None = None) -> None:
-        self._files = EpisodeFiles(folder, keep)
+    def __init__(self, folder: Path, every: int, keep_bytes: int | None = None) -> None:
+        self._files = EpisodeFiles(folder, keep_bytes)
         self._every = every
         self._round: dict[int, list[tuple[str, bytes]]] = defaultdict(list)
 

@@ -26,7 +26,7 @@ class TensorBoardTracker(Tracker):
 
     def __init__(self, config: Config, folder: Path, run_id: str) -> None:
         self._folder = folder / "tensorboard"
-        self._max_bytes = config.run.keep_metrics_mb << 20
+        self._max_bytes = config.run.metrics_bytes
         if not run_id:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._writers: dict[str, EventFileWriter] = {}

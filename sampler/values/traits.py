@@ -40,8 +40,6 @@ def prompt_traits(prompts: PromptSet, config: TrackerConfig, log: Any) -> Prompt
 
 
 def _features(prompts: PromptSet, config: TrackerConfig, log: Any) -> Features | None:
-    if config.prompt_states is None and config.prompt_features == "none":
-        return None
     if len(prompts) > MAX_PROMPTS:
         log.info("too many prompts for a regression on their text or states", prompts=len(prompts), most=MAX_PROMPTS)
         return None

@@ -27,7 +27,7 @@ from tests.chaos.schedule import schedule
 TASKS = (DEFAULT, agent.TASK)
 STEPS_A_MINUTE = 20  # that two cores make while everything fails
 # Failures are noticed soon, so that many fit into a run; and each commit of the sampler is kept.
-SETTINGS = ["run.journal=true", "broker.heartbeat=0.5", "broker.dead_after=3", "learner.checkpoint_every=5"]
+SETTINGS = ["run.journal=true", "broker.dead_after=3", "learner.checkpoint_every=5"]
 # The initial model pulls the policy back to where it began, by so little that it learns all the same.
 TEACHER_WEIGHT = "teacher.weight=0.01"
 

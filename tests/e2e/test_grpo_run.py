@@ -33,7 +33,6 @@ SETTINGS = {
     "eval.every": 0,
     "eval.limit": HELDOUT,
     "episode.rollouts_every": 1,
-    "broker.heartbeat": 0.5,
     "broker.dead_after": 3.0,
 }
 # Half of what a random model says earns it.

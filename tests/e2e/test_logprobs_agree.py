@@ -53,13 +53,13 @@ class Update:
 
     async def __call__(self, version: int, weights: Weights) -> None:
         """Publish weights and load what arrives."""
-        self.server.publish(version, weights, "float32")
+        self.server.serve(self.server.copy(version, weights, "float32"))
         with await self.client.next() as arrived:
             await load_weights(self.engine, arrived, self.config.learner.lora)
 
     async def checked(self, version: int, trainer: Trainer, weights: Weights) -> None:
         """Publish weights with the learner's log-probs of a prompt; the engine is checked against them."""
-        self.server.publish(version, weights, "float32", scored_prompt(trainer))
+        self.server.serve(self.server.copy(version, weights, "float32", scored_prompt(trainer)))
         with await self.client.next() as arrived:
             await self.engine.load(version, arrived)
         await LogprobCheck(self.engine, trainer.config, structlog.get_logger()).after_update(arrived.manifest)

@@ -30,7 +30,6 @@ SETTINGS = {
     "learner.keep_checkpoints": 3,
     "eval.every": 4,
     "eval.limit": HELDOUT,
-    "broker.heartbeat": 0.5,
     "broker.dead_after": 3.0,
 }
 MODULE = """

@@ -28,7 +28,7 @@ def config(**sections: dict[str, Any]) -> Config:
         "model": {"path": "m"},
         "data": {"train": "t"},
         "run": {"steps": 10},
-        "broker": {"heartbeat": 0.05},
+        "broker": {"dead_after": 0.5},
     }
     for name, values in sections.items():
         tree[name] = tree.get(name, {}) | values
@@ -141,7 +141,7 @@ def test_of_two_that_come_with_different_changes_one_is_refused(real_broker: Bro
 
 def test_a_run_that_has_just_begun_is_not_replaced(real_broker: Broker) -> None:
     """The first process has stored its configuration, and sends its first heartbeat once the other looks for one."""
-    agree(real_broker, config(broker={"heartbeat": 5.0}))
+    agree(real_broker, config(broker={"dead_after": 10.0}))
     with ExitStack() as stack:
         first = Presence(real_broker, "sampler", "sampler", interval=0.05)
         reads, looks = real_broker.processes, iter([lambda: stack.enter_context(first)])

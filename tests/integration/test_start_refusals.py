@@ -79,7 +79,7 @@ def test_a_generator_waits_for_its_sandbox_then_says_why(
     real_broker: Broker, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     def refused(url: str) -> str:
-        sandbox = {"url": url, "attempts": 1, "wait": 1.0}
+        sandbox = {"url": url, "wait": 1.0}
         config = run_file(tmp_path, episode={"reward": "code"}, sandbox=sandbox, broker={"url": redis_server.url})
         return refusal_of("generator.cli", "-c", config, SPO_LOG_LEVEL="ERROR")
 

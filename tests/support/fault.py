@@ -64,7 +64,7 @@ def fault_config(folder: Path, redis_url: str, sandbox_url: str, kinds: dict[str
             "rollouts_every": 1,
         },
         "sandbox": {"url": sandbox_url, "attempts": 2},
-        "broker": {"url": redis_url, "heartbeat": 0.1, "dead_after": 30},
+        "broker": {"url": redis_url, "dead_after": 30},
     }
     for name, values in sections.items():
         tree[name] = tree.get(name, {}) | values

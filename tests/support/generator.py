@@ -139,7 +139,7 @@ def config(**sections: Any) -> Config:
         "model": {"path": "m", "max_model_len": 512},
         "data": {"train": "t", "max_prompt_tokens": 64},
         "generator": {"max_concurrency": 4, "max_attempts": 2, "retry_pause": 0},
-        "broker": {"heartbeat": 0.01, "dead_after": 0.1},
+        "broker": {"dead_after": 0.1},
     }
     return parse_config(base | sections)
 

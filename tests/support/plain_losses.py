@@ -9,22 +9,24 @@ from typing import Any
 import torch
 
 from common.config import AlgorithmConfig
+from common.config.algorithm import loss_options
 
 # The formulas, for one row, on scalars: log pi_theta, log pi_old, log pi_rollout, advantage, weight, and whether the
 # comparison with all tokens has chosen it.
 
 
 def clip(value: Any, config: AlgorithmConfig) -> Any:
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    options = loss_options(config.loss, config)
+    low, high = 1 - options["low"], 1 + options["high"]
     return low + 0 * value if value < low else high + 0 * value if value > high else value
 
 
 def plain_ppo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
-    losses = []
+    losses, cap = [], loss_options(config.loss, config)["cap"]
     for new, old, _, advantage, *_ in row:
         ratio = torch.exp(new - old)
         surrogate = min(ratio * advantage, clip(ratio, config) * advantage)
-        losses.append(-surrogate if advantage >= 0 else -max(surrogate, config.clip_dual * advantage + 0 * ratio))
+        losses.append(-surrogate if advantage >= 0 else -max(surrogate, cap * advantage + 0 * ratio))
     return losses
 
 
@@ -39,9 +41,9 @@ def plain_cispo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
 
 
 def plain_sapo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
-    losses = []
+    losses, options = [], loss_options(config.loss, config)
     for new, old, _, advantage, *_ in row:
-        tau = config.tau_pos if advantage > 0 else config.tau_neg
+        tau = options["tau_pos" if advantage > 0 else "tau_neg"]
         losses.append(-advantage * (4 / tau) / (1 + torch.exp(-tau * (torch.exp(new - old) - 1))))
     return losses
 
@@ -51,9 +53,9 @@ def plain_reinforce(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
 
 
 def plain_double_sided(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
-    losses = []
+    losses, options = [], loss_options(config.loss, config)
     for new, old, rollout, advantage, *_ in row:
-        inside = config.band_low <= math.exp(float((new - rollout).detach())) <= config.band_high
+        inside = options["low"] <= math.exp(float((new - rollout).detach())) <= options["high"]
         losses.append(-advantage * torch.exp(new - old) if inside else 0 * new)
     return losses
 

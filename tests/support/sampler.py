@@ -31,7 +31,7 @@ def make_config(folder: Path, *, prompts: int = 40, heldout: int = 0, **sections
         "data": {"train": str(folder / "train.jsonl")},
         "sampler": {"batch_size": 8, "max_staleness": 1, "drift": {"mode": "ledger"}},
         "eval": {"every": 2},
-        "broker": {"heartbeat": 0.1, "dead_after": 30},
+        "broker": {"dead_after": 30},
     }
     if heldout:
         tree["data"]["heldout"] = str(folder / "heldout.jsonl")

@@ -26,7 +26,8 @@ from relay.relay import Relay
 from tests.support.waiting import PATIENCE
 
 CHUNK = 1 << 20
-CONFIG = WeightsConfig(chunk_mib=1, credit=3, shared_folder="off")
+CREDIT = 3
+CONFIG = WeightsConfig(shared_folder="off")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -50,7 +51,7 @@ def arriving(manifest: Manifest) -> Snapshot:
 
 def publish(server: WeightServer, version: int, seed: int | None = None, mib: int = 5) -> Tensors:
     weights = random_weights(version if seed is None else seed, mib)
-    server.publish(version, weights.items(), torch.float32)
+    server.serve(server.copy(version, weights.items(), torch.float32))
     return weights
 
 

@@ -22,7 +22,7 @@ from common.streams.steps import StepReader
 STREAMS = ("tasks", "samples", "batches", "dead")
 SPO = (sys.executable, "-m", "launcher.cli")
 # Short enough that a process that was killed is replaced at once.
-QUICK_HEARTBEAT = {"heartbeat": 0.5, "dead_after": 3.0}
+QUICK_HEARTBEAT = {"dead_after": 3.0}
 
 
 def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

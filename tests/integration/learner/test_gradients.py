@@ -59,7 +59,7 @@ ALGORITHMS: dict[str, Job] = {
     "sure negatives": {"negative_max_prob": 0.01, "correction": SOME_ROWS},
     "by age": {"correction": {**SOME_TOKENS, "thresholds_by_age": [1.0, 0.4, 1.0, 1.0, 1.0]}},
 }
-NARROW = {"correction": SOME_OF_BOTH, "clip_low": 0.02, "clip_high": 0.02}
+NARROW = {"correction": SOME_OF_BOTH, "loss_options": {"low": 0.02, "high": 0.02}}
 # Both optimizer steps of a batch; weights are divided by their mean over the batch, not over a mini-batch.
 IN_TWO_STEPS: dict[str, Job] = {
     "recompute": {"proximal": "recompute", **NARROW},
@@ -80,7 +80,7 @@ UNCORRECTED = {"correction": {"preset": "disabled"}}
 ALONE: dict[str, Job] = {
     "packed": {"token_budget": 4096},
     "quarters": {"token_budget": 130},
-    "recomputed": {"token_budget": 4096, "gradient_checkpointing": True, "logprob_chunk": 7},
+    "recomputed": {"token_budget": 4096, "gradient_checkpointing": True},
     "temperature": {"generator": {"temperature": 0.7}},
     "turns": {"algorithm": UNCORRECTED},
 }

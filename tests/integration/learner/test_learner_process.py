@@ -140,7 +140,7 @@ def test_a_learner_killed_at_its_last_checkpoint_writes_it_after_the_run_was_dec
 
 
 def test_a_learner_replaced_while_it_stood_still_changes_nothing(runs):
-    run = runs("fenced", broker={"dead_after": 2, "heartbeat": 0.2})
+    run = runs("fenced", broker={"dead_after": 2})
     first = run.start()
     run.send(0)
     run.wait_for(1, first)

@@ -33,7 +33,8 @@ def copy_versions(world: World, folder: Path, elsewhere: tuple[int, ...]) -> Non
     """Each rank has weights of its own, so that every chunk shows which rank has copied it."""
     if world.rank in elsewhere:
         publishing.boot_id = lambda: "another machine"
-    config = learner_config("m", folder, weights={"chunk_mib": 1})
+    publishing.CHUNK_BYTES = CHUNK
+    config = learner_config("m", folder)
     copies = RankCopies(config, world)
     server = WeightServer(config.learner.weights) if world.is_main else None
     members = [rank for rank in range(world.size) if rank not in elsewhere]

@@ -114,15 +114,6 @@ def test_without_one_before_training_it_follows_an_interval(broker: Broker, tmp_
     audited(broker, sampler.config)
 
 
-@pytest.mark.parametrize(("every", "versions"), [(4, [0, 4]), (3, [0, 3]), (0, [0])])
-def test_the_last_one_can_be_left_out(broker: Broker, tmp_path: Path, every: int, versions: list[int]) -> None:
-    settings = {"every": every, "after_training": False}
-    sampler, generator, learner = started(broker, tmp_path, heldout=2, eval=settings)
-    drive(sampler, generator, learner)
-    assert [result["version"] for result in broker.evaluations()] == versions
-    audited(broker, sampler.config)
-
-
 def test_an_evaluation_is_sent_in_slices_also_by_a_successor(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from common.config import WeightsConfig
-from tests.support.weights import CONFIG, Lab
+from tests.support.weights import CHUNK, CONFIG, CREDIT, Lab
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few MiB of weights are several chunks, more than a client asks for ahead."""
+    monkeypatch.setattr("learner.publish.weight_server.CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr("common.weights.connection.CREDIT", CREDIT)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def trained(version: int) -> Tensors:
 
 def publish(server: WeightServer, version: int) -> Tensors:
     tensors = trained(version)
-    server.publish(version, tensors.items(), torch.bfloat16)
+    server.serve(server.copy(version, tensors.items(), torch.bfloat16))
     return tensors
 
 
@@ -121,7 +121,7 @@ def test_weights_of_another_layout_come_whole(lab: Lab) -> None:
     client = lab.client(server.endpoint)
     arrives(client, publish(server, 0))
     larger = {"embed": torch.ones(6000, 501, dtype=torch.bfloat16)}
-    server.publish(1, larger.items(), torch.bfloat16)
+    server.serve(server.copy(1, larger.items(), torch.bfloat16))
     arrives(client, larger)
     assert client.stats.delta_chunks == 0
 

@@ -27,7 +27,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_no_weight_can_be_read_on_the_wire(keys: str, lab: Lab) -> None:
     server = lab.learner(curve_dir=keys)
     ones = {"w": torch.ones(1_000_000)}
-    server.publish(0, ones.items(), torch.float32)
+    server.serve(server.copy(0, ones.items(), torch.float32))
     seen = bytearray()
     far = socket.create_server(("127.0.0.2", 0))  # an address at which the server itself does not listen
 

@@ -38,14 +38,14 @@ Spawn = Callable[..., subprocess.Popen[bytes]]
 @pytest.fixture
 def run(redis_server: RedisServer, real_broker: Broker, tmp_path: Path) -> Config:
     real_broker.dead_after = 5.0
-    weights = {"chunk_mib": 1, "credit": 3, "host": HOST, "shared_folder": "off"}
+    weights = {"host": HOST, "shared_folder": "off"}
     config = parse_config(
         {
             "run": {"name": real_broker.run},
             "model": {"path": "m"},
             "data": {"train": "t"},
             "learner": {"weights": weights},
-            "broker": {"url": redis_server.url, "heartbeat": 0.1, "dead_after": 5.0},
+            "broker": {"url": redis_server.url, "dead_after": 5.0},
         }
     )
     (tmp_path / "run.yaml").write_text(dump_config(config))

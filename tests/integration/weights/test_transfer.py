@@ -17,6 +17,7 @@ from learner.publish.weight_server import WeightServer
 from tests.support.waiting import eventually
 from tests.support.weights import (
     CONFIG,
+    CREDIT,
     Lab,
     arrives,
     assert_same,
@@ -92,8 +93,9 @@ def test_malformed_requests_are_refused_and_stop_nothing(lab: Lab) -> None:
     arrives(lab.client(server.endpoint), expected)
 
 
-def test_no_chunk_is_lost_within_a_large_credit(lab: Lab) -> None:
-    server = lab.learner(credit=32)
+def test_no_chunk_is_lost_within_a_large_credit(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.weights.server.CREDIT", 32)
+    server = lab.learner()
     publish(server, 0)
     client = lab.requests(server)
     manifest, _ = client.ask(Poll())
@@ -152,13 +154,13 @@ def test_at_most_credit_chunks_are_under_way(lab: Lab) -> None:
         held.append(request)
         most = max(most, len(held))
         # The first answers are held back: a client without flow control would ask for everything.
-        if len(held) < CONFIG.credit and max(one.chunk for one in held) < len(source.chunks) - 1:
+        if len(held) < CREDIT and max(one.chunk for one in held) < len(source.chunks) - 1:
             return []
         return chunk_frames(source, held.pop(0))
 
     server = lab.scripted(answer)
     pulled(lab.client(server.endpoint, timeout=1.0)).close()
-    assert most <= CONFIG.credit
+    assert most <= CREDIT
     assert server.fetched() == set(range(len(source.chunks)))
 
 

@@ -87,10 +87,11 @@ def test_the_model_is_told_what_a_call_gives(tools: list[str], calls: list[ToolC
 
 
 @pytest.mark.parametrize(("most", "count", "run"), [(1, 3, 1), (2, 2, 2), (2, 5, 2)])
-def test_calls_of_a_turn_are_bounded(most: int, count: int, run: int) -> None:
+def test_calls_of_a_turn_are_bounded(most: int, count: int, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generator.tools.toolbox.MAX_CALLS", most)
     calls = [said("echo", str(number)) for number in range(count)]
     told = [f"error: a turn may have {most} calls; the others were not run"] * (count > run)
-    assert results(toolbox("Echo", max_parallel_calls=most), *calls) == [str(number) for number in range(run)] + told
+    assert results(toolbox("Echo"), *calls) == [str(number) for number in range(run)] + told
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.config import Config, dump_config
-from common.files import Keep, remove_oldest
+from common.files import remove_oldest
 from common.log import Timeline
 from common.messages import Step, Task
 from common.streams.broker import Broker
@@ -579,9 +579,9 @@ def test_a_version_that_the_learner_has_lost_may_answer(run: RunRecords, served:
 def test_files_that_were_removed_for_their_age_are_not_missed(run: RunRecords) -> None:
     config = run.config()
     for folder in ("rollouts", "validation_data", "training_data"):
-        remove_oldest(run.folder / folder, Keep(2, 1 << 30), spare_first=folder == "validation_data")
+        remove_oldest(run.folder / folder, 1, spare_first=folder == "validation_data")
     assert problems(run.redis, config) != {}
-    less = config.run.model_copy(update={"keep_versions": 2})
+    less = config.run.model_copy(update={"keep_mb": 0})
     assert problems(run.redis, config.model_copy(update={"run": less})) == {}
 
 

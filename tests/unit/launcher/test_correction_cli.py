@@ -23,8 +23,8 @@ from tests.support.spo_command import Spo
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
 BASE = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
-NO_EFFECT = "algorithm.tau_pos=2"
-NOTE = "algorithm.tau_pos = 2.0 has no effect on loss 'ppo_clip'"
+NO_EFFECT = "algorithm.kl_estimator=k2"
+NOTE = "algorithm.kl_estimator = 'k2' has no effect while kl_coef is 0"
 
 
 def output_of(*arguments: object, **environ: str) -> str:
@@ -166,7 +166,7 @@ def test_explain_names_what_has_no_effect() -> None:
 
 def test_config_names_what_has_no_effect_beside_the_yaml(spo: Spo) -> None:
     ran = spo("config", CONFIG, "-o", NO_EFFECT)
-    assert yaml.safe_load(ran.stdout)["algorithm"]["tau_pos"] == 2.0
+    assert yaml.safe_load(ran.stdout)["algorithm"]["kl_estimator"] == "k2"
     assert ran.stderr.startswith(f"warning: {NOTE}")
     assert spo("config", CONFIG).stderr == ""
 
@@ -190,4 +190,4 @@ def test_a_run_names_what_has_no_effect_before_it_starts(plain: list[str], tmp_p
     assert ran.returncode == 2
     log = ran.stderr if plain else (tmp_path / "arithmetic" / "logs" / "launcher.log").read_text()
     assert log.count(NOTE) == 1
-    assert ran.stdout.replace("\n", " ").count("tau_pos = 2.0 has no effect") == (0 if plain else 1)
+    assert ran.stdout.replace("\n", " ").count("kl_estimator = 'k2' has no effect") == (0 if plain else 1)

@@ -22,7 +22,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher import status as inspection
-from launcher.folder.time_budget import Pace
+from launcher.folder.time_budget import Pace, Split
 from launcher.layout.gpus import Gpu
 from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import LiveView, PlainView, data_size, figures, process_rows, render, sparkline
@@ -348,6 +348,11 @@ def test_status_and_live_view_name_the_page_s_bottleneck(
         assert re.search(r"bottleneck +learner +learner waits 5%, generators 60% of the last 11 steps", shown)
     assert inspection.facts(config)["bottleneck"]["side"] == "learner"
     assert "bottleneck" not in text(render("runs/mine", read(fake_broker), supervisor, PhaseTimer()))
+    monkeypatch.setattr("launcher.folder.time_budget.RECENT", 11)
+    progress = read(fake_broker, folder=folder)
+    progress.split = Split(4, 4)
+    live = text(render("runs/mine", progress, supervisor, PhaseTimer()), 160)
+    assert re.search(r"GPUs +4 \+ 4 +moving one GPU from generators to learner would make a step take", live)
 
 
 SLOW_THEN_FAST = [(100.0 * version, version) for version in range(5)]

@@ -17,6 +17,7 @@ from benchmarks.memory_table import QWEN3_30B_A3B
 from common.config import Config
 from common.errors import UserError
 from common.log import get_logger
+from launcher.folder.time_budget import Split
 from launcher.layout import layout as layouts
 from launcher.layout.gpus import numbers, read_gpus, select, watching
 from launcher.layout.layout import Choice, Layout, lay_out
@@ -66,6 +67,9 @@ def test_gpus_are_divided(
     gpus.are(count)
     layout = lay_out(config(learner), asked)
     assert devices(layout) == expected
+    first, others = expected[0].split(","), len(expected[1])
+    size = learner.get("sequence_parallel", 1)
+    assert layout.split(size) == (Split(len(first), others, size) if others and count > 1 else None)
     assert layout.reasons[0].startswith("learner: GPU 0" if expected[0][0] == "0" else "learner: GPU ")
     in_file = {"learner_gpus": asked.learner_gpus, "generator_gpus": asked.generator_gpus}
     assert lay_out(config(learner, run=in_file), Choice(asked.generators)) == layout
@@ -244,7 +248,7 @@ def test_a_mixture_of_uneven_layers_is_divided_evenly(gpus: StandInGpus, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B.to_dict() | {"mlp_only_layers": [0]}))
     layout = lay_out(config_of(model={"path": str(tmp_path)}), Choice())
     assert devices(layout) == ("0,1", ["2", "3"])
-    assert "the step model does not know mixtures with mlp_only_layers = [0]" in layout.reasons[-1]
+    assert "mixtures with mlp_only_layers = [0] are not known" in layout.reasons[-1]
 
 
 def test_a_deterministic_run_has_one_generator(config: Callable[..., Config], gpus: StandInGpus) -> None:

@@ -53,7 +53,7 @@ def test_sizes_and_losses_are_the_published_ones(name: str) -> None:
     batch, mini, responses = SIZES[name]
     assert (config.sampler.batch_size, config.sampler.batch_size // config.learner.mini_batches) == (batch, mini)
     assert algorithm.responses == responses
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.clip_dual, algorithm.kl_coef) == (0.2, 0.28, 10.0, 0.0)
+    assert (algorithm.loss_options, algorithm.kl_coef) == ({"low": 0.2, "high": 0.28, "cap": 10.0}, 0.0)
     assert (config.eval.samples, config.eval.temperature, config.eval.top_p, config.eval.top_k) == (16, 0.6, 0.95, 20)
     assert config.eval.every == 10
     assert (config.data.max_prompt_tokens, episode.max_response_tokens, episode.max_assistant_turns) == (2048, 8192, 8)

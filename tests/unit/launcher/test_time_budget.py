@@ -13,11 +13,14 @@ import pytest
 from launcher.folder.metrics import Metrics, Series, read_metrics
 from launcher.folder.run import read_one
 from launcher.folder.time_budget import (
+    Bottleneck,
     GeneratorTime,
+    Split,
     accumulated,
     bottleneck,
     generator_times,
     learner_seconds,
+    moved_gpus,
     total_seconds,
 )
 from tests.support.run_folder import finished_run, write_metrics
@@ -171,3 +174,25 @@ def test_time_is_divided_as_the_processes_measured_it(tmp_path: Path) -> None:
     assert accumulated(counts) == 9 + 4 + 2
     assert accumulated(counts, begin=1.0) == 4 + 4 + 2
     assert accumulated(Series(np.empty(0, int), np.empty(0), np.empty(0))) == 0
+
+
+@pytest.mark.parametrize(
+    ("wait", "idle", "split", "words"),
+    [
+        # The generators work 100 s of a step, the learner 40 s of it; 4 + 4 becomes 3 + 5.
+        (0.6, 0.0, Split(4, 4), "moving one GPU from learner to generators would make a step take 80 s instead of 100"),
+        (0.0, 0.6, Split(4, 4), "moving one GPU from generators to learner would make a step take 80 s instead of 100"),
+        # 2 + 6: then the learner takes 80 s itself.
+        (0.6, 0.0, Split(4, 4, unit=2), "moving 2 GPUs from learner to generators would make a step take 80 s instead"),
+        (0.0, 0.0, Split(4, 4), "moving one GPU either way would make no step shorter"),
+        (0.4, 0.0, Split(2, 2), "moving one GPU either way would make no step shorter"),
+        (0.6, 0.0, Split(1, 1), None),
+        (0.6, 0.0, Split(2, 2, unit=2), None),
+    ],
+)
+def test_what_a_moved_gpu_would_bring_follows_from_the_measured_times(
+    wait: float, idle: float, split: Split, words: str | None
+) -> None:
+    said = moved_gpus(Bottleneck("either", 20, wait, idle, "", seconds=100.0), split)
+    assert said == words if words is None else said is not None and said.startswith(words)
+    assert moved_gpus(Bottleneck("either", 19, wait, idle, "", seconds=100.0), split) is None

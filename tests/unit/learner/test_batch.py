@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from common.config import LearnerConfig
 from common.errors import UserError
-from common.files import Keep
 from common.messages import Batch
 from common.payload import NO_EXPERTS, Payload
 from learner.batch.plan import plan_micro_batches
@@ -358,9 +357,10 @@ def test_records_of_batches_to_be_repeated_are_removed(tmp_path: Path) -> None:
     (tmp_path / "training_data/notes.txt").touch()
     discard(tmp_path, 3)
     assert {path.name for path in (tmp_path / "training_data").iterdir()} == {"2.0.jsonl", "notes.txt"}
+    size = (tmp_path / "training_data/2.0.jsonl").stat().st_size
     for version in (3, 4, 5):
         for rank in (0, 1):
-            TokenRecord(batch([True, True, True])).write(tmp_path, version, rank, Keep(2, 1 << 20))
+            TokenRecord(batch([True, True, True])).write(tmp_path, version, rank, keep_bytes=4 * size)
     names = {path.name for path in (tmp_path / "training_data").iterdir()}
     assert names == {"4.0.jsonl", "4.1.jsonl", "5.0.jsonl", "5.1.jsonl", "notes.txt"}, "old versions make room"
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.config import AlgorithmConfig
 from learner.correction import Correction, CorrectionConfig, correct
 from tests.support.golden import GOLDEN, GOLDEN_FILE
 
@@ -156,7 +157,9 @@ def test_a_preset_from_end_to_end():
 
 @pytest.mark.parametrize("name", sorted(GOLDEN_FILE["presets"]))
 def test_presets_have_verls_fields(name):
-    fields, config = GOLDEN_FILE["presets"][name], CorrectionConfig.preset(name)
+    fields, config = dict(GOLDEN_FILE["presets"][name]), CorrectionConfig.preset(name)
+    algorithm = AlgorithmConfig(correction=config)
+    assert (algorithm.proximal == "rollout", algorithm.loss) == (fields.pop("bypass_mode"), fields.pop("loss_type"))
     assert {key: getattr(config, key) for key in fields} == fields
 
 

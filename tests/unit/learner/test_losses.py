@@ -83,7 +83,9 @@ def loss_of(
 @pytest.mark.parametrize("name", ["H01", "H02"])
 def test_dual_clip_ppo_is_golden(name):
     inputs, expected = GOLDEN[name]["inputs"], GOLDEN[name]["expected"]
-    config = AlgorithmConfig(clip_low=inputs["clip_low"], clip_high=inputs["clip_high"], clip_dual=inputs["clip_c"])
+    config = AlgorithmConfig(
+        loss_options={"low": inputs["clip_low"], "high": inputs["clip_high"], "cap": inputs["clip_c"]}
+    )
     loss, _, metrics = loss_of(golden(name), config)
     assert loss == pytest.approx(expected["loss"], rel=1e-6)
     assert {key: metrics[key] for key in expected["metrics"]} == pytest.approx(expected["metrics"], rel=1e-6)
@@ -102,9 +104,9 @@ def test_importance_weights_are_golden():
 def test_bypass_mode_is_golden(name):
     """H06 weighs a policy gradient by its rows; H07 masks PPO, and only measures its weights."""
     inputs, expected, batch = GOLDEN[name]["inputs"], GOLDEN[name]["expected"], golden()
-    names = ("rollout_rs", "rollout_rs_threshold", "rollout_is", "loss_type")
+    names = ("rollout_rs", "rollout_rs_threshold", "rollout_is")
     fields = {key: inputs[key] for key in names if key in inputs}
-    config = AlgorithmConfig(correction={"bypass_mode": True, **fields})
+    config = AlgorithmConfig(proximal="rollout", loss=inputs["loss_type"], correction={"rollout_is": None, **fields})
     correction = correct(batch["logprobs"], batch["old"], batch["mask"], config.correction)
     weights, keep = correction.weights, correction.mask
     assert config.weighs_loss == (name == "H06")
@@ -197,11 +199,16 @@ def test_where_everything_is_rejected_the_loss_is_zero(name, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(("scale", "clip_low"), [(0.05, 0.2), (0.5, 0.2), (3.0, 0.2), (3.0, 10.0)])
-def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale, clip_low):
+@pytest.mark.parametrize(("scale", "low"), [(0.05, 0.2), (0.5, 0.2), (3.0, 0.2), (3.0, 10.0)])
+def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale, low):
     """With a lower clip of 10 verl's example of CISPO switches that bound off."""
-    bounds = {"clip_low": clip_low, "clip_dual": 3.0, "band_low": 0.6, "band_high": 1.5}
-    config = config_of(name, aggregation=mode, tau_pos=0.75, tau_neg=1.75, **bounds)
+    bounds = {
+        **{key: {"low": low} for key in ("gspo", "cispo", "clip_cov")},
+        "ppo_clip": {"low": low, "cap": 3.0},
+        "sapo": {"tau_pos": 0.75, "tau_neg": 1.75},
+        "double_sided": {"low": 0.6, "high": 1.5},
+    }
+    config = config_of(name, aggregation=mode, loss_options=OPTIONS.get(name, {}) | bounds.get(name, {}))
     batch = random_rows(scale)
     if scale == 0.5:
         batch["advantages"][:, 2:] *= -0.5  # turns of one row have advantages of both signs
@@ -220,7 +227,8 @@ def test_metrics_count_the_tokens_that_a_bound_holds():
     ones = torch.ones_like(logprobs)
     batch = {"logprobs": logprobs, "old": 0 * ones, "mask": ones, "advantages": ones * torch.tensor([1, -1, 1, 1, -1])}
     metrics = {
-        name: loss_of(batch, AlgorithmConfig(clip_dual=1.5), name=name)[2] for name in ("ppo_clip", "cispo", "sapo")
+        name: loss_of(batch, config_of(name, loss_options={"cap": 1.5} if name == "ppo_clip" else {}), name=name)[2]
+        for name in ("ppo_clip", "cispo", "sapo")
     }
     of_ppo = {"pg_clipfrac": 0.6, "clip_high": 0.4, "clip_low": 0.2, "pg_clipfrac_lower": 0.2}
     assert {name: metrics["ppo_clip"][f"actor/{name}"] for name in of_ppo} == pytest.approx(of_ppo)
@@ -261,7 +269,7 @@ def test_gspos_row_mean_is_skyrls_or_verls(skyrl):
     log_ratios = [0.1, 0.2, 3.0]
     zeros, ones = torch.zeros(1, 3).double(), torch.ones(1, 3).double()
     correction = {"skyrl": {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}}
-    config = AlgorithmConfig(loss="gspo", clip_high=9.0, **({"correction": correction} if skyrl else {}))
+    config = AlgorithmConfig(loss="gspo", loss_options={"high": 9.0}, **({"correction": correction} if skyrl else {}))
     batch = {"logprobs": rows([log_ratios]), "old": zeros, "advantages": ones, "mask": ones}
     loss, _, _ = loss_of(batch, config, Correction(None, torch.tensor([[True, True, False]])), "gspo")
     counted = log_ratios if skyrl else log_ratios[:2]

@@ -107,5 +107,5 @@ def test_gradients_of_a_token_of_many_rows_are_added_up_exactly() -> None:
 
 def test_flash_attention_names_what_reads_shared_prefixes() -> None:
     packed, lengths = tree()
-    with pytest.raises(UserError, match=r"set learner\.share_prefixes=false, or learner\.attention to varlen or sdpa"):
+    with pytest.raises(UserError, match=r"set learner\.attention to varlen or sdpa"):
         pack_sequences(lengths, places=packed.places).flash_arguments()

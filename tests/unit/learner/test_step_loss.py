@@ -185,8 +185,8 @@ def test_sure_negative_tokens_leave_the_loss_and_are_counted():
 
 def test_weights_are_constants_of_the_loss_in_bypass_mode_too():
     """REINFORCE's gradient is the weight itself, not the weight's derivative times log pi."""
-    correction = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 2.0}
-    _, gradient, _ = one_step(correction=correction)
+    correction = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+    _, gradient, _ = one_step(correction=correction, proximal="rollout", loss="reinforce")
     weight = math.exp(0.1)
     assert gradient.tolist() == pytest.approx([-weight / 5] * 2 + [weight / 5] * 2 + [2 / 5], rel=1e-6)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from common.files import Keep
 from common.messages import SampleHeader
 from common.payload import pack_record
 from common.streams.broker import Broker
@@ -126,12 +125,9 @@ def test_what_another_run_left_is_removed(tmp_path: Path) -> None:
     assert ids(tmp_path / "0.jsonl") == ["t1"]
 
 
-@pytest.mark.parametrize(
-    ("keep", "kept"),
-    [(Keep(2, 1 << 20), [3, 4]), (Keep(99, 4 * LINE), [3, 4]), (Keep(2, 1), [4]), (Keep(99, 1 << 20), [0, 1, 2, 3, 4])],
-)
-def test_files_of_the_oldest_versions_are_removed(tmp_path: Path, keep: Keep, kept: list[int]) -> None:
-    rollouts, heldout = EpisodeFiles(tmp_path / "a", keep), EpisodeFiles(tmp_path / "b", keep, unfinished=True)
+@pytest.mark.parametrize(("size", "kept"), [(4 * LINE, [3, 4]), (1, [4]), (1 << 20, [0, 1, 2, 3, 4])])
+def test_files_of_the_oldest_versions_are_removed(tmp_path: Path, size: int, kept: list[int]) -> None:
+    rollouts, heldout = EpisodeFiles(tmp_path / "a", size), EpisodeFiles(tmp_path / "b", size, unfinished=True)
     for version in range(5):
         rollouts.write(version, lines("t1"))
         rollouts.write(version, lines("t1", "t2"))

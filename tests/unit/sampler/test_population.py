@@ -197,8 +197,8 @@ def make_prompts(folder: Path, rows: list[dict[str, Any]]) -> PromptSet:
 
 def test_groups_are_named_by_a_column_or_by_several_sources(tmp_path: Path) -> None:
     prompts = make_prompts(tmp_path, [{"level": 2}, {"level": "easy"}, {"level": 2}])
-    traits = prompt_traits(prompts, RunTrackerConfig(group_column="level", prompt_features="none"), LOG)
-    assert (traits.group_names, traits.features) == (("2", "easy"), None)
+    traits = prompt_traits(prompts, RunTrackerConfig(group_column="level"), LOG)
+    assert traits.group_names == ("2", "easy")
     assert traits.groups is not None
     assert traits.groups.tolist() == [0, 1, 0]
     for name in ("easy", "hard"):
@@ -236,7 +236,7 @@ def write_arrays(path: Path, **arrays: np.ndarray) -> None:
 def test_states_are_found_by_the_prompts_ids(tmp_path: Path) -> None:
     prompts, path = make_prompts(tmp_path, [{}, {}, {}]), tmp_path / "new" / "states.npz"
     write_states(path, ["another", *prompts.ids[:0:-1]], np.stack([VECTORS[0], *VECTORS]))
-    traits = prompt_traits(prompts, RunTrackerConfig(prompt_states=str(path), prompt_features="none"), LOG)
+    traits = prompt_traits(prompts, RunTrackerConfig(prompt_states=str(path)), LOG)
     assert traits.features is not None
     assert traits.features.name == "state"
     expected = [[0.0, 0.0], VECTORS[1].tolist(), VECTORS[0].tolist()]

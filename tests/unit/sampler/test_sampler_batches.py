@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ def make(
         algorithm={"method": "grpo" if size > 1 else "spo", "group_size": max(size, 2), **algorithm},
         episode={"rollouts_every": 0},
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_refill() -> Iterator[None]:
+    """At most one batch of degenerate samples is replaced for a batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sampler.state.REFILL_LIMIT", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +98,7 @@ def test_no_sample_is_too_old_and_no_group_incomplete(
     lagging: bool, refill: bool,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
-    config = make(folder, groups, size, staleness, steps, refill_degenerate=refill and size > 1, refill_limit=1)
+    config = make(folder, groups, size, staleness, steps, refill_degenerate=refill and size > 1)
     run, sampler = begun(config)
     batch_size, checked = config.sampler.batch_size, 0
     dispatched_at = dict.fromkeys(run.tasks, 0)
@@ -205,7 +214,7 @@ def test_a_retired_prompt_takes_its_group_along(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refill", [False, True])
 def test_degenerate_groups_are_replaced_up_to_the_limit(tmp_path: Path, refill: bool) -> None:
-    config = make(tmp_path, groups=2, size=2, staleness=0, steps=3, refill_degenerate=refill, refill_limit=1)
+    config = make(tmp_path, groups=2, size=2, staleness=0, steps=3, refill_degenerate=refill)
     run, sampler = begun(config)
     answer_all(run, [1.0, 1.0, 1.0, 0.0])
     sampler.round()

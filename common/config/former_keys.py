@@ -1,0 +1,152 @@
+"""Keys that the configuration no longer has: those of earlier releases are still read, with a warning.
+
+A key whose value can be kept is moved to its new place. Any other key is accepted at its former default, which is what
+holds today, and refused at another value. `former_names.py` has the former names of verl and SkyRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Fields = dict[str, Any]
+CLIPPED = ("ppo_clip", "gspo", "cispo", "clip_cov")
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A key that nothing took the place of.
+
+    Attributes:
+        default: the value it had where none was given.
+        today: what holds instead.
+    """
+
+    default: Any
+    today: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossKey:
+    """A key of `algorithm` that is an option of some losses now.
+
+    Attributes:
+        default: the value it had where none was given.
+        option: its name in `algorithm.loss_options`.
+        losses: those that have it.
+    """
+
+    default: float
+    option: str
+    losses: tuple[str, ...]
+
+
+# By the section's class.
+GONE: dict[str, dict[str, Gone]] = {
+    "GeneratorConfig": {
+        "top_p": Gone(1.0, "training responses are sampled from all tokens (evaluations have eval.top_p)"),
+        "top_k": Gone(0, "training responses are sampled from all tokens (evaluations have eval.top_k)"),
+    },
+    "WeightsConfig": {
+        "chunk_mib": Gone(8, "a chunk has 8 MiB"),
+        "credit": Gone(8, "8 chunks are asked for ahead"),
+    },
+    "LearnerConfig": {
+        "betas": Gone([0.9, 0.999], "give them as learner.deepspeed={optimizer: {params: {betas: [...]}}}"),
+        "logprob_chunk": Gone(1024, "the logits of 1,024 tokens exist at the same time"),
+        "share_prefixes": Gone(True, "common prefixes are computed once wherever attention can read them"),
+    },
+    "RunTrackerConfig": {
+        "prompt_features": Gone("ngrams", "the prior weighs what the prompts' text tells by its errors")
+    },
+    "DriftConfig": {"estimator": Gone("abs", "drift is the mean |then - now| of the tokens' log-probs")},
+    "AdvantageConfig": {"baseline": Gone("arrival", "the baseline is the value when the reward is counted")},
+    "EvalConfig": {"after_training": Gone(True, "the last version is always evaluated")},
+    "RunConfig": {
+        "keep_versions": Gone(200, "run.keep_mb alone bounds these folders"),
+        "keep_metrics_mb": Gone(256, "it follows from run.keep_mb: a sixteenth of it"),
+    },
+    "AlgorithmConfig": {"refill_limit": Gone(10, "at most 10 batches of samples are replaced for one batch")},
+    "EpisodeConfig": {"max_parallel_calls": Gone(32, "32 calls of a turn are run, and the model is told of others")},
+    "SandboxConfig": {
+        "attempts": Gone(5, "a request is sent 5 times"),
+        "timeout": Gone(30.0, "an answer may take 30 s beyond the program's own limits"),
+    },
+    "BrokerConfig": {
+        "heartbeat": Gone(1.0, "it follows from broker.dead_after: a tenth of it, and at most 1 s"),
+        "memory_share": Gone(0.8, "above 80% of Redis' maxmemory no task is sent"),
+    },
+}
+LOSS_KEYS = {
+    "clip_low": LossKey(0.2, "low", CLIPPED),
+    "clip_high": LossKey(0.28, "high", CLIPPED),
+    "clip_dual": LossKey(10.0, "cap", ("ppo_clip",)),
+    "tau_pos": LossKey(1.0, "tau_pos", ("sapo",)),
+    "tau_neg": LossKey(1.05, "tau_neg", ("sapo",)),
+    "band_low": LossKey(0.5, "low", ("double_sided",)),
+    "band_high": LossKey(5.0, "high", ("double_sided",)),
+}
+
+
+def without_gone(section: str, data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    """The fields of a section without the keys that it no longer has, and a line about them if there are any.
+
+    Raises:
+        ValueError: one has another value than its former default.
+    """
+    gone, fields = GONE.get(section, {}), dict(data)
+    former = {name: fields.pop(name) for name in data if name in gone}
+    for name, value in former.items():
+        if (list(value) if isinstance(value, tuple) else value) != gone[name].default:
+            raise ValueError(f"{name} = {value!r} is no key any more: {gone[name].today}; remove it")
+    return fields, idle(former)
+
+
+def group_std(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    """The fields of `algorithm` with `method: dr_grpo` for `method: grpo` and `group_std: false`, and a line."""
+    fields = dict(data)
+    if "group_std" not in fields:
+        return fields, []
+    value = fields.pop("group_std")
+    if value is False and fields.get("method") == "grpo":
+        return fields | {"method": "dr_grpo"}, ["group_std = False is an older name; say method='dr_grpo'"]
+    return fields, idle({"group_std": value})
+
+
+def loss_keys(data: Mapping[str, Any], loss: str, is_built_in: bool) -> tuple[Fields, list[str]]:
+    """The fields of `algorithm` with former keys of the loss among its `loss_options`, and a line for each.
+
+    Raises:
+        ValueError: an option is given too, or the loss is the user's own, which knows its options itself.
+    """
+    fields, notes, unchanged = dict(data), list[str](), Fields()
+    for name, key in LOSS_KEYS.items():
+        if name not in fields:
+            continue
+        value = fields.pop(name)
+        options = fields.get("loss_options") or {}
+        if value == key.default:
+            unchanged[name] = value
+        elif not is_built_in:
+            raise ValueError(f"{name} = {value!r} is no key any more: make it an option of {loss!r}, in loss_options")
+        elif loss not in key.losses:
+            notes.append(f"{name} = {value!r} has no effect on loss {loss!r}, and is no key any more; remove it")
+        elif options.get(key.option, value) != value:
+            raise ValueError(
+                f"{name} = {value!r} is an older name for loss_options.{key.option} (given: {options[key.option]!r}); "
+                f"give loss_options.{key.option} alone"
+            )
+        else:
+            fields["loss_options"] = {**options, key.option: value}
+            notes.append(f"{name} = {value!r} is an older name; say loss_options={{{key.option}: {value!r}}}")
+    return fields, notes + idle(unchanged)
+
+
+def idle(former: Mapping[str, Any]) -> list[str]:
+    """A line about former keys with values that hold today anyway; none if there are none."""
+    if not former:
+        return []
+    keys = " and ".join(f"{name} = {value!r}" for name, value in former.items())
+    are = "are no keys" if len(former) > 1 else "is no key"
+    return [f"{keys} {are} any more, and without effect; remove {'them' if len(former) > 1 else 'it'}"]

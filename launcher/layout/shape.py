@@ -1,0 +1,76 @@
+"""The shape of a model, from its `config.json`: how many parameters it has, and what its cache takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# How a `config.json` says how many experts a layer has, and that some layers are of another kind.
+EXPERTS = ("num_experts", "num_local_experts")
+UNEVEN: dict[str, Any] = {"n_routed_experts": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder.
+
+    Attributes:
+        intermediate: width of a layer's gated block, or of each of its experts.
+        experts: of a layer; 1: there is one gated block, which computes every token.
+        shared: width of a further block that computes every token beside them.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool = False
+    experts: int = 1
+    shared: int = 0
+
+    @property
+    def parameters(self) -> float:
+        """All parameters, except those of norms."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        blocks = 3 * self.hidden * (self.intermediate * self.experts + self.shared)
+        embeddings = self.hidden * self.vocabulary * (1 if self.tied else 2)
+        return float(self.layers * (attention + router + blocks) + embeddings)
+
+    @property
+    def cache_bytes(self) -> float:
+        """Keys and values of one token, in 16 bits."""
+        return 4.0 * self.layers * self.kv_heads * self.head_dim
+
+
+def read_shape(path: Path) -> Shape:
+    """The shape of a model folder.
+
+    Raises:
+        ValueError: it is a mixture of experts whose layers differ.
+    """
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    heads, width = config["num_attention_heads"], config["intermediate_size"]
+    experts = next((config[name] for name in EXPERTS if config.get(name)), 1)
+    if experts > 1:
+        for name, usual in UNEVEN.items():
+            if config.get(name, usual) not in (None, usual):
+                raise ValueError(f"mixtures with {name} = {config[name]} are not known")
+        width = config.get("moe_intermediate_size") or width
+    return Shape(
+        config["num_hidden_layers"],
+        config["hidden_size"],
+        width,
+        heads,
+        config.get("num_key_value_heads", heads),
+        config.get("head_dim") or config["hidden_size"] // heads,
+        config["vocab_size"],
+        config.get("tie_word_embeddings", False),
+        experts,
+        config.get("shared_expert_intermediate_size", 0) if experts > 1 else 0,
+    )
