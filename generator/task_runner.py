@@ -253,7 +253,7 @@ async def rescore(engine: Any, previous: Payload) -> float:
 
 
 def sampling(config: Config, task: Task) -> dict[str, Any]:
-    """Temperature, `top_p` and `top_k` for a task; training samples from all tokens, as a cut would bias every ratio."""
+    """Temperature, `top_p` and `top_k` for a task; training samples from all tokens: a cut would bias every ratio."""
     if task.kind == "train":
         return {"temperature": config.generator.temperature, "top_p": 1.0, "top_k": 0}
     return {"temperature": config.eval.temperature, "top_p": config.eval.top_p, "top_k": config.eval.top_k}
