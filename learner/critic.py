@@ -183,12 +183,12 @@ class Critic:
         """
         settings, micros = self.settings, _micro_batches(batch)
         given = [_rewarded(micro, self._values(micro)) for micro in micros]
-        targets = [returns(*one, settings.gamma, settings.return_lambda).float() for one in given]
+        targets = [returns(*one, settings.return_lambda).float() for one in given]
         for micro, (_, values, _), target in zip(micros, given, targets, strict=True):
             _report(micro, values, target, stats)
         advantages = [micro.advantages for micro in micros]
         if batch.version >= settings.warmup_steps:
-            estimates = [gae(*one, settings.gamma, settings.gae_lambda) for one in given]
+            estimates = [gae(*one, settings.gae_lambda) for one in given]
             advantages = normalised(estimates, self.world, self.config.sampler.advantage.clip)
         judged = (
             replace(micro, values=values, returns=target, advantages=advantage)

@@ -145,9 +145,9 @@ def _run(config: Config) -> Iterator[Rule]:
         f"{generator.temperature}); set that to 1, or use sampler.drift.mode=ledger",
     )
     yield (
-        learner.offload_params and learner.zero_stage != 3,
-        f"learner.offload_params needs learner.zero_stage=3 (given: {learner.zero_stage}); set that, or "
-        "learner.offload_params=false",
+        learner.offload == "all" and learner.zero_stage != 3,
+        f"learner.offload=all needs learner.zero_stage=3 (given: {learner.zero_stage}); set that, or "
+        "learner.offload=none",
     )
     yield (
         bool(learner.exact_every) and learner.zero_stage == 3,
@@ -155,8 +155,8 @@ def _run(config: Config) -> Iterator[Rule]:
         "stage up to 2, or leave it out",
     )
     yield (
-        learner.offload_optimizer and learner.zero_stage == 0,
-        "learner.offload_optimizer needs learner.zero_stage of 1, 2 or 3 (given: 0)",
+        learner.offload == "optimizer" and learner.zero_stage == 0,
+        "learner.offload=optimizer needs learner.zero_stage of 1, 2 or 3 (given: 0)",
     )
     yield (
         algorithm.turn_advantage == "turn" and algorithm.responses > 1,

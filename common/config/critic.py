@@ -23,7 +23,6 @@ class CriticConfig(Section):
         None, gt=0, description=f"Its learning rate, which is constant; null: {LR_RATIO:g} times `learner.lr`."
     )
     updates: int = Field(2, ge=1, description="Optimizer steps on each batch, each over all of its tokens (SAO: 2).")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount from one model token to the next.")
     gae_lambda: float = Field(
         1.0, ge=0, le=1, description="Lambda of the advantages; 1: the return less the value of the token."
     )

@@ -62,6 +62,7 @@ GONE: dict[str, dict[str, Gone]] = {
     },
     "DriftConfig": {"estimator": Gone("abs", "drift is the mean |then - now| of the tokens' log-probs")},
     "AdvantageConfig": {"baseline": Gone("arrival", "the baseline is the value when the reward is counted")},
+    "CriticConfig": {"gamma": Gone(1.0, "rewards are not discounted")},
     "EvalConfig": {"after_training": Gone(True, "the last version is always evaluated")},
     "RunConfig": {
         "keep_versions": Gone(200, "run.keep_mb alone bounds these folders"),
@@ -112,6 +113,23 @@ def group_std(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     if value is False and fields.get("method") == "grpo":
         return fields | {"method": "dr_grpo"}, ["group_std = False is an older name; say method='dr_grpo'"]
     return fields, idle({"group_std": value})
+
+
+def offload(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    """The fields of `learner` with `offload` for `offload_optimizer` and `offload_params`, and a line.
+
+    Raises:
+        ValueError: `offload` is given too, with another value.
+    """
+    fields = dict(data)
+    former = {name: fields.pop(name) for name in ("offload_optimizer", "offload_params") if name in fields}
+    if not any(former.values()):
+        return fields, idle(former)
+    value = "all" if former.get("offload_params") else "optimizer"
+    given = " and ".join(f"{name} = {one!r}" for name, one in former.items())
+    if fields.get("offload", value) != value:
+        raise ValueError(f"{given} is an older name for offload (given: {fields['offload']!r}); give offload alone")
+    return fields | {"offload": value}, [f"{given} is an older name; say offload={value!r}"]
 
 
 def loss_keys(data: Mapping[str, Any], loss: str, is_built_in: bool) -> tuple[Fields, list[str]]:

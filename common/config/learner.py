@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator
 
+from common.config.former_keys import offload, without_gone
 from common.config.section import LOCAL, ON_OFF, Section
 
 MAX_RANK = 512  # of vLLM's kernels
@@ -112,8 +114,11 @@ class LearnerConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type the learner computes in.")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage.")
-    offload_optimizer: bool = Field(False, description="Keep the optimizer state in host memory (ZeRO 2 and 3).")
-    offload_params: bool = Field(False, description="Keep parameters in host memory (ZeRO 3).")
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="What is kept in host memory: the state of the `optimizer` (ZeRO 1 to 3), or `all`, which is the "
+        "parameters too (ZeRO 3).",
+    )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     attention: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = Field(
         "auto",
@@ -174,6 +179,12 @@ class LearnerConfig(Section):
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Merged into the DeepSpeed configuration.", json_schema_extra=LOCAL
     )
+
+    @classmethod
+    def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+        fields, notes = without_gone(cls.__name__, data)
+        fields, more = offload(fields)
+        return fields, notes + more
 
     @property
     def router_setting(self) -> str | None:

@@ -148,6 +148,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
     return config.model_copy(update={"run": config.run.model_copy(update={"modules": str(modules)})})
 
 
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a run's resolved configuration under today's keys; as they are if an earlier release had others."""
+    tree = read_tree(path)
+    try:
+        return parse_config(tree).model_dump(mode="json", by_alias=True)
+    except UserError:
+        return tree
+
+
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Set `section.key=value` in a configuration that is still a mapping; raises `UserError`."""
     for item in overrides:

@@ -26,7 +26,7 @@ CHANGEABLE = {
         "keep_checkpoints max_left_out rank_timeout export",
         "generator": "max_attempts retry_pause",
         "sampler": "max_set_aside",
-        "critic": "lr updates gamma gae_lambda return_lambda warmup_steps",
+        "critic": "lr updates gae_lambda return_lambda warmup_steps",
         "teacher": "weight decay_steps reward",
         "episode": "tool_timeout reward_timeout reward_workers reward_memory_mb rollouts_every",
         "sandbox": "memory_mb",

@@ -78,9 +78,7 @@ def critics_returns(run: Evidence) -> str:
     """A critic's returns and advantages follow from its values and the rewards, as the learner computes them (GAE)."""
     if not run.config.algorithm.has_critic:
         return ""
-    first = run.unchanged_since(
-        *(f"critic.{name}" for name in ("gamma", "gae_lambda", "return_lambda", "warmup_steps"))
-    )
+    first = run.unchanged_since(*(f"critic.{name}" for name in ("gae_lambda", "return_lambda", "warmup_steps")))
     return some(problem for number in run.folder.trained if number >= first for problem in _judged(run, number))
 
 
@@ -91,14 +89,14 @@ def _judged(run: Evidence, number: int) -> Iterator[str]:
         if row.values is None or row.returns is None or row.token_advantages is None:
             yield f"{row.task_id} in batch {number} has no values"
             return
-        rewards = _rewards(row.values, row.returns, settings.gamma, settings.return_lambda)
+        rewards = _rewards(row.values, row.returns, settings.return_lambda)
         by_turn = run.config.algorithm.turn_advantage == "turn"
         _, reward = run.rewards.get(row.task_id, ("", None))
         expected = np.zeros(len(rewards))
         expected[-1] = 0.0 if reward is None else run.replay.tracker.rescale(reward)
         if not by_turn and reward is not None and not np.allclose(rewards, expected, atol=4 * ROUNDED):
             yield f"{row.task_id} in batch {number}: its reward is {reward:g}, its returns add up to {rewards.sum():g}"
-        estimates.append(_gae(rewards, row.values, settings.gamma, settings.gae_lambda))
+        estimates.append(_gae(rewards, row.values, settings.gae_lambda))
         advantages.append(row.token_advantages)
         if number < settings.warmup_steps and not by_turn and (row.token_advantages != row.advantages[0]).any():
             yield f"{row.task_id} in batch {number}: other advantages than the sampler's before the critic's are used"
@@ -121,20 +119,20 @@ def _normalised(number: int, estimates: np.ndarray, advantages: np.ndarray, clip
         yield f"batch {number}: advantages are {scale:.3g} times the estimates, and up to {furthest:.2g} off"
 
 
-def _rewards(values: np.ndarray, returns: np.ndarray, gamma: float, lambda_: float) -> np.ndarray:
-    """The reward at each token of a row, from G_t = r_t + gamma ((1 - lambda) V_(t+1) + lambda G_(t+1)) [M]."""
+def _rewards(values: np.ndarray, returns: np.ndarray, lambda_: float) -> np.ndarray:
+    """The reward at each token of a row, from G_t = r_t + (1 - lambda) V_(t+1) + lambda G_(t+1) [M]."""
     later = (1 - lambda_) * np.append(values[1:], 0.0) + lambda_ * np.append(returns[1:], 0.0)
-    rewards = returns - gamma * later
+    rewards = returns - later
     # Most tokens earn nothing; what rounding leaves there would add up in the estimates of a long row.
     return np.where(np.abs(rewards) < 4 * ROUNDED, 0.0, rewards)
 
 
-def _gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lambda_: float) -> np.ndarray:
+def _gae(rewards: np.ndarray, values: np.ndarray, lambda_: float) -> np.ndarray:
     """Generalised advantage estimates of a row [M] (arXiv 1506.02438)."""
-    errors = rewards + gamma * np.append(values[1:], 0.0) - values
+    errors = rewards + np.append(values[1:], 0.0) - values
     estimates = np.zeros(len(errors) + 1)
     for place in reversed(range(len(errors))):
-        estimates[place] = errors[place] + gamma * lambda_ * estimates[place + 1]
+        estimates[place] = errors[place] + lambda_ * estimates[place + 1]
     return estimates[:-1]
 
 

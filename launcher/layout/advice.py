@@ -53,22 +53,24 @@ def advice(needs: Needs, ranks: int, gpu: Gpu, beside: float = 0.0) -> str:
     return "use larger GPUs, a smaller model, or an adapter (learner.lora)"
 
 
-def _changes(needs: Needs, ranks: int) -> Iterator[dict[str, int | bool]]:
+def _changes(needs: Needs, ranks: int) -> Iterator[dict[str, int | bool | str]]:
     """Settings of the learner that save memory, those that cost least time first; none that are set already."""
     learner = needs.config.learner
-    checkpointing: dict[str, int | bool] = {} if learner.gradient_checkpointing else {"gradient_checkpointing": True}
+    checkpointing: dict[str, int | bool | str] = (
+        {} if learner.gradient_checkpointing else {"gradient_checkpointing": True}
+    )
     if checkpointing:
         yield checkpointing
     for stage in range(max(1, learner.zero_stage), 4):
-        stages: dict[str, int | bool] = {} if stage == learner.zero_stage else {"zero_stage": stage}
+        stages: dict[str, int | bool | str] = {} if stage == learner.zero_stage else {"zero_stage": stage}
         if stages:
             yield stages
             yield stages | checkpointing
-        if stage >= 2 and not learner.offload_optimizer:
-            yield stages | checkpointing | {"offload_optimizer": True}
+        if stage >= 2 and learner.offload == "none":
+            yield stages | checkpointing | {"offload": "optimizer"}
     stages = {} if learner.zero_stage == 3 else {"zero_stage": 3}
     for size in range(learner.sequence_parallel + 1, ranks + 1):
         if ranks % size == 0 and needs.shape.heads % size == 0 and needs.shape.kv_heads % size == 0:
             yield stages | checkpointing | {"sequence_parallel": size}
-    if not learner.offload_params:
-        yield stages | checkpointing | {"offload_optimizer": True, "offload_params": True}
+    if learner.offload != "all":
+        yield stages | checkpointing | {"offload": "all"}

@@ -52,8 +52,8 @@ class Needs:
             ranks,
             weight_bytes=2 if learner.dtype == "bfloat16" else 4,
             frozen=learner.lora is not None,
-            host_optimizer=learner.offload_optimizer,
-            host_weights=learner.offload_params,
+            host_optimizer=learner.offload != "none",
+            host_weights=learner.offload == "all",
         )
         sizes, activations = _measured(
             config.model.path,

@@ -13,7 +13,7 @@ from typing import Any
 from common.checks.list import check_run
 from common.config import Config, differences
 from common.config.checks import check_one_generator
-from common.config.load import read_tree
+from common.config.load import read_values
 from common.errors import UserError
 from common.files import checkpoint, checkpoint_versions
 from common.held_folder import FolderGone
@@ -158,7 +158,7 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
     existing = folder / "config.yaml"
     if not existing.exists() or broker.redis.exists(broker.key("config")):
         return
-    changes = differences(config, read_tree(existing))
+    changes = differences(config, read_values(existing))
     check_changes(changes, f"run folder {folder}", max(checkpoint_versions(folder), default=0))
 
 

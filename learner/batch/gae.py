@@ -16,12 +16,10 @@ from learner.ranks.world import World
 EPSILON = 1e-8
 
 
-def gae(
-    rewards: torch.Tensor, values: torch.Tensor, segment_ids: torch.Tensor, gamma: float, lambda_: float
-) -> torch.Tensor:
+def gae(rewards: torch.Tensor, values: torch.Tensor, segment_ids: torch.Tensor, lambda_: float) -> torch.Tensor:
     """Generalised advantage estimates, float64 [N].
 
-    A_t = d_t + gamma lambda A_(t+1), d_t = r_t + gamma V_(t+1) - V_t; behind a row's last token both V and A are 0.
+    A_t = d_t + lambda A_(t+1), d_t = r_t + V_(t+1) - V_t; behind a row's last token both V and A are 0.
 
     Args:
         rewards: r, at the token that earned it [N].
@@ -29,9 +27,9 @@ def gae(
         segment_ids: row of each token, ascending int64 [N].
     """
     rewards, values = rewards.double(), values.double()
-    estimates = rewards - values + gamma * _later(values, segment_ids, 1)
+    estimates = rewards - values + _later(values, segment_ids, 1)
     # Each pass doubles the number of terms that have been added up: as many passes as the number of tokens has bits.
-    distance, decay = 1, gamma * lambda_
+    distance, decay = 1, lambda_
     while distance < len(estimates) and decay:
         estimates = estimates + decay * _later(estimates, segment_ids, distance)
         distance, decay = 2 * distance, decay * decay
@@ -45,11 +43,9 @@ def _later(numbers: torch.Tensor, segment_ids: torch.Tensor, distance: int) -> t
     return later
 
 
-def returns(
-    rewards: torch.Tensor, values: torch.Tensor, segment_ids: torch.Tensor, gamma: float, lambda_: float
-) -> torch.Tensor:
-    """What the critic learns: V + A of `gae`, float64 [N]; with lambda 1 the discounted sum of the rewards to come."""
-    return values.double() + gae(rewards, values, segment_ids, gamma, lambda_)
+def returns(rewards: torch.Tensor, values: torch.Tensor, segment_ids: torch.Tensor, lambda_: float) -> torch.Tensor:
+    """What the critic learns: V + A of `gae`, float64 [N]; with lambda 1 the sum of the rewards to come."""
+    return values.double() + gae(rewards, values, segment_ids, lambda_)
 
 
 def normalised(advantages: Sequence[torch.Tensor], world: World, clip: float | None = None) -> list[torch.Tensor]:

@@ -113,12 +113,12 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dic
     # Without ZeRO, DeepSpeed would accumulate gradients in bfloat16 and begin Adam with a step of zeros; stage 1
     # computes the same update in fp32.
     zero: dict[str, Any] = {"stage": max(config.zero_stage, 1) if in_bf16 else config.zero_stage}
-    if config.offload_optimizer:
+    if config.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
-    if config.offload_params:
+    if config.offload == "all":
         zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
     # DeepSpeed's own CPU Adam pays off if states are offloaded from a GPU; it is compiled at first use.
-    own_adam = config.offload_optimizer and on_gpu
+    own_adam = config.offload != "none" and on_gpu
     adam = {} if own_adam else {"torch_adam": True, "fused": True}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

@@ -63,7 +63,7 @@ def fault_config(folder: Path, redis_url: str, sandbox_url: str, kinds: dict[str
             "reward_workers": 1,
             "rollouts_every": 1,
         },
-        "sandbox": {"url": sandbox_url, "attempts": 2},
+        "sandbox": {"url": sandbox_url},
         "broker": {"url": redis_url, "dead_after": 30},
     }
     for name, values in sections.items():

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 # The stages, with the optimizer's state elsewhere, and in the precision of real runs.
 KINDS: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"zero_stage": stage} for stage in range(4)},
-    "stage 2, offloaded": {"zero_stage": 2, "offload_optimizer": True},
-    "stage 3, offloaded": {"zero_stage": 3, "offload_optimizer": True, "offload_params": True},
+    "stage 2, offloaded": {"zero_stage": 2, "offload": "optimizer"},
+    "stage 3, offloaded": {"zero_stage": 3, "offload": "all"},
     "bf16 stage 0": {"dtype": "bfloat16"},
     "bf16 stage 2": {"dtype": "bfloat16", "zero_stage": 2},
 }

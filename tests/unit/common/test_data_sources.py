@@ -19,8 +19,9 @@ def parse(*sources: dict[str, Any], episode: dict[str, Any] | None = None, **dat
 
 def test_a_string_is_one_source_with_the_sections_settings() -> None:
     config = parse(
-        train="data/maths.parquet", heldout="org/set", prompt_column="q", id_column="uid", answer_after="####",
-        heldout_split="validation", config="hard", system_prompt="be brief",
+        train="data/maths.parquet", heldout=[{"path": "org/set", "split": "validation"}], prompt_column="q",
+        id_column="uid", answer_after="####",
+        config="hard", system_prompt="be brief",
     )  # fmt: skip
     assert config.data.sources("train") == [
         Source(

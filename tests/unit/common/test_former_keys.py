@@ -104,6 +104,40 @@ def test_a_run_folder_of_an_earlier_release_starts(tmp_path: Path) -> None:
     assert len(warnings(config)) == len(GONE) + 2
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "today", "words"),
+    [
+        ("data: {train: org/set, train_split: all}", "data.train", [{"path": "org/set", "split": "all"}], "older name"),
+        ("data: {train: [a.jsonl, b.jsonl], train_split: all}", "data.train", [{"split": "all"}], "older name"),
+        ("data: {train: [{path: gsm8k}, {path: a}], train_split: all}", "data.train", [{}, {"split": "all"}], "older"),
+        ("data: {train: t, heldout: org/set, heldout_split: all}", "data.heldout", [{"split": "all"}], "older name"),
+        ("data: {train: t, heldout_split: test}", "data.heldout", None, "remove it"),
+        ("{algorithm: {method: grpo, group_std: false}}", "algorithm.method", "dr_grpo", "say method='dr_grpo'"),
+        (
+            "{learner: {offload_optimizer: true, zero_stage: 2}}",
+            "learner.offload",
+            "optimizer",
+            "say offload='optimizer'",
+        ),
+        ("{learner: {offload_params: true, zero_stage: 3}}", "learner.offload", "all", "say offload='all'"),
+        ("{learner: {offload_optimizer: false}}", "learner.offload", "none", "remove it"),
+        ("{algorithm: {method: grpo, group_std: true}}", "algorithm.method", "grpo", "remove it"),
+        ("{algorithm: {group_std: false}}", "algorithm.method", "spo", "remove it"),
+    ],
+)
+def test_what_has_a_new_place_is_moved_there(text: str, key: str, today: Any, words: str) -> None:
+    config = read(text)
+    section, name = key.split(".")
+    value = getattr(getattr(config, section), name)
+    if isinstance(today, list):
+        assert [{field: getattr(one, field) for field in ("path", "split") if field in wanted}
+                for one, wanted in zip(value, today, strict=True)] == today  # fmt: skip
+    else:
+        assert value == today
+    [line] = [line for line in warnings(config) if "key any more" in line or "older name" in line]
+    assert words in line
+
+
 def test_a_section_without_former_keys_has_no_notes() -> None:
     config = parse_config(BASE)
     values = [getattr(config, name) for name in Config.model_fields]

@@ -511,7 +511,6 @@ def other_accuracy(run: RunRecords) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[RunRecords], None], str]] = {
-    "critic.gamma": (trained_column("values", lambda one: one / 2), JUDGED),
     "critic.gae_lambda": (trained(lambda line: {"token_advantages": line["token_advantages"][::-1]}), JUDGED),
     "critic.return_lambda": (trained_column("returns", lambda one: 1 - one), JUDGED),
     "critic.warmup_steps": (trained_column("token_advantages", lambda one: -one), JUDGED),
@@ -532,7 +531,7 @@ def test_what_came_before_a_setting_changed_is_not_judged_by_it(run: RunRecords,
 def test_rounding_does_not_add_up_in_the_estimates_of_long_rows(run: RunRecords) -> None:
     """With one-step returns and a long horizon, thousands of rounded numbers are in the first token's estimate."""
     config, length = run.config(), 4000
-    critic = config.critic.model_copy(update={"gamma": 0.9995, "gae_lambda": 1.0, "return_lambda": 0.0})
+    critic = config.critic.model_copy(update={"gae_lambda": 1.0, "return_lambda": 0.0})
     rewards = {sample: reward for entry in run.redis.journal for _, reward, _, sample in entry.rewards}
     noise = torch.Generator().manual_seed(0)
 
@@ -543,9 +542,9 @@ def test_rounding_does_not_add_up_in_the_estimates_of_long_rows(run: RunRecords)
         earned[length - 1 :: length] = torch.tensor([float(rewards[line["task_id"]]) for line in lines])
         columns = {
             "values": values,
-            "returns": returns(earned, values, rows, critic.gamma, critic.return_lambda),
+            "returns": returns(earned, values, rows, critic.return_lambda),
             "token_advantages": normalised(
-                [gae(earned, values, rows, critic.gamma, critic.gae_lambda)],
+                [gae(earned, values, rows, critic.gae_lambda)],
                 World(0, 1, torch.device("cpu")),
                 config.sampler.advantage.clip,
             )[0],

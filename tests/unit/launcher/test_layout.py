@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.memory_table import QWEN3_30B_A3B
 from common.config import Config
@@ -43,7 +44,7 @@ def devices(layout: Layout) -> tuple[str, list[str]]:
     ("count", "learner", "asked", "expected"),
     [
         (1, {"lora": {"rank": 16}}, Choice(), ("0", ["0"])),
-        (2, {"zero_stage": 3, "offload_optimizer": True, "offload_params": True}, Choice(), ("0", ["1"])),
+        (2, {"zero_stage": 3, "offload": "all"}, Choice(), ("0", ["1"])),
         (4, {}, Choice(), ("0,1,2", ["3"])),
         (8, {}, Choice(), ("0,1,2,3", ["4", "5", "6", "7"])),
         (8, {}, Choice(2), ("0,1,2,3,4,5", ["6", "7"])),
@@ -79,7 +80,7 @@ def test_gpus_are_divided(
     ("count", "sections", "asked", "words"),
     [
         (1, {}, Choice(), "GPU 0 has 85.5 GB, of which a rank of the learner needs "),
-        (2, {}, Choice(), "set -o learner.zero_stage=3 -o learner.offload_optimizer=true"),
+        (2, {}, Choice(), "set -o learner.zero_stage=3 -o learner.offload="),
         (8, {"gradient_checkpointing": False}, Choice(), "set -o learner.gradient_checkpointing=true"),
         (8, {}, Choice(None, "8"), "--learner-gpus = '8' names GPU 8, and GPUs here are 0 to 7"),
         (8, {}, Choice(None, "0-x"), "must be numbers of GPUs, such as 0-3 or 0,2"),
@@ -117,7 +118,7 @@ def test_advice_is_one_that_fits(config: Callable[..., Config], gpus: StandInGpu
     with pytest.raises(UserError) as refused:
         lay_out(config(plain), Choice(None, "0-2"))
     advised = dict(re.findall(r"-o learner\.(\w+)=(\w+)", str(refused.value)))
-    learner = plain | {name: json.loads(value) for name, value in advised.items()}
+    learner = plain | {name: yaml.safe_load(value) for name, value in advised.items()}
     assert lay_out(config(learner), Choice(None, "0-2")).learner
 
 
@@ -235,9 +236,9 @@ def test_a_mixture_is_laid_out_by_all_of_its_experts(
     gpus.are(8)
     QWEN3_30B_A3B.save_pretrained(tmp_path)
     model = {"path": str(tmp_path), "max_model_len": 10_240}
-    with pytest.raises(UserError, match=r"set -o learner.offload_optimizer=true"):
+    with pytest.raises(UserError, match=r"set -o learner.offload=optimizer"):
         lay_out(config({"zero_stage": 3}, model=model), Choice())
-    layout = lay_out(config({"zero_stage": 3, "offload_optimizer": True}, model=model), Choice())
+    layout = lay_out(config({"zero_stage": 3, "offload": "optimizer"}, model=model), Choice())
     learner, generators = devices(layout)
     assert len(learner.split(",")) + len(generators) == 8
     assert "61.1 GB of weights" in layout.reasons[1]

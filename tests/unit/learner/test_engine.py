@@ -15,7 +15,7 @@ from learner.policy.engine import OWN_KEYS, deepspeed_config, learning_rate
 from learner.policy.kernels import deterministic
 
 SGD = {"type": "SGD", "params": {"momentum": 0.9}}
-OFFLOADED = {"zero_stage": 3, "offload_optimizer": True, "offload_params": True}
+OFFLOADED = {"zero_stage": 3, "offload": "all"}
 TO_CPU = {"device": "cpu", "pin_memory": True}
 BUFFERS = {"zero_optimization": {"offload_optimizer": {"buffer_count": 8}}}
 BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}

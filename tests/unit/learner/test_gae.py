@@ -19,9 +19,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 DECAYS = st.sampled_from([0.0, 0.3, 0.95, 1.0])
 
 
-def by_brute_force(
-    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lambda_: float
-) -> np.ndarray:
+def by_brute_force(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, lambda_: float) -> np.ndarray:
     """GAE of one sequence with tokens of tools and users in it, as the O(T^2) sum over what follows each model token.
 
     Args:
@@ -33,41 +31,39 @@ def by_brute_force(
         for ahead, later in enumerate(steps[place:]):
             behind = steps[place + ahead + 1 :]
             next_value = values[behind[0]] if len(behind) else 0.0
-            error = rewards[later] + gamma * next_value - values[later]
-            estimates[token] += (gamma * lambda_) ** ahead * error
+            error = rewards[later] + next_value - values[later]
+            estimates[token] += lambda_**ahead * error
     return estimates
 
 
-@given(
-    seed=st.integers(0, 2**16), lengths=st.lists(st.integers(1, 23), min_size=1, max_size=4), gamma=DECAYS, lam=DECAYS
-)
-def test_gae_steps_over_what_is_not_the_models(seed: int, lengths: list[int], gamma: float, lam: float) -> None:
+@given(seed=st.integers(0, 2**16), lengths=st.lists(st.integers(1, 23), min_size=1, max_size=4), lam=DECAYS)
+def test_gae_steps_over_what_is_not_the_models(seed: int, lengths: list[int], lam: float) -> None:
     rng = np.random.default_rng(seed)
     masks = [rng.random(length) < 0.6 for length in lengths]
     rewards, values = ([rng.normal(size=length) for length in lengths] for _ in range(2))
     rows = list(zip(rewards, values, masks, strict=True))
-    expected = np.concatenate([by_brute_force(*row, gamma, lam)[row[2]] for row in rows])
+    expected = np.concatenate([by_brute_force(*row, lam)[row[2]] for row in rows])
     # What the learner has of them: the model's tokens alone, row after row.
     flat_rewards, flat_values = (
         torch.from_numpy(np.concatenate([row[column][row[2]] for row in rows])) for column in (0, 1)
     )
     segment_ids = torch.from_numpy(np.repeat(np.arange(len(rows)), [mask.sum() for mask in masks]))
-    estimates = gae(flat_rewards, flat_values, segment_ids, gamma, lam)
+    estimates = gae(flat_rewards, flat_values, segment_ids, lam)
     torch.testing.assert_close(estimates, torch.from_numpy(expected), rtol=1e-9, atol=1e-9)
-    learned = returns(flat_rewards, flat_values, segment_ids, gamma, lam)
+    learned = returns(flat_rewards, flat_values, segment_ids, lam)
     torch.testing.assert_close(learned, estimates + flat_values, rtol=1e-12, atol=1e-12)
 
 
 def test_undiscounted_returns_are_the_reward_at_every_token_of_its_row() -> None:
     rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.25])
     segment_ids = torch.tensor([0, 0, 0, 1, 1])
-    learned = returns(rewards, torch.rand(5), segment_ids, 1.0, 1.0)
+    learned = returns(rewards, torch.rand(5), segment_ids, 1.0)
     torch.testing.assert_close(learned, torch.tensor([1.0, 1.0, 1.0, 0.25, 0.25]).double(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_rows_of_no_token_or_one_have_estimates_too(tokens: int) -> None:
-    estimates = gae(torch.ones(tokens), torch.full((tokens,), 0.25), torch.zeros(tokens).long(), 0.9, 0.9)
+    estimates = gae(torch.ones(tokens), torch.full((tokens,), 0.25), torch.zeros(tokens).long(), 0.81)
     assert estimates.tolist() == [0.75] * tokens
 
 

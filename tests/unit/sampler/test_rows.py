@@ -94,7 +94,7 @@ def test_a_row_without_the_mark_has_no_answer(tmp_path: Path) -> None:
 def test_a_configuration_and_a_split_are_chosen_by_keys(hub: Path) -> None:
     publish(hub, "org/set", {"prompt": "a", "answer": "1"}, "validation", "hard")
     source = {"path": "org/set", "config": "hard", "split": "validation"}
-    flat = {"train": "org/set", "config": "hard", "train_split": "validation"}
+    flat = {"train": [{"path": "org/set", "split": "validation"}], "config": "hard"}
     assert read(flat)[0].prompt == read({"train": [source]})[0].prompt == "a"
     with pytest.raises(UserError, match=r"dataset org/set, configuration 'hrad' .*hard.*other"):
         read(flat | {"config": "hrad"})
@@ -111,8 +111,8 @@ def test_a_dataset_without_rows_or_split_is_one_line(hub: Path) -> None:
     for data, words in (
         ({"train": "org/none"}, r"dataset org/none \(split 'train'\) cannot be loaded"),
         ({"train": "org/none/train.parquet"}, r"data\.train: no prompts in org/none/train\.parquet: it is empty"),
-        ({"train": "set", "train_split": "test"}, r"has no split 'test'; there are train, empty"),
-        ({"train": "set", "train_split": "empty"}, r"dataset set: .*empty has no rows"),
+        ({"train": [{"path": "set", "split": "test"}]}, r"has no split 'test'; there are train, empty"),
+        ({"train": [{"path": "set", "split": "empty"}]}, r"dataset set: .*empty has no rows"),
     ):
         with pytest.raises(UserError, match=words):
             read(data)
