@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -71,7 +72,7 @@ def taught(config: Config, payloads: Sequence[Payload], top_ks: Sequence[int]) -
 
     async def ask(top_k: int) -> list[Payload]:
         changed = config.model_copy(update={"teacher": config.teacher.model_copy(update={"top_k": top_k})})
-        ((_, server),) = (await start_servers(changed, get_logger())).items()
+        ((_, server),) = (await start_servers(changed, SimpleNamespace(status=print), get_logger())).items()
         try:
             return list(await asyncio.gather(*(server.taught(*NOTHING, payload) for payload in payloads)))
         finally:
