@@ -104,8 +104,7 @@ async def _serve(config: Config, name: str) -> int:
         code = 1
         try:
             agree_on_download(broker, config)
-            presence.status(state="waiting for the teacher")
-            teachers = await start_servers(config, log)
+            teachers = await start_servers(config, presence, log)
             inbox = TaskInbox(broker, name)
             services = Services(broker, inbox, presence, engine, weights, parts, metrics, log, endpoint, teachers)
             await serve(Generator(config, services), broker, log)

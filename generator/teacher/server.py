@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.messages import Failure, Task
 from common.network import RetryableError, excerpt, without_password
 from common.payload import LOGPROB, TOKEN, Payload, check_payload
+from common.streams.presence import Presence
 from generator.chat_api import MAX_BYTES, ChatUnavailable, ModelApi
 from generator.concurrency import LONG_TOKENS, offload
 from generator.episode.episode import Episode
@@ -150,14 +151,14 @@ class TeacherServer:
                 )
 
 
-async def start_servers(config: Config, log: Any) -> dict[str, TeacherServer]:
+async def start_servers(config: Config, presence: Presence, log: Any) -> dict[str, TeacherServer]:
     """The servers of all teachers that have one, by their names in `Config.teachers_in_use`; raises `UserError`."""
-    teachers = config.teachers_in_use() if config.run.has_learner else {}
-    return {
-        name: await TeacherServer.start(config, name, teacher, log)
-        for name, teacher in teachers.items()
-        if teacher.has_server
-    }
+    servers = {}
+    for name, teacher in config.teachers_in_use().items() if config.run.has_learner else ():
+        if teacher.has_server:
+            presence.status(state="waiting for the teacher")
+            servers[name] = await TeacherServer.start(config, name, teacher, log)
+    return servers
 
 
 def _address(config: Config, name: str, teacher: TeacherConfig) -> tuple[str, str]:

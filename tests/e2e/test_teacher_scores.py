@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,6 +33,7 @@ from tests.support.engine import MAX_MODEL_LEN, random_prompt, reference_logprob
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TOLERANCE = 1e-4  # largest difference of log-probs in float32
+SILENT: Any = SimpleNamespace(status=lambda **_: None)  # a generator's presence
 NOTHING: Any = (None, None, None)  # a server looks at an episode's payload alone
 
 
@@ -75,7 +77,7 @@ def taught(config: Config, payloads: Sequence[Payload], top_ks: Sequence[int]) -
 
     async def ask(top_k: int) -> list[Payload]:
         changed = config.model_copy(update={"teacher": config.teacher.model_copy(update={"top_k": top_k})})
-        ((_, server),) = (await start_servers(changed, get_logger())).items()
+        ((_, server),) = (await start_servers(changed, SILENT, get_logger())).items()
         try:
             return list(await asyncio.gather(*(server.taught(*NOTHING, payload) for payload in payloads)))
         finally:
