@@ -36,7 +36,7 @@ quickstart: setup ## Train a tiny model to use a calculator, in a whole run on t
 test-fast: setup ## Run the tests that start no process, wait for no timer and take moments, with fewer examples, in less than a minute
 	$(PYTEST) --numprocesses 2 --hypothesis-profile quick tests/unit -m "not integration" $(ARGS)
 
-test: setup ## Run unit and integration tests and five whole runs on real vLLM, DeepSpeed and Redis, in minutes
+test: setup ## Run unit and integration tests and whole runs on real vLLM, DeepSpeed and Redis, in minutes
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: setup ## Run the tests that make test leaves out: more whole runs, and slow tests
