@@ -122,7 +122,7 @@ def offload(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         ValueError: `offload` is given too, with another value.
     """
     fields = dict(data)
-    former = {name: fields.pop(name) for name in ("offload_optimizer", "offload_params") if name in fields}
+    former: Fields = {name: fields.pop(name) for name in ("offload_optimizer", "offload_params") if name in fields}
     if not any(former.values()):
         return fields, idle(former)
     value = "all" if former.get("offload_params") else "optimizer"
