@@ -62,6 +62,9 @@ GONE: dict[str, dict[str, Gone]] = {
     },
     "DriftConfig": {"estimator": Gone("abs", "drift is the mean |then - now| of the tokens' log-probs")},
     "AdvantageConfig": {"baseline": Gone("arrival", "the baseline is the value when the reward is counted")},
+    "TeacherConfig": {
+        "processes": Gone(1, "`spo run` serves each model by one server; teacher.engine has data_parallel_size")
+    },
     "CriticConfig": {"gamma": Gone(1.0, "rewards are not discounted")},
     "EvalConfig": {"after_training": Gone(True, "the last version is always evaluated")},
     "RunConfig": {

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from string import Formatter
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import Field
 
 from common.config.section import LOCAL, SourceSection
 
 # Who the teacher is; at most one of them is set.
 WHO = ("model", "url", "context")
-FORMER_PROCESSES = (
-    "teacher.processes = {} has no effect: `spo run` serves each teacher.model by one server, to which "
-    "teacher.engine.data_parallel_size gives more engines; a server elsewhere is named by teacher.url"
-)
 
 
 def context_pieces(context: str) -> list[tuple[str, str]]:
@@ -102,22 +98,6 @@ class TeacherConfig(SourceSection):
     def has_server(self) -> bool:
         """Whether a server scores; otherwise the generator's own engine does, or there is no teacher."""
         return self.model is not None or self.url is not None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """A line for each former key that was read and has no effect."""
-        return self._notes
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _read_former_keys(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(data, Mapping) or "processes" not in data:
-            return handler(data)
-        config = handler({key: value for key, value in data.items() if key != "processes"})
-        config._notes = (FORMER_PROCESSES.format(data["processes"]),)
-        return config
-
-    _notes: tuple[str, ...] = PrivateAttr(())
 
     def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """As its base has it; changes that name a teacher name it in place of the section's."""

@@ -99,11 +99,6 @@ NAMED = [
     # Teachers.
     ("teacher: {weight: 0.5}", "teacher.weight = 0.5 has no effect without a teacher"),
     ("teacher: {model: t, weight: 0}", "teacher.weight = 0: its scores are measured only"),
-    (
-        "teacher: {model: t, processes: 2}",
-        "teacher.processes = 2 has no effect: `spo run` serves each teacher.model by",
-    ),
-    ("data: {train: [{path: a, teacher: {model: t, processes: 0}}]}", "teacher.processes = 0 has no effect"),
     ("{teacher: {model: t}, run: {steps: 0}}", "teacher.context has no effect with run.steps = 0: nothing is trained"),
     (
         "{teacher: {model: t}, algorithm: {method: grpo, refill_degenerate: true}, sampler: {drift: {mode: ledger}}}",
