@@ -174,7 +174,6 @@ def _data(config: Config) -> Iterator[str]:
 def _teacher(config: Config) -> Iterator[str]:
     """Teachers that nobody hears, and what is lost or idle beside one."""
     teacher, in_use = config.teacher, config.teachers_in_use()
-    yield from dict.fromkeys(note for one in (teacher, *in_use.values()) for note in one.notes)
     if not in_use:
         names = ("top_k", "form", "weight", "decay_steps", "url_model", "api_key_env", "dtype")
         yield from _idle("teacher.", teacher, names, "without a teacher: none of model, url and context is set")

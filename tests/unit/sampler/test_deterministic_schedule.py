@@ -12,7 +12,7 @@ from common.config import Config
 from common.files import tracker_path
 from common.messages import Step, Task
 from common.streams.broker import Broker
-from sampler import selection, tracker
+from sampler.values import selection, tracker
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, reward_of
 from tests.support.sampler_driving import start
 from tests.support.sampler_memory import MemoryRun
