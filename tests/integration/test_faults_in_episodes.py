@@ -103,6 +103,9 @@ def test_a_failing_part_is_retried_then_its_task_is_skipped(
     rows = run.kept()
     aside = {task: row for task, row in rows.items() if row["status"] == "set_aside"}
     assert {kind_of(row) for row in aside.values()} == set(causes)
+    kinds = {"stuck": "ToolUnavailable", "scored": "TimeoutError", "code": "SandboxUnavailable"}
+    counted = Counter(kinds[kind_of(row)] for row in aside.values())
+    assert {kind: run.broker.counters()[f"set_aside.{kind}"] for kind in counted} == counted
     for task, row in aside.items():
         assert row["reason"] == causes[kind_of(row)]
         failures = run.log.failures()[task]
