@@ -54,6 +54,11 @@ with open(os.environ["SPO_ANSWER_FILE"], "w") as file:
     file.write(reply or "")
 post(task["reward_url"], {"reward": 0.25})
 """
+# About half of the texts of a model that has learned nothing earn it; it differs between reference answers.
+JUDGE = """
+def half(text, answer, row):
+    return float(len(text + answer) % 2 == 0)
+"""
 # The task that a source's problems are of, and its episodes.
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "openai": ("agent", {"agent": "launcher.tasks.calculator_agent:solve"}),
@@ -68,7 +73,9 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 AGENTS = ("openai", "anthropic", "program")
-CALLS = [*(calculator_call(f"{n}+1") for n in range(8)), *(code_call(f"print({n})") for n in range(8))]
+# Some problems of reasoning-gym have this answer.
+GUESS = "<answer>1</answer>"
+FREQUENT = [GUESS, *(calculator_call(f"{n}+1") for n in range(8)), *(code_call(f"print({n})") for n in range(8))]
 
 
 def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -76,12 +83,21 @@ def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
     sides = defaultdict(list)
     for name, (task, episode) in SOURCES.items():
         train, heldout = TASKS[task].split(seed=0, train=600, heldout=len(AGENTS) * HELDOUT)
+        if name == "gym":
+            train = [problem for i, problem in enumerate(train) if problem.answer == "1" or i % 4 == 0]
         part = slice(AGENTS.index(name), None, len(AGENTS)) if name in AGENTS else slice(0, None, len(AGENTS))
         for side, problems in (("train", train), ("heldout", heldout)):
             path = folder / f"{name}-{side}.jsonl"
             write(problems[part], path)
-            sides[side].append({"path": str(path), "name": name, "episode": {"reward": "exact"} | episode})
+            sides[side].append({"path": str(path), "name": name, "episode": {"reward": "judge:half"} | episode})
     return dict(sides)
+
+
+def reward_of(episode: dict[str, Any]) -> float:
+    """What `half` gives for the text with which the model ended its last turn."""
+    last = episode["messages"][-1]
+    ended = last["role"] == "assistant" and episode["reason"] == "stop"
+    return float(len((last["content"] if ended else "") + episode["gts"]) % 2 == 0)
 
 
 def test_each_source_is_judged_its_own_way_once(tmp_path: Path, own_redis: RedisServer) -> None:
@@ -94,9 +110,9 @@ def test_each_source_is_judged_its_own_way_once(tmp_path: Path, own_redis: Redis
         "eval": {"every": 0},
     }
     config = write_run(tmp_path, "mixed", sections)
-    save_model(tmp_path / "model", TASKS["code"].extra_tokens, frequent=CALLS)
+    save_model(tmp_path / "model", TASKS["code"].extra_tokens, frequent=FREQUENT)
     (tmp_path / "agent.py").write_text(PROGRAM)
-    environment = importing(tmp_path, {"claude_agent": inspect.getsource(claude_agent)})
+    environment = importing(tmp_path, {"claude_agent": inspect.getsource(claude_agent), "judge": JUDGE})
     broker = connect(BrokerConfig(url=own_redis.url, dead_after=3.0), "mixed")
     command = ("run", config, "--plain", "--generators", "1", "--redis", own_redis.url)
     with started(tmp_path / "run.log", *command, environment=environment) as process:
@@ -115,31 +131,26 @@ def test_each_source_is_judged_its_own_way_once(tmp_path: Path, own_redis: Redis
     assert sum(map(len, episodes.values())) == counters["counted"]
     assert min(map(len, episodes.values())) >= 2 * HELDOUT
 
-    asked = [*episodes["openai"], *episodes["anthropic"]]
-    for own in (episodes["openai"], episodes["anthropic"]):
-        assert any(message["role"] == "tool" for episode in own for message in episode["messages"])
-    for episode in asked:
-        last = episode["messages"][-1]
-        assert last["role"] == "assistant"
-        answered = episode["reason"] == "stop" and last["content"].strip() == episode["gts"]
-        assert episode["reward"] == float(answered), episode
+    for name in ("openai", "anthropic", "code", "corrector"):
+        scored = [(episode["reward"], reward_of(episode)) for episode in episodes[name]]
+        assert set(scored) == {(0.0, 0.0), (1.0, 1.0)}, name
+        assert any(
+            message["role"] in ("tool", "user") for episode in episodes[name] for message in episode["messages"][1:]
+        )
     # A reply that is cut off ends the episode before the program has rewarded itself.
     by_itself = {(episode["reason"], episode["reward"]) for episode in episodes["program"]}
     assert ("stop", 0.25) in by_itself
     assert by_itself <= {("stop", 0.25), ("length", 0.0)}
 
-    for episode in episodes["code"]:
-        last = episode["messages"][-1]
-        assert episode["reward"] == float(last["role"] == "assistant" and last["content"].strip() == episode["gts"])
     outputs = [message for episode in episodes["code"] for message in episode["messages"] if message["role"] == "tool"]
     assert sum(episode["tool_calls"] for episode in episodes["code"]) == len(outputs) > HELDOUT
 
+    scored = []
     for episode in episodes["gym"]:
         row = rows["gym"][episode["input"]]
-        ended = episode["reason"] == "stop"
-        answer = ReasoningGym().answer(Outcome(episode["messages"][-1]["content"] if ended else ""))
-        assert episode["reward"] == float(score_answer(row["family"], answer, json.loads(row["entry"])) == 1)
+        text = episode["messages"][-1]["content"] if episode["reason"] == "stop" else ""
+        answer = ReasoningGym().answer(Outcome(text))
+        right = score_answer(row["family"], answer, json.loads(row["entry"])) == 1
+        scored.append((episode["reward"], float(right)))
+    assert set(scored) == {(0.0, 0.0), (1.0, 1.0)}
     assert len({rows["gym"][episode["input"]]["family"] for episode in episodes["gym"]}) >= 8
-
-    replies = [message for episode in episodes["corrector"] for message in episode["messages"][1:]]
-    assert any(message["role"] == "user" for message in replies)
