@@ -228,7 +228,8 @@ Sources = Annotated[
 
 def _with_split(source: Any, split: str) -> Any:
     """A source as it is written, with a split if it has none of its own and is no set known by name."""
-    if not isinstance(source, Mapping) or source.get("path") in KNOWN_SETS:
+    # A path may be a list of files, which no mapping has as a key.
+    if not isinstance(source, Mapping) or source.get("path") in list(KNOWN_SETS):
         return source
     return {"split": split, **{name: value for name, value in source.items() if name != "split" or value is not None}}
 
