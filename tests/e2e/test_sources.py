@@ -57,7 +57,7 @@ post(task["reward_url"], {"reward": 0.25})
 # About half of the texts of a model that has learned nothing earn it; it differs between reference answers.
 JUDGE = """
 def half(text, answer, row):
-    return float(len(text + answer) % 2 == 0)
+    return float(text != "" and sum(map(ord, text + answer)) % 2)
 """
 # The task that a source's problems are of, and its episodes.
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,8 +74,8 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 AGENTS = ("openai", "anthropic", "program")
 # Some problems of reasoning-gym have this answer.
-GUESS = "<answer>1</answer>"
-FREQUENT = [GUESS, *(calculator_call(f"{n}+1") for n in range(8)), *(code_call(f"print({n})") for n in range(8))]
+GUESSES = [f"<answer>{' ' * n}1</answer>" for n in range(4)]
+FREQUENT = [*GUESSES, *(calculator_call(f"{n}+1") for n in range(4)), *(code_call(f"print({n})") for n in range(4))]
 
 
 def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -94,10 +94,14 @@ def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def reward_of(episode: dict[str, Any]) -> float:
-    """What `half` gives for the text with which the model ended its last turn."""
-    last = episode["messages"][-1]
-    ended = last["role"] == "assistant" and episode["reason"] == "stop"
-    return float(len((last["content"] if ended else "") + episode["gts"]) % 2 == 0)
+    """What `half` gives for the model's last turn; for nothing, where it did not end that turn or made a call in it."""
+    *before, last = episode["messages"]
+    if last["role"] == "user":  # the simulated user replies only to turns that the model ended
+        last, ended = before[-1], True
+    else:
+        ended = last["role"] == "assistant" and episode["reason"] == "stop"
+    text = last["content"] if ended else ""
+    return float(text != "" and sum(map(ord, text + episode["gts"])) % 2)
 
 
 def test_each_source_is_judged_its_own_way_once(tmp_path: Path, own_redis: RedisServer) -> None:
