@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from generator.episode.self_teacher import SelfTeacher, told
+from generator.teacher.self_teacher import SelfTeacher, told
 
 from common.config import parse_config
 from common.messages import Task

@@ -79,8 +79,15 @@ def test_while_some_hang_all_others_are_answered_and_trained_on(
 
 
 def test_a_failing_part_is_retried_then_its_task_is_skipped(
-    real_broker: Broker, redis_server: RedisServer, sandbox: SandboxServer, tmp_path: Path
+    real_broker: Broker,
+    redis_server: RedisServer,
+    sandbox: SandboxServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # All attempts of a call end long before the tool's own limit.
+    monkeypatch.setattr("sandbox_client.client.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("sandbox_client.client.PROBE_INTERVAL", 0.01)
     limits = {"tool_timeout": 5, "reward_timeout": 3, "tool_options": {"code_interpreter": {"run_timeout": 4}}}
     config = fault_config(tmp_path, redis_server.url, sandbox.url, FAULTY, episode=limits)
     run = FaultRun(config, real_broker)
@@ -96,7 +103,7 @@ def test_a_failing_part_is_retried_then_its_task_is_skipped(
         "stuck": "ToolUnavailable: tool stuck: no end within episode.tool_timeout = 5 s",
         "scored": "TimeoutError: reward 'tests.support.faulty_parts:seven' took longer than "
         "episode.reward_timeout = 3 s",
-        "code": f"SandboxUnreachable: sandbox {sandbox.url.removeprefix('http://')}: no result in 2 attempts; "
+        "code": f"SandboxUnreachable: sandbox {sandbox.url.removeprefix('http://')}: no result in 5 attempts; "
         "last: ConnectError: All connection attempts failed",
     }
     each_task_once(run)

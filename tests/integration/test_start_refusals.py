@@ -85,7 +85,7 @@ def test_a_generator_waits_for_its_sandbox_then_says_why(
 
     port = free_port()
     line = refused(f"http://127.0.0.1:{port}")
-    assert line.startswith(f"error: sandbox 127.0.0.1:{port} gives no result within sandbox.wait = 1 s (sandbox ")
+    assert line.startswith(f"error: sandbox 127.0.0.1:{port} gives no result within sandbox.wait = 1 s")
     assert line.endswith("start it (spo-sandbox), or set sandbox.url")
     server = SandboxServer("workers=1", token="right")
     try:

@@ -126,5 +126,5 @@ def test_drift_is_over_all_rows_each_scored_by_itself() -> None:
     spans, versions = np.array([[1, 2], [3, 5]], np.int32), np.array([[0, 0, 3]], np.int32)
     engine = FixedEngine(np.array([0.0, -1.0, 0.0, -2.0, -3.0]))
     previous = Payload(np.arange(5, dtype=np.int32), spans, np.array([-1.5, -2.0, -4.5]), versions, np.array([2, 3]))
-    assert asyncio.run(rescore(engine, previous, "abs")) == pytest.approx((0.5 + 0.0 + 1.5) / 3)
+    assert asyncio.run(rescore(engine, previous)) == pytest.approx((0.5 + 0.0 + 1.5) / 3)
     assert engine.scored == [[0, 1], [2, 3, 4]]
