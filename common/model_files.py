@@ -10,7 +10,7 @@ from typing import Any
 HEADER_LIMIT = 100 << 20  # of the safetensors format
 INDEXES = {"model.safetensors": "model.safetensors.index.json", "pytorch_model.bin": "pytorch_model.bin.index.json"}
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head"
-SHOWN = 3
+MAX_NAMES = 3  # that a message lists
 Header = dict[str, dict[str, Any]]
 
 
@@ -132,5 +132,5 @@ def _settings(folder: Path) -> str:
 
 def listed(names: list[str]) -> str:
     """The first names of a list, and how many there are more."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -17,7 +17,7 @@ from common.streams.broker import Broker
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import LearnerWatch, Presence, learner_gone
 from common.streams.steps import StepReader, latest
-from common.streams.tasks import GROUP, Finished, TaskInbox
+from common.streams.tasks import CONSUMER_GROUP, Finished, TaskInbox
 from tests.support.streams import dispatch, evaluate, finish_all, finished, leased, payload, silence
 
 
@@ -294,5 +294,5 @@ def test_generators_that_left_are_forgotten(broker: Broker, ledger: SamplerLedge
     leaver.finish([finished(delivery)])
     leaver.leave()
     holder.leave()  # it still holds a task, so it must stay
-    names = [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)]
+    names = [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), CONSUMER_GROUP)]
     assert names == [holder.consumer.encode()]

@@ -17,7 +17,7 @@ from common.streams.lease import LeaseLost, Replaced
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import latest
-from common.streams.tasks import GROUP, Delivery, TaskInbox
+from common.streams.tasks import CONSUMER_GROUP, Delivery, TaskInbox
 from tests.support.streams import (
     dispatch,
     evaluate,
@@ -177,7 +177,7 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
     heir.adopt(5)
     assert broker.redis.zscore(broker.key("holders:tasks"), frozen.consumer) is None
     assert broker.redis.hgetall(broker.key("takeovers:tasks")) == {}
-    (consumer,) = broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)
+    (consumer,) = broker.redis.xinfo_consumers(broker.key("tasks"), CONSUMER_GROUP)
     assert consumer["name"] == heir.consumer.encode()
     frozen.lease(-1, 0, 0)
     assert frozen.beat(ids).lost == ids

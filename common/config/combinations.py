@@ -1,4 +1,4 @@
-"""Values that are fine alone and impossible together: one table of rules, each with its fix."""
+"""Rules for values that are valid alone and contradict one another; each message names the fix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENGINE: dict[str, Any] = {"max_num_seqs": 1, "data_parallel_size": 1, "enable_pr
 
 
 def check_combinations(config: Config) -> None:
-    """Raise `UserError` for values that are fine alone and impossible together."""
+    """Raise `UserError` for the first rule that the configuration breaks."""
     if config.algorithm.loss in SPECS:
         try:
             loss_options(config.algorithm.loss, config.algorithm)
