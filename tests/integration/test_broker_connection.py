@@ -122,21 +122,6 @@ def test_what_is_no_usable_redis_is_one_line_with_the_remedy(web_server: str, tm
     assert "empty is empty; it holds the secret" in refusal(password_file=str(tmp_path / "empty"))
 
 
-def test_a_password_is_asked_for_and_never_shown(tmp_path: Path) -> None:
-    server, file = RedisServer(tmp_path), tmp_path / "password"
-    server.start(["--requirepass", "secret"])
-    try:
-        assert "wants a password" in refusal(server.url)
-        assert "wrong" not in refusal(server.url.replace("//", "//:wrong@")).replace("WRONGPASS", "")
-        assert connect(BrokerConfig(url=server.url.replace("//", "//:secret@"), wait=5), "run").redis.ping()
-        file.write_text("secret\n")
-        assert connect(BrokerConfig(url=server.url, password_file=str(file), wait=5), "run").redis.ping()
-        file.write_text("other\n")
-        assert "wants a password, or another one" in refusal(server.url, password_file=str(file))
-    finally:
-        server.kill()
-
-
 def test_a_container_is_healthy_while_its_process_is_heard(redis_server: RedisServer) -> None:
     config = parse_config(
         {"run": {"name": "health"}, "model": {"path": "m"}, "data": {"train": "t"}, "broker": {"url": redis_server.url}}

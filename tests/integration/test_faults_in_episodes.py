@@ -15,7 +15,7 @@ import pytest
 
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
-from tests.support.fault import BATCH, QUICK, STEPS, FaultRun, fault_config, kind_of, programs_run
+from tests.support.fault import BATCH, STEPS, FaultRun, fault_config, kind_of, programs_run
 from tests.support.faulty_parts import Stuck
 from tests.support.processes import ended
 from tests.support.sampler_driving import audited
@@ -117,41 +117,6 @@ def test_a_failing_part_is_retried_then_its_task_is_skipped(
     assert len({pid for _, pid in calls}) == len(calls)
     assert len(calls) == 3 * sum(kind_of(row) == "scored" for row in aside.values())
     assert all(ended(pid) for _, pid in calls)
-
-
-@pytest.mark.slow
-def test_a_sandbox_that_is_started_again_has_its_tasks_back(
-    real_broker: Broker, redis_server: RedisServer, sandbox: SandboxServer, tmp_path: Path
-) -> None:
-    config = fault_config(
-        tmp_path, redis_server.url, sandbox.url, {"code": 40},
-        generator={"max_attempts": 10_000},
-        episode={"tool_timeout": FAR, "tool_options": {"code_interpreter": {"run_timeout": FAR / 2}}},
-    )  # fmt: skip
-    run = FaultRun(config, real_broker)
-    again: list[SandboxServer] = []
-
-    async def story(run: FaultRun) -> None:
-        await programs_run(sandbox.url)
-        sandbox.process.kill()
-        run.engine.program = QUICK
-        await until(lambda: max(len(failures) for failures in [*run.log.failures().values(), []]) > 1)
-        again.append(SandboxServer("workers=2", port=int(sandbox.url.rpartition(":")[2])))
-
-    try:
-        run.play(story, to_the_end=True)
-    finally:
-        for server in again:
-            server.stop()
-    assert run.code == 0, run.output
-    each_task_once(run)
-    rows = run.kept()
-    assert Counter((kind_of(row), row["status"], row["reward"]) for row in rows.values()) == {
-        ("code", "ok", 1.0): 40,
-        ("plain", "ok", 1.0): BATCH * STEPS - 40,
-    }
-    assert run.log.failures().keys() <= {task for task, row in rows.items() if kind_of(row) == "code"}
-    assert again[0].log[-1]["runs"] == 40
 
 
 def each_task_once(run: FaultRun) -> None:

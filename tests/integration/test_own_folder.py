@@ -62,7 +62,7 @@ def test_a_folder_goes_with_its_process_or_with_the_next(tmp_path: Path) -> None
     assert not third.exists()
 
 
-@pytest.mark.parametrize("length", [20, 43, 44, 100, 200])
+@pytest.mark.parametrize("length", [43, 44])
 def test_a_folder_for_sockets_has_a_short_path_and_goes_with_its_process(length: int, short_path: Path) -> None:
     temporary = short_path / ("x" * (length - len(str(short_path)) - 1))
     temporary.mkdir()
@@ -86,11 +86,10 @@ def test_sockets_of_vllm_are_there_unless_the_user_has_named_a_place() -> None:
             assert os.environ["VLLM_RPC_BASE_PATH"] == expected
 
 
-@pytest.mark.parametrize("length", [20, 100])
 def test_a_run_whose_folder_has_a_long_path_has_its_sockets_elsewhere(
-    length: int, tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary = short_path / ("x" * (length - len(str(short_path)) - 1))
+    temporary = short_path / ("x" * 80)
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     path = private_socket(tmp_path / ("y" * 120), "redis.sock")

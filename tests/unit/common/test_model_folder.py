@@ -90,17 +90,12 @@ INDEX = {EMBED: ONE, NORM: ONE, HEAD: TWO}
     ("files", "config", "index", "line"),
     [
         ({"model.safetensors": [EMBED]}, APART, {}, "the file lacks lm_head.weight, and the configuration does not"),
-        ({"model.safetensors": ["language_model." + EMBED]},
-         {"architectures": ["XForCausalLM"], "text_config": {"tie_word_embeddings": False}}, {}, "lacks lm_head"),
         ({ONE: [EMBED, NORM]}, APART, INDEX, f"{TWO}, which model.safetensors.index.json names, is not there"),
-        ({ONE: [EMBED], TWO: [HEAD]}, APART, INDEX, f"the files lack {NORM}, which model.safetensors.index.json names"),
         ({"model.safetensors": [EMBED, HEAD]}, APART | {"vocab_size": 3}, {}, "has 2 rows, .* says vocab_size = 3"),
         # These are whole.
         (WHOLE, APART, INDEX, None),
         ({"model.safetensors": [EMBED, HEAD]}, APART, INDEX, None),  # the index of an earlier export
         ({"model.safetensors": [EMBED]}, APART | {"tie_word_embeddings": True}, {}, None),
-        ({"model.safetensors": [EMBED]}, APART | {"architectures": ["Qwen2ForTokenClassification"]}, {}, None),
-        ({"model.safetensors": ["wte.weight"]}, APART, {}, None),
     ],
 )  # fmt: skip
 def test_files_that_do_not_fit_together_are_named(
@@ -118,11 +113,8 @@ def test_files_that_do_not_fit_together_are_named(
     ("vocabulary", "added", "beyond"),
     [
         ({"a": 0, "b": 2}, [], r"'b' \(id 2\)"),
-        ([["a", -1.0], ["b", -2.0], ["c", -3.0]], [], r"'c' \(id 2\)"),
-        ({"a": 0}, [("user\n", 5, False)], r"'user\\n' \(id 5\)"),
         ({"a": 0}, [("<|im_end|>", 2, True)], r"'<\|im_end\|>' \(id 2\)"),
         # Nothing makes a special token that no setting and no template names.
-        ({"a": 0}, [("<image>", 2, True)], None),
         ({"a": 0, "b": 1}, [], None),
     ],
 )
@@ -148,11 +140,8 @@ def test_tokens_without_an_embedding_are_named(
     ("keys", "length"),
     [
         ({"max_position_embeddings": 64}, 64),
-        ({"text_config": {"max_position_embeddings": 64}}, 64),
         ({"n_positions": 64, "max_seq_len": 32}, 32),
-        ({"max_position_embeddings": 64, "model_max_length": 128}, 128),
         ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, None),
-        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 64),
         ({"model_type": "mamba"}, None),
     ],
 )
@@ -164,13 +153,8 @@ def test_the_context_length_is_read_from_the_configuration(keys: dict[str, Any],
     ("generation", "model", "ids"),
     [
         ({"eos_token_id": 7}, {"eos_token_id": 8}, (7,)),
-        ({"eos_token_id": [7, 9]}, None, (7, 9)),
-        (None, {"eos_token_id": [8, 9]}, (8, 9)),
-        ({"temperature": 1}, {"eos_token_id": 8}, (8,)),
         ({"eos_token_id": None}, {"text_config": {"eos_token_id": 8}}, (8,)),
         ({"eos_token_id": "</s>"}, {}, ()),
-        ([], None, ()),
-        (None, None, ()),
     ],
 )
 def test_the_ends_of_a_models_texts_are_read_from_its_files(
@@ -227,7 +211,6 @@ def test_settings_of_routers_need_experts(tmp_path: Path) -> None:
     ("message", "line"),
     [
         ("We couldn't connect to 'https://...' to load the files", "hub cannot be reached"),
-        ("x is not a local folder and is not a valid model identifier listed on", "no model of the Hugging Face hub"),
         ("You are trying to access a gated repo. 401 Client Error", "accept its licence"),
         ("Qwen9ForCausalLM is not supported", None),
     ],

@@ -42,11 +42,9 @@ def test_addresses_of_this_machine_alone() -> None:
     ("environ", "variables"),
     [
         ({}, ["127.0.0.1,localhost,::1"] * 2),
-        ({"NO_PROXY": "a, .b ,"}, ["a,.b,127.0.0.1,localhost,::1"] * 2),
         ({"no_proxy": "localhost,a"}, ["localhost,a,127.0.0.1,::1"] * 2),
         ({"no_proxy": "a", "NO_PROXY": "b"}, ["a,127.0.0.1,localhost,::1", "b,127.0.0.1,localhost,::1"]),
         ({"NO_PROXY": "*"}, ["*", "*"]),
-        ({"no_proxy": "127.0.0.1,localhost,::1", "NO_PROXY": ""}, ["127.0.0.1,localhost,::1"] * 2),
     ],
 )
 def test_loopback_is_added_to_what_goes_through_no_proxy(environ: dict[str, str], variables: list[str]) -> None:
@@ -91,11 +89,6 @@ def test_pauses_double_up_to_the_longest_less_up_to_half() -> None:
         assert most / 2 <= slept <= most
     outcome, _ = asked(RetryableError("busy"), TimeoutError(), attempts=2)
     assert outcome == "no result in 2 attempts; last: no answer in time"
-
-
-def test_other_errors_are_not_asked_again() -> None:
-    with pytest.raises(ValueError, match="refused"):
-        asked(ValueError("refused"))
 
 
 def test_a_server_s_wish_is_kept_up_to_a_limit() -> None:

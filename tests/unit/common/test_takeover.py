@@ -157,17 +157,6 @@ def test_a_dead_generators_task_of_an_evaluation_is_found(broker: Broker, ledger
     assert names(heir.adopt(5, "e0")) == ["e0-0"]
 
 
-def test_a_lease_makes_a_forgotten_generator_known_again(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 2)
-    cut_off, heir = TaskInbox(broker, "cut off"), TaskInbox(broker, "heir")
-    (first,) = cut_off.lease(-1, 1, 1).deliveries
-    broker.redis.delete(broker.key("holders:tasks"))
-    cut_off.lease(-1, 1, 1)
-    silence(broker, cut_off)
-    assert len(heir.adopt(5)) == 2
-    assert cut_off.beat([first.entry_id]).lost == {first.entry_id}
-
-
 def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, ledger: SamplerLedger) -> None:
     frozen, deliveries = leased(ledger, 2, "frozen")
     heir, ids = TaskInbox(broker, "heir"), {delivery.entry_id for delivery in deliveries}

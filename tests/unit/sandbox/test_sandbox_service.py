@@ -98,17 +98,11 @@ def test_an_impossible_request_is_refused_in_one_line(body: bytes, status: int, 
 # Headers beside what a program sends, and the status; a browser sends `Origin` with every POST, and chooses `Host`.
 SENDERS: dict[str, tuple[dict[str, str], int]] = {
     "a client": ({}, 422),
-    "localhost": ({"Host": "LocalHost"}, 422),
-    "IPv6": ({"Host": "[::1]:8080"}, 422),
     "charset": ({"Content-Type": "Application/JSON; charset=utf-8"}, 422),
     "another site": ({"Origin": "https://a.page"}, 403),
-    "a sandboxed frame": ({"Origin": "null"}, 403),
-    "another port here": ({"Origin": "http://localhost:3000"}, 403),
     "rebinding": ({"Host": "a.page:8080"}, 403),
     "rebinding to an address": ({"Host": "127.0.0.1.a.page"}, 403),
-    "no host": ({"Host": ""}, 403),
     "form": ({"Content-Type": "text/plain"}, 415),
-    "no type": ({"Content-Type": ""}, 415),
 }
 
 
@@ -201,14 +195,11 @@ def test_stopping_gives_up_what_waits_and_kills_what_runs() -> None:
     ("options", "words"),
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0 is open to others; give a token"),
-        (["--token-file", "/no/such/file"], "cannot read --token-file /no/such/file: No such file"),
         (["-o", "bwrap=/no/such/bwrap"], "bubblewrap '/no/such/bwrap' is not a program"),
         (["-o", "python=/no/such/python"], "sandbox interpreter '/no/such/python' cannot be run"),
         (["-o", "cgroup=/no/such/group"], "no control group for memory can be made in '/no/such/group'"),
         (["-o", "read_only=[relative]"], "read_only: 'relative' is not an absolute path"),
-        (["-o", "worker=3"], "unknown configuration key worker; did you mean workers?"),
         (["-o", "workers=0"], "workers = 0: input should be greater than or equal to 1"),
-        (["-o", "seconds=.inf"], "seconds = inf: input should be a finite number"),
     ],
 )
 def test_a_refusal_names_the_setting(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

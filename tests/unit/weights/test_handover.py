@@ -71,8 +71,7 @@ def test_memory_is_given_only_for_the_token_and_a_snapshot(folder: str, tmp_path
     handover.close()
 
 
-@pytest.mark.parametrize("above", [900, 1023, 1100, 3000])
-def test_memory_is_taken_whatever_the_number_of_open_files(above: int, tmp_path: Path) -> None:
+def test_memory_is_taken_whatever_the_number_of_open_files(tmp_path: Path) -> None:
     raise_file_limit()
     handover, whole, stopped = Handover(tmp_path), snapshot(), threading.Event()
 
@@ -84,7 +83,7 @@ def test_memory_is_taken_whatever_the_number_of_open_files(above: int, tmp_path:
     with ExitStack() as stack:
         stack.callback(handover.close)
         number = 0
-        while number < above:
+        while number < 1100:
             stack.callback(os.close, number := os.dup(2))
         serving = threading.Thread(target=serve)
         serving.start()
