@@ -205,16 +205,3 @@ def test_sentinels_and_their_server_are_spoken_to_over_tls(tmp_path: Path, own_r
         process.kill()
         process.wait()
         master.close()
-
-
-def test_a_node_of_a_cluster_is_named_as_such(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path)
-    # Its second port, for the other nodes, is 10,000 above the first.
-    while server.port >= 55_000:
-        server = RedisServer(tmp_path)
-    server.start(["--cluster-enabled", "yes"])
-    try:
-        with pytest.raises(UserError, match="a node of a Redis Cluster that does not hold the run"):
-            connect(BrokerConfig(url=server.url, wait=0), "run")
-    finally:
-        server.kill()

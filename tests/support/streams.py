@@ -66,7 +66,9 @@ def lose_reply(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None
     """Lease one task to a process that never learns of it, so many seconds ago."""
     consumer = inbox.consumer
     ((entry_id, _),) = broker.read_group(TRAINING, CONSUMER_GROUP, consumer, count=1)
-    broker.redis.xclaim(broker.key(TRAINING), CONSUMER_GROUP, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True)
+    broker.redis.xclaim(
+        broker.key(TRAINING), CONSUMER_GROUP, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True
+    )
 
 
 def saved_keys(broker: Broker) -> dict[bytes, bytes]:

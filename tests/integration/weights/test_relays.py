@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 
 import pytest
 
 from common.weights.follow import Endpoint
-from common.weights.memory import Snapshot, Transfer
-from common.weights.wire import Fetch, Hello, Manifest, Poll
+from common.weights.memory import Snapshot
+from common.weights.wire import Fetch, Hello, Poll
 from tests.support.waiting import eventually
 from tests.support.weights import (
     CHUNK,
@@ -60,29 +59,6 @@ def test_a_corrupt_or_lost_chunk_is_asked_for_again(lab: Lab) -> None:
     arrives(client, random_weights(1))
     stats = relay.follower.stats
     assert (stats.corrupt_chunks, stats.reconnects, client.stats.corrupt_chunks) == (2, 0, 0)
-
-
-def test_a_relay_holds_three_snapshots_at_most(lab: Lab) -> None:
-    server = lab.learner()
-    relay = lab.relay(server.endpoint)
-    begin, seen = relay.begin, []
-
-    def watched(manifest: Manifest) -> Transfer:
-        transfer = begin(manifest)
-        seen.append(weakref.ref(relay._arriving))
-        return transfer
-
-    relay.begin = watched  # type: ignore[method-assign]
-    client, reader = lab.client(server.endpoint, relays=relay.near), lab.requests(relay.server)
-    versions_arrive(server, [client], [0])
-    manifest, _ = reader.ask(Poll())
-    old = snapshot(0)
-    for version in range(1, 6):
-        versions_arrive(server, [client], [version])
-        chunk = version % len(old.chunks)
-        assert reader.fetch(manifest, chunk) == old.chunks[chunk]
-        eventually(lambda: sum(ref() is not None for ref in seen) <= 3)  # one to write the next to
-    assert len(seen) == 6
 
 
 def test_in_a_chain_each_relay_sends_once_and_names_those_above(lab: Lab) -> None:
@@ -146,7 +122,7 @@ def test_a_relay_that_stays_behind_is_left_for_the_learner(lab: Lab) -> None:
     relay = lab.scripted(following([old]))
     publish(server, 0)
     client = lab.client(
-        lambda: server.endpoint() | ({} if behind.is_set() else {"snapshot": old.name}), relay.near, timeout=0.5
+        lambda: server.endpoint() | ({} if behind.is_set() else {"snapshot": old.name}), relay.near, timeout=2.0
     )
     arrives(client, random_weights(0))
     assert client.stats.source == "scripted"

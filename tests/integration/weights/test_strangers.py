@@ -71,21 +71,6 @@ def test_a_large_frame_of_a_stranger_is_not_taken(server: str, flags: bytes, mec
     arrives(lab.client(endpoint), expected)
 
 
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_a_large_frame_of_no_server_is_not_taken(flags: bytes, mechanism: str, lab: Lab) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(PATIENCE)
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        where = {"address": address, "password": "expected"}
-        client = lab.client(lambda: where)
-        for _ in range(2):  # the client does not give up
-            with listener.accept()[0] as stranger:
-                assert is_refused(stranger, greeting(mechanism) + flags)
-    learner = lab.learner()
-    where = learner.endpoint()
-    arrives(client, publish(learner, 0))
-
-
 def test_of_too_many_strangers_the_oldest_is_cut_off(mechanism: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.weights.listener.HANDSHAKE_SECONDS", 10 * PATIENCE)
     learner = lab.learner()

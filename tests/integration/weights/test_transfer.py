@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import os
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from common.weights.wire import Fetch, Poll, Refused, checksum, unpack_reply
-from generator.weights.weight_client import WeightClient
-from learner.publish.weight_server import WeightServer
 from tests.support.waiting import eventually
 from tests.support.weights import (
-    CONFIG,
-    CREDIT,
     Lab,
     arrives,
-    chunk_frames,
     following,
     publish,
-    pulled,
     random_weights,
     snapshot,
     versions_arrive,
@@ -68,7 +58,7 @@ def test_a_client_that_reads_nothing_fills_no_memory(lab: Lab) -> None:
     server = lab.learner()
     greedy = lab.requests(server)
     greedy.socket.rcvhwm = 1
-    expected = publish(server, 0, mib=20)
+    expected = publish(server, 0, chunks=20)
     manifest, _ = greedy.ask(Poll())
     fetches = [Fetch(snapshot=manifest.snapshot, chunk=chunk) for chunk in range(len(manifest.checksums))] * 20
     for fetch in fetches:
@@ -96,28 +86,6 @@ def test_a_snapshot_gone_in_the_middle_is_replaced(lab: Lab) -> None:
     assert client.stats.restarts == 1
 
 
-def test_at_most_credit_chunks_are_under_way(lab: Lab) -> None:
-    source = snapshot(1, mib=10)
-    held: list[Fetch] = []
-    most = 0
-
-    def answer(request: Poll | Fetch) -> list[bytes]:
-        nonlocal most
-        if isinstance(request, Poll):
-            return following([source])(request)
-        held.append(request)
-        most = max(most, len(held))
-        # The first answers are held back: a client without flow control would ask for everything.
-        if len(held) < CREDIT and max(one.chunk for one in held) < len(source.chunks) - 1:
-            return []
-        return chunk_frames(source, held.pop(0))
-
-    server = lab.scripted(answer)
-    pulled(lab.client(server.endpoint, timeout=1.0)).close()
-    assert most <= CREDIT
-    assert server.fetched() == set(range(len(source.chunks)))
-
-
 def test_a_learner_gives_weights_for_its_password_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     passwords = iter(["another", "expected"])
     monkeypatch.setattr("common.weights.listener.secrets", SimpleNamespace(token_hex=lambda size: next(passwords)))
@@ -130,46 +98,3 @@ def test_a_learner_gives_weights_for_its_password_alone(lab: Lab, monkeypatch: p
     lab.close(without, refusing)
     accepting = lab.learner(bind=where["address"])
     arrives(client, publish(accepting, 1))
-
-
-def test_a_learner_that_cannot_be_looked_up_is_waited_for(lab: Lab) -> None:
-    server = lab.learner()
-    expected = publish(server, 0)
-
-    def away() -> None:
-        raise ConnectionError("broker is away")
-
-    answers: list[Callable[[], dict[str, str] | None]] = [lambda: None, away]
-    client = lab.client(lambda: (answers.pop(0) if answers else server.endpoint)())
-    arrives(client, expected)
-    assert not answers
-
-
-def test_memory_serves_again_and_is_given_back_at_the_end() -> None:
-    before = _memory_files()
-    server = WeightServer(CONFIG)
-    client = WeightClient(server.endpoint, CONFIG)
-    paths = set()
-    for version in range(4):
-        paths.add(arrives(client, publish(server, version)).path)
-    assert len(paths) == 1
-    publish(server, 4)
-    last = pulled(client)
-    client.close()
-    last.close()
-    last.close()
-    server.close()
-    del server, client
-    # Threads that computed the last checksums may be about to end.
-    eventually(lambda: _memory_files() <= before)
-
-
-def _memory_files() -> set[int]:
-    """Inodes of this process's files; other tests may have left some that are given back meanwhile."""
-    gc.collect()
-    inodes = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if "spo-weights" in os.readlink(f"/proc/self/fd/{number}"):
-                inodes.add(os.stat(f"/proc/self/fd/{number}").st_ino)
-    return inodes

@@ -97,12 +97,6 @@ def test_a_deterministic_run_is_serial_and_has_one_generator(tmp_path: Path) -> 
     assert not (tmp_path / "out").exists(), "nothing has begun"
 
 
-def test_one_key_switches_an_adapter_on() -> None:
-    lora = read(FILE + "learner: {lora: null}\n", "learner.lora.rank=8").learner.lora
-    assert lora is not None
-    assert (lora.rank, lora.scaling) == (8, 4.0)
-
-
 def test_an_agent_is_a_name_or_a_section() -> None:
     named = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "episode": {"agent": "a:b"}})
     assert parse_config(yaml.safe_load(dump_config(named))) == named

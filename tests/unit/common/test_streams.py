@@ -10,13 +10,12 @@ import structlog
 from structlog.testing import capture_logs
 
 from common.errors import UserError
-from common.messages import Batch, Failure, Step
+from common.messages import Batch, Failure
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import LearnerWatch, Presence, learner_gone
-from common.streams.steps import StepReader, latest
 from common.streams.tasks import CONSUMER_GROUP, Finished, TaskInbox
 from tests.support.streams import dispatch, evaluate, finish_all, finished, leased, payload, silence
 
@@ -217,19 +216,6 @@ def test_a_response_is_kept_for_drift_until_the_next_one(ledger: SamplerLedger) 
     assert previous is not None
     assert len(previous.token_ids) == 12
     assert nothing is None
-
-
-def test_steps_are_read_in_order_from_where_a_reader_stopped(broker: Broker) -> None:
-    inbox, reader = BatchInbox(broker).acquire(), StepReader(broker)
-    steps = [Step(version=v, drift=0.1 * v) for v in range(4)]
-    for step in steps[:2]:
-        inbox.announce(step)
-    assert reader.read() == steps[:2]
-    broker.redis.xadd(broker.key("steps"), {"step": b"junk"})
-    for step in steps[2:]:
-        inbox.announce(step)
-    assert StepReader(broker, after=reader.last).read() == steps[2:]
-    assert latest(broker) == steps[-1]
 
 
 def test_processes_are_listed_while_they_live(broker: Broker) -> None:

@@ -110,19 +110,6 @@ def test_a_process_that_was_cut_off_takes_nothing_over(
     assert len(back.adopt(5)) == 2, "the other has not come back"
 
 
-def test_heartbeats_as_rare_as_they_may_be_are_no_outage(
-    broker: Broker, ledger: SamplerLedger, clock: list[float]
-) -> None:
-    dying, _ = leased(ledger, 1, "dying")
-    heir = TaskInbox(broker, "heir")
-    for _ in range(3):
-        heir.beat([])
-        clock[0] += 0.51 * broker.dead_after
-    heir.adopt(5)  # as above
-    silence(broker, dying)
-    assert len(heir.adopt(5)) == 1
-
-
 def test_a_sampler_that_was_cut_off_keeps_an_evaluation(
     broker: Broker, ledger: SamplerLedger, clock: list[float]
 ) -> None:
@@ -252,30 +239,6 @@ def test_a_commit_while_reading_is_not_read_by_halves(
     when_read(broker, "outstanding", lambda: broker.redis.set(broker.key("lease"), "third"), monkeypatch)
     with pytest.raises(LeaseLost, match="third"):
         SamplerLedger(broker, "fourth").acquire(wait=0)
-
-
-def test_the_lease_is_renewed_while_many_rows_are_read(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    broker.dead_after = 20.0
-    rows = {f"p{i}": b"%d" % i for i in range(3000)}
-    ledger = SamplerLedger(broker, "first")
-    ledger.acquire()
-    ledger.commit(Commit(tracker=rows))
-    ledger.release()
-    execute, left = broker.redis.execute_command, []
-
-    def executed(command: str, *arguments: Any, **options: Any) -> Any:
-        reply = execute(command, *arguments, **options)
-        if broker.key("tracker") in arguments and command.startswith("H"):
-            left.append(broker.redis.pttl(broker.key("lease")))
-            # Every slice takes so long that the lease has nearly run out.
-            broker.redis.pexpire(broker.key("lease"), 2000)
-        return reply
-
-    monkeypatch.setattr(broker.redis, "execute_command", executed)
-    monkeypatch.setattr("common.streams.lease.RENEW_EVERY", 0.0)
-    assert SamplerLedger(broker, "second").acquire().tracker == rows
-    assert len(left) > 1
-    assert min(left) > 10_000
 
 
 ADDRESS = {"address": "tcp://127.0.0.1:5555"}

@@ -169,27 +169,6 @@ def test_a_sandbox_that_fails_is_no_failed_program() -> None:
     with_service(ask)
 
 
-def test_stopping_gives_up_what_waits_and_kills_what_runs() -> None:
-    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
-        running = post(client, "running")
-        await held.started.get()
-        waiting = post(client, "waiting")
-        while not service.waiting:
-            await asyncio.sleep(0)
-        service.stop()
-        for answer in (await waiting, await post(client, "late")):
-            assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
-        health = await client.get("/health")
-        assert (health.status_code, health.json()["status"]) == (503, "stopping")
-        assert not running.done()
-        service.kill()
-        assert (await running).status_code == 503
-        assert held.killed.get_nowait() == "running"
-        assert held.started.empty()
-
-    with_service(ask)
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("options", "words"),

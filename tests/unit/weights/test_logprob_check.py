@@ -79,7 +79,3 @@ def test_checks_go_on_until_a_trained_version_has_been_checked() -> None:
     assert scored((0, LOGPROBS), (1, LOGPROBS), (2, off(9)), (3, LOGPROBS)) == 2
     with pytest.raises(UserError, match="update to version 1, .*: training diverges"):
         scored((0, LOGPROBS), (1, off(9)))
-
-
-def test_an_engine_that_cannot_score_prompts_is_not_refused() -> None:
-    assert scored((1, LOGPROBS), error=ValueError("no log-probs of prompts here")) == 1
