@@ -71,7 +71,6 @@ def f(x):
 ATTACKS = {
     **{f"is a {kind} that equals everything": EQUAL.format(kind=kind) for kind in ("str", "int", "list")},
     "kills the judge when asked": SIGNAL.format(number=9),
-    "writes nonsense into its pipes": WRITE.format(data='b"\\x00\\x00\\x00\\x05[[[[["'),
     "announces 2 GB": WRITE.format(data='b"\\x80\\x00\\x00\\x00"'),
     "prints markers": """
 print("passed 1", "0 passed", "ready", *(f"{i} passed" for i in range(8)), sep="\\n")
@@ -171,9 +170,6 @@ def serve(message):
     program.send(["answer", program.receive()[1], []])
 program.serve = serve
 """,
-    "answers everything with yes": TAKE_OVER + """
-program.serve = lambda message: program.send(["answer", True, []])
-""",
     "raises an error that is not one": TAKE_OVER + """
 def serve(message):
     if message[0] == "names":
@@ -219,25 +215,6 @@ class Any(type):
     def __lt__(self, other): return True
 class Every(metaclass=Any): pass
 def f(x): return Every
-""",
-    "replaces the modules that the judge's copy of it uses": TAKE_OVER + """
-import builtins, json, marshal, struct, types
-class Anything(types.ModuleType):
-    def __getattr__(self, name): return lambda *a, **k: True
-for name in ("json", "struct", "marshal", "operator", "ast", "types", "signal"): sys.modules[name] = Anything(name)
-json.dumps = lambda message: '["answer", true, []]'
-sys.modules["generator.rewards.code.harness"].Examiner = sys.modules["tests"] = Anything("tests")
-type(program).encode = lambda self, x: True
-def f(x): return 0
-""",
-    "looks for the tests in all objects and frames": SEARCH + """
-import gc, sys
-def f(x):
-    seen, frame = [], sys._getframe()
-    while frame:
-        seen += [repr(frame.f_locals), repr(frame.f_globals)]
-        frame = frame.f_back
-    return search(" ".join(seen) + " ".join(repr(x)[:2000] for x in gc.get_objects()[:20000]))
 """,
     "puts modules where imports look": """
 for name in "math collections statistics ast json subprocess decimal".split():

@@ -34,25 +34,6 @@ for path in ["/proc/cmdline", "/proc/keys", "/proc/kcore", "/proc/kmsg", "/proc/
     with contextlib.suppress(OSError):
         if open(path, "rb").read(10):
             leak(path)
-#: system calls
-calls = {
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "syslog": (103, 116),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "unshare": (272, 97), "setns": (308, 268),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
-    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fspick": (433, 433), "mount_setattr": (442, 442), "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265), "quotactl": (179, 60), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
-    "vmsplice": (278, 75), "inotify_init1": (294, 26), "fanotify_init": (300, 262), "pidfd_getfd": (438, 438),
-    "kexec_load": (246, 104), "init_module": (175, 105), "acct": (163, 89), "reboot": (169, 142),
-    "swapon": (167, 224),
-}
-for name, numbers in calls.items():
-    result = libc.syscall(numbers[os.uname().machine == "aarch64"], 0, 0, 0, 0, 0, 0)
-    if result >= 0 or ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS):
-        leak(f"{name} gave {result}, {errno.errorcode.get(ctypes.get_errno())}")
 #: setuid programs
 import shutil, subprocess
 if os.geteuid() == 0 or 0 in os.getgroups() or os.getegid() == 0:

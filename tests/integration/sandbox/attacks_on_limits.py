@@ -71,19 +71,6 @@ with open("/dev/zero", "rb+", buffering=0) as zero:
     refused(shared, zero.fileno())
     if zero.read(1000) != bytes(1000):
         leak("/dev/zero has no zeros")
-#: buffers of sockets of many | stopped=memory memory=256
-for _ in range(24):
-    if os.fork() == 0:
-        pairs = []
-        while True:
-            with contextlib.suppress(OSError):
-                pairs.append(socket.socketpair())
-                for end in pairs[-1]:
-                    end.setblocking(False)
-                    with contextlib.suppress(BlockingIOError):
-                        while True:
-                            end.send(bytes(65536))
-signal.pause()
 #: disk
 for folder, most in (("/tmp", 64), ("/dev/shm", 16)):
     with contextlib.suppress(OSError):

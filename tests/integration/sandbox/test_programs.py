@@ -198,27 +198,6 @@ def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: asyncio.Runner) 
     use(loop, ONE, kill)
 
 
-def test_closing_ends_what_runs_on_as_many_workers_as_allowed(loop: asyncio.Runner) -> None:
-    async def close() -> None:
-        sandbox = LocalSandbox(Settings(workers=2))
-        others = set(workers())
-        answers = await asyncio.gather(*(sandbox.run_code(program("print(1)")) for _ in range(5)))
-        assert [output(answer) for answer in answers] == ["1\n"] * 5
-        tasks = [asyncio.create_task(sandbox.run_code(program(FOREVER))) for _ in range(3)]
-        own = set(workers()) - others
-        assert len(own) == 2
-        await until(lambda: all(worker.children() for worker in own))
-        family = [child for worker in own for child in (worker, *worker.children(recursive=True))]
-        await sandbox.close()
-        assert not any(process.is_running() for process in family)
-        for answer in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(answer, SandboxUnavailable)
-        if sandbox.cgroup is not None:
-            assert list(sandbox.cgroup.glob(f"{sandbox._name}-*")) == []
-
-    loop.run(close())
-
-
 def test_without_isolation_limits_hold_and_nothing_is_left(loop: asyncio.Runner) -> None:
     async def run(sandbox: LocalSandbox) -> None:
         code = """

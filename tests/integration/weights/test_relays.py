@@ -150,14 +150,3 @@ def test_a_relay_gives_no_older_or_earlier_learners_weights(lab: Lab, stale: str
     relays += relay.near()
     arrives(client, random_weights(2))
     assert polls >= 3
-
-
-def test_a_configured_relay_is_used_unless_it_is_away(lab: Lab) -> None:
-    server = lab.learner()
-    relay = lab.relay(server.endpoint)
-    client = lab.client(server.endpoint, relays=relay.near, relay=relay.server.address)
-    versions_arrive(server, [client], [0])
-    assert client.stats.source == relay.server.address
-    lab.close(relay)
-    versions_arrive(server, [client], [1])
-    assert client.stats.source == "learner"

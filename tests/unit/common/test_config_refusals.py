@@ -60,12 +60,9 @@ SECTIONS = [
     ("generator: {temperature: 0.7}", "generator.temperature = 0.7 | sampler.drift.mode=ledger"),
     ("{generator: {temperature: 0}, sampler: {drift: {mode: ledger}}}", "use a value above 0"),
     ("learner: {offload: all}", "zero_stage=3 (given: 0)"),
-    ("learner: {exact_every: 4, zero_stage: 3}", "learner.exact_every goes back to earlier weights"),
     ("broker: {url: 'localhost:6379'}", "must start with redis:// | did you mean redis://localhost:6379/0?"),
-    ("broker: {url: /run/redis.sock}", "did you mean unix:///run/redis.sock?"),
     ("broker: {url: 'me:secret@far:1'}", "broker.url = 'me:***@far:1' | did you mean redis://me:***@far:1/0?"),
     ("learner: {weights: {bind: 'tcp://0.0.0.0:5555'}}", "is open to the network without keys | spo keys"),
-    ("learner: {weights: {advertise: 'tcp://here:0'}}", "tcp://host:port"),
     ("learner: {weights: {relay: node-1}}", "auto, direct, or a relay's tcp://host:port"),
     ("sandbox: {url: 'http://here:70000'}", "no valid port"),
     (
@@ -98,15 +95,12 @@ SECTIONS = [
     ("algorithm: {loss: kl_cov, loss_options: {ratio: 1.5}}", "ratio = 1.5 | in (0, 1]"),
     ("algorithm: {loss: clip_cov, loss_options: {cov_low: 6}}", "cov_low = 6 is above cov_high = 5"),
     # Names of verl's and SkyRL's.
-    ("algorithm: {kl_loss_coef: 0.1}", "did you mean algorithm.kl_coef?"),
     ("algorithm: {rollout_correction: {rollout_is: tokens}}", "key algorithm.correction.rollout_is = 'tokens'"),
     ("algorithm: {rollout_correction: null, correction: {}}", "verl's name for correction; give one of the two"),
     # Names of other trainers, wherever they stand.
     ("learning_rate: 1e-5", "key learning_rate; did you mean learner.lr? Indent it"),
     ("algorithm: {num_generations: 8}", "say algorithm.group_size, with algorithm.method=grpo or rloo"),
-    ("temperature: 1", "did you mean generator.temperature or eval.temperature? Indent it below its section"),
     ("actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1e-6}}}", "rollout: n: say | optim: lr: did you mean"),
-    ("trainer: {save_freq: 10}", "save_freq: did you mean learner.checkpoint_every?"),
     # Episodes.
     (
         "episode: {tools: [calculator], max_assistant_turns: 1}",
@@ -116,7 +110,6 @@ SECTIONS = [
     ("episode: {call_format: code}", "episode.tools=[code_interpreter]"),
     ("episode: {tool_options: {calculator: {x: 1}}}", "tool_options names 'calculator' | (none)"),
     ("episode: {user_options: {x: 1}}", "without episode.user"),
-    ("episode: {reward: {}}", "names no reward"),
     ("episode: {reward: {exact: .inf}}", "the weight of 'exact' is inf"),
     ("episode: {reward_options: {math: {}}}", "reward_options names 'math', which is not part of | (exact)"),
     ("{algorithm: {turn_advantage: turn}, episode: {turn_rewards: mean}}", "episode.turn_rewards = 'mean' does not"),
@@ -129,7 +122,6 @@ SECTIONS = [
     ("episode: {agent: {function: 'a:b', failure: skip}}", "agent.failure: 'skip' is neither retry nor a reward"),
     ("episode: {agent: {function: 'a:b', failure: 2}}", "failure = 2.0 is outside | [0, 1]; give a reward within it"),
     ("episode: {agent: 'a:b', tools: [calculator]}", "episode.tools = ['calculator'] beside | set episode.tools=[]"),
-    ("episode: {agent: 'a:b', call_format: code}", "'code' beside episode.agent | set episode.call_format=hermes"),
     ("{episode: {agent: 'a:b'}, algorithm: {turn_advantage: turn}}", "set algorithm.turn_advantage=episode"),
     ("{episode: {agent: 'a:b'}, run: {deterministic: true}}", "episode.agent = 'a:b' contradicts run.deterministic"),
     ("episode: {reward: {exact: 1, agent: 1}}", "episode.reward = 'agent' is the number | episode.agent is null"),
@@ -189,25 +181,17 @@ MODES = " | ".join(REJECTION_MODES)
 CORRECTIONS = [
     ("decoupled", "is a section, not a value | (for a preset: algorithm.correction.preset=decoupled)"),
     ("{rollout_is_threshold: 0}", "rollout_is_threshold = 0 | above 0"),
-    ("{rollout_is_threshold: two}", "rollout_is_threshold = 'two' | not a number"),
     ("{rollout_is_threshold: 5_0.5}", "rollout_is_threshold = '5_0.5' | lower 5 is above upper 0.5"),
     ("{rollout_rs: seq_max_k1, rollout_rs_threshold: 2}", f"'seq_max_k1' is no mode | {MODES}"),
     ("{rollout_rs: token_k1}", "rollout_rs = 'token_k1' needs rollout_rs_threshold | null"),
     ("{rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '2,3'}", "2 parts for 3 modes | or one each"),
-    ("{rollout_is_threshold: true}", "rollout_is_threshold = true is no number"),
     ("{rollout_is_mode: cut}", "rollout_is_mode = 'cut' | truncate, mask and clip"),
-    ("{rollout_rs: token_k1, rollout_rs_threshold: -0.5_2}", "'-0.5_2' | '-0.5' | above 0"),
     ("{rollout_rs: token_k2, rollout_rs_threshold: 0.5_2}", "'0.5_2' | token_k2 takes an upper bound alone"),
-    ("{rollout_rs: seq_sum_k1, rollout_rs_threshold: 0.5}", "= 0.5 | lower 2 is above upper 0.5"),
-    ("{rollout_rs: token_k1, rollout_rs_threshold: 1_2_3}", "'1_2_3' | not lower_upper"),
-    ("{thresholds_by_age: [1, 1]}", "thresholds_by_age = [1, 1] | 5 items"),
     ("{thresholds_by_age: [1, 1, 1, 1, 0]}", "thresholds_by_age = [1.0, 1.0, 1.0, 1.0, 0.0] | above 0"),
     ("{skyrl: {geo_mask_low: 2}}", "geo_mask_low = 2.0 is above geo_mask_high = 1.01"),
     ("{preset: decoupled_token_iss}", "preset 'decoupled_token_iss' is unknown; did you mean decoupled_token_is"),
-    ("{rollout_iss: token}", "key algorithm.correction.rollout_iss; did you mean algorithm.correction.rollout_is?"),
     # Contradictions.
     ("{bypass_mode: true}, proximal: recompute", "proximal = 'recompute' contradicts correction, which has 'rollout'"),
-    ("{preset: bypass_pg_is}, loss: gspo", "loss = 'gspo' contradicts correction, which has 'reinforce'"),
     ("{skyrl: {}, rollout_is: token}", "give one of the two"),
     ("{rollout_is: null, rollout_is_batch_normalize: true}", "rollout_is_batch_normalize = true has no"),
     ("{rollout_is: null, rollout_rs_threshold: 2}", "rollout_rs_threshold = 2.0 bounds nothing while rollout_rs"),
@@ -219,9 +203,7 @@ CORRECTIONS = [
 ]
 SENTINELS = [
     ("redis+sentinel://a:1,b:2", "it names no SERVICE, the sentinels' name for the master"),
-    ("redis+sentinel://a:1/spo/first", "DB 'first' is no number"),
     ("redis+sentinel:///spo/0", "'' is no HOST:PORT"),
-    ("redis+sentinel://a:0/spo/0", "'a:0' is no HOST:PORT"),
     ("rediss+sentinel://a:1/spo/0?ssl_check_hostname=no", "ssl_check_hostname=no must be true or false"),
 ]
 FORM = "it must be of the form redis+sentinel://HOST:PORT,"

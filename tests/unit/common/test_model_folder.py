@@ -166,45 +166,39 @@ def test_the_ends_of_a_models_texts_are_read_from_its_files(
     assert end_ids(str(tmp_path)) == ids
 
 
+def start(folder: Path, content: str, role: Role = Role.GENERATOR, environ: Any = None, **sections: Any) -> None:
+    """Run the checks of a start with this config.json of the model."""
+    model = folder / "model"
+    if not model.exists():
+        small_model(model, (2, 2))
+    (model / "config.json").write_text(content)
+    (folder / "train.jsonl").write_text("{}\n")
+    tree = {
+        "model": {"path": str(model), "max_model_len": 128},
+        "run": {"output_dir": str(folder)},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 16},
+    }
+    check_start(role, config_of(**tree, **sections), Machine(cpu_flags=AVX512, environ=environ or {}))
+
+
 def test_a_length_above_the_models_is_one_line_with_all_limits(tmp_path: Path) -> None:
-    folder = small_model(tmp_path / "model", (2, 2))
-    (folder / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 64}')
-    (tmp_path / "train.jsonl").write_text("{}\n")
-
-    def start(role: Role = Role.GENERATOR, engine: dict[str, Any] | None = None, **environ: str) -> None:
-        config = config_of(
-            model={"path": str(folder), "max_model_len": 128}, run={"output_dir": str(tmp_path)},
-            data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16}, generator={"engine": engine or {}},
-        )  # fmt: skip
-        check_start(role, config, Machine(cpu_flags=AVX512, environ=environ))
-
+    content = '{"model_type": "qwen3", "max_position_embeddings": 64}'
     with pytest.raises(
         UserError, match="max_model_len = 128, and .* was made for 64 tokens; set model.max_model_len=64"
     ):
-        start()
-    start(Role.LEARNER)
-    start(engine={"max_model_len": 64})
-    start(VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
+        start(tmp_path, content)
+    start(tmp_path, content, Role.LEARNER)
+    start(tmp_path, content, generator={"engine": {"max_model_len": 64}})
+    start(tmp_path, content, environ={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
 
 
-def test_settings_of_routers_need_experts(tmp_path: Path) -> None:
-    folder = small_model(tmp_path / "model", (2, 2))
-    (tmp_path / "train.jsonl").write_text("{}\n")
-
-    def start(content: str, **learner: Any) -> None:
-        (folder / "config.json").write_text(content)
-        config = config_of(
-            model={"path": str(folder)}, run={"output_dir": str(tmp_path)}, learner=learner,
-            data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16},
-        )  # fmt: skip
-        check_start(Role.LEARNER, config, Machine(cpu_flags=AVX512))
-
-    for name, value in (("router_replay", "rollout"), ("router_balance", 0.1)):
-        with pytest.raises(UserError, match=rf"learner.{name} = '?{value}'? is for .* and {folder} has no experts"):
-            start('{"model_type": "qwen3"}', **{name: value})
-        start('{"model_type": "qwen3_moe", "num_experts": 8}', **{name: value})
-        start('{"text_config": {"num_local_experts": 8}}', **{name: value})
-    start('{"model_type": "qwen3"}')
+@pytest.mark.parametrize(("name", "value"), [("router_replay", "rollout"), ("router_balance", 0.1)])
+def test_settings_of_routers_need_experts(name: str, value: object, tmp_path: Path) -> None:
+    learner = {name: value}
+    with pytest.raises(UserError, match=rf"learner.{name} = '?{value}'? is for .* and {tmp_path}/model has no experts"):
+        start(tmp_path, '{"model_type": "qwen3"}', Role.LEARNER, learner=learner)
+    start(tmp_path, '{"model_type": "qwen3_moe", "num_experts": 8}', Role.LEARNER, learner=learner)
+    start(tmp_path, '{"text_config": {"num_local_experts": 8}}', Role.LEARNER, learner=learner)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import pytest
 
 from common.errors import UserError
-from common.plugins import check_options, load_object, make_object
+from common.plugins import load_object, make_object
 from tests.support.plugin_package import ENTRY_POINTS, install
 
 
@@ -105,15 +105,3 @@ def test_options_become_what_the_constructor_names() -> None:
 def test_an_option_that_cannot_be_is_named_with_its_value(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=rf"^options of 'x': .*{reason}"):
         make(**options)
-
-
-def plain(text: str, answer: Any, row: Mapping[str, Any], scale: float = 1.0) -> float:
-    return scale
-
-
-def test_options_of_a_function_are_checked() -> None:
-    arguments = ("text", "answer", {})
-    assert check_options(plain, {"scale": "2"}, "options", arguments) == {"scale": 2.0}
-    with pytest.raises(UserError, match=r"^options: .*'size'; allowed: scale$"):
-        check_options(plain, {"size": 2}, "options", arguments)
-    assert check_options(max, {"a": 1}, "options") == {"a": 1}, "it says nothing of its arguments"

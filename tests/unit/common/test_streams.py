@@ -218,23 +218,6 @@ def test_a_response_is_kept_for_drift_until_the_next_one(ledger: SamplerLedger) 
     assert nothing is None
 
 
-def test_processes_are_listed_while_they_live(broker: Broker) -> None:
-    with Presence(broker, "g1", "generator", interval=60.0) as presence:
-        presence.status(state="running")
-        presence.beat()
-        assert broker.processes()["g1"]["state"] == "running"
-        broker.dead_after, alive = -1.0, broker.dead_after
-        assert broker.processes() == {}
-    broker.dead_after = alive
-    assert broker.processes() == {}
-    for name in ("killed", "alive"):
-        Presence(broker, name, "generator").beat()
-    broker.redis.zincrby(broker.key("alive"), -11_000 * broker.dead_after, "killed")
-    Presence(broker, "alive", "generator").beat()
-    assert broker.redis.hkeys(broker.key("processes")) == [b"alive"]
-    assert broker.redis.zrange(broker.key("alive"), 0, -1) == [b"alive"]
-
-
 def test_a_learner_that_is_gone_is_said_ever_less_often(broker: Broker) -> None:
     broker.dead_after = 10.0
     learner, now, log = Presence(broker, "learner", "learner", interval=60.0), 0.0, structlog.get_logger()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,9 +12,8 @@ from typer.testing import CliRunner
 
 from common.errors import UserError
 from common.log import get_logger
-from common.network import bound, listen
 from sandbox_client import TOKEN_VARIABLE, RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
-from sandbox_client.cli import app, read_token
+from sandbox_client.cli import app
 from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
 
@@ -192,25 +190,3 @@ def test_help_names_every_setting_with_its_default() -> None:
     text = CliRunner().invoke(app, ["--help"], terminal_width=200).output
     assert [name for name in Settings.model_fields if f"{name}: " not in text] == []
     assert "[default: 1024]" in text
-
-
-def test_a_servers_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    assert read_token(None) == "secret"
-    file = tmp_path / "token"
-    file.write_text("of the file\n")
-    assert read_token(file) == "of the file"
-    for text in ("", "a\nb", "ä"):
-        file.write_text(text)
-        with pytest.raises(UserError, match="holds no token|is empty"):
-            read_token(file)
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with bound("127.0.0.1", 0) as first, bound("127.0.0.1", first.getsockname()[1]) as second:
-        listen(first, "127.0.0.1", 8080, 1)
-        with pytest.raises(UserError, match=r"--port \d+ cannot be bound: Address already in use"):
-            bound("127.0.0.1", first.getsockname()[1])
-        # Taken by another process while the sandbox was tested.
-        with pytest.raises(UserError, match="--port 8080 cannot be listened on: Address already in use"):
-            listen(second, "127.0.0.1", 8080, 1)

@@ -80,7 +80,9 @@ def test_a_snapshot_holds_tensors_where_its_manifest_says() -> None:
 def test_a_snapshot_may_overwrite_the_memory_of_another() -> None:
     weights = random_weights(seed=3, chunks=9)
     grown = copy_weights(0, iter(weights.items()), torch.float32, CHUNK).snapshot()
-    other = copy_weights(1, random_weights(seed=4, chunks=9).items(), torch.float32, CHUNK, memory=grown.memory).snapshot()
+    other = copy_weights(
+        1, random_weights(seed=4, chunks=9).items(), torch.float32, CHUNK, memory=grown.memory
+    ).snapshot()
     again = copy_weights(2, iter(weights.items()), torch.float32, CHUNK, memory=other.memory).snapshot()
     assert again.memory is other.memory
     assert again.manifest.checksums == snapshot(3, chunks=9).manifest.checksums
