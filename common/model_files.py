@@ -1,4 +1,4 @@
-"""What the files of a model folder say without being loaded: shards, names and shapes of weights, ids of tokens."""
+"""Reads a model folder without loading the model: shards, names and shapes of weights, ids of tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_header(path: Path) -> Header:
 
 
 def contradiction(folder: Path, config: Mapping[str, Any], tokenizer: bool) -> str | None:
-    """What in a model folder does not fit together, with a fix; None where nothing is seen.
+    """How files of a model folder contradict one another, with a fix; None if none is found to.
 
     Args:
         config: content of its config.json.
@@ -39,7 +39,7 @@ def contradiction(folder: Path, config: Mapping[str, Any], tokenizer: bool) -> s
 
 
 def _weights(folder: Path) -> tuple[Header, str | None]:
-    """The tensors that are loaded, as far as the files are *.safetensors; and which of the index are not there."""
+    """Headers of the tensors in *.safetensors, and a line about files or tensors of the index that are missing."""
     for single, index in INDEXES.items():
         if (folder / single).exists():
             return (read_header(folder / single), None) if single.endswith(".safetensors") else ({}, None)

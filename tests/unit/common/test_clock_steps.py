@@ -1,4 +1,4 @@
-"""Redis' clock is set by an hour: living processes lose nothing, and what dead ones left is found as soon as ever."""
+"""Clocks that are set and processes that were cut off: living ones lose nothing, and what dead ones left is found."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from common.streams import relays
 from common.streams.broker import Broker
 from common.streams.lease import LeaseLost
-from common.streams.ledger import Commit, SamplerLedger
+from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import CONSUMER_GROUP, TaskInbox
-from tests.support.streams import dispatch
+from tests.support.streams import dispatch, evaluate
 
 HOUR = 3600
 
@@ -96,9 +96,40 @@ def test_processes_and_relays_are_listed_whatever_the_clock(broker: Broker, cloc
     assert [relay["name"] for relay in relays.nearby(broker, "here")] == ["living"]
 
 
+def test_a_process_that_was_cut_off_takes_nothing_over(broker: Broker, ledger: SamplerLedger, clocks: Clocks) -> None:
+    dispatch(ledger, 2)
+    other, back = TaskInbox(broker, "other"), TaskInbox(broker, "back")
+    other.take(2, 0)
+    back.beat([])
+    clocks.now += 1.5 * broker.dead_after  # Redis was away for all of them
+    assert [back.adopt(5), back.adopt(5)] == [[], []]
+    clocks.pass_time(1.1 * broker.dead_after, back)
+    assert len(back.adopt(5)) == 2, "the other has not come back"
+
+
+def test_a_sampler_that_was_cut_off_keeps_an_evaluation(broker: Broker, ledger: SamplerLedger, clocks: Clocks) -> None:
+    evaluate(ledger)
+    generator = TaskInbox(broker, "pinned")
+    generator.lease(3, 1, 0)
+
+    def unseen_after(seconds: float) -> float:
+        clocks.now += seconds
+        pin = ledger.pin("e0")
+        assert pin is not None
+        assert pin.version == 3
+        return pytest.approx(pin.unseen)
+
+    look = broker.dead_after / 4
+    assert [unseen_after(0.0), unseen_after(look)] == [0, look]
+    assert unseen_after(1.5 * broker.dead_after) == 0, "Redis was away for the generator too"
+    assert [unseen_after(look) for _ in range(4)] == [look, 2 * look, 3 * look, 4 * look], "it does not come back"
+    generator.lease(3, 1, 0)
+    assert unseen_after(look) == 0
+
+
 @pytest.mark.parametrize("step", [HOUR, -HOUR])
 def test_no_clock_gives_an_evaluation_up(broker: Broker, ledger: SamplerLedger, clocks: Clocks, step: int) -> None:
-    ledger.commit(Commit(scalars={"evaluating": "e0", "evaluating_from": 0}))
+    evaluate(ledger)
     inbox = TaskInbox(broker, "a")
     assert inbox.lease(0, 0, 0).evaluation == "e0"
 

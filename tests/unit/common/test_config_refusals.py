@@ -49,6 +49,7 @@ SECTIONS = [
     ("generator: {max_concurrency: many}", "key generator.max_concurrency = 'many': | an integer, or 'auto'"),
     ("run: {name: a b}", "run.name = 'a b'"),
     ("run: {experiment: ../../etc}", "must be a folder below run.output_dir"),
+    ("run: {experiment: /etc}", "to write elsewhere, set run.output_dir"),
     ("sampler: {tracker: {rho_min: 0.97}}", "rho_max = 0.96"),
     ("sampler: {tracker: {reward_range: [1, 0]}}", "sampler.tracker.reward_range = [1.0, 0.0] is empty"),
     (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,15 +32,6 @@ from tests.support.streams import (
 
 def names(deliveries: list[Delivery]) -> list[str]:
     return [delivery.task.task_id for delivery in deliveries]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of all processes except Redis; event loops in other threads keep theirs, or they would sleep on."""
-    now = [1000.0]
-    for module in ("tasks", "ledger"):
-        monkeypatch.setattr(f"common.streams.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
 
 
 def test_takeover_begins_again_at_the_front(broker: Broker, ledger: SamplerLedger) -> None:
@@ -88,48 +78,6 @@ def test_a_restarted_process_does_not_hold_the_old_tasks(broker: Broker, ledger:
     silence(broker, before)
     TaskInbox(broker, "same").beat([])
     assert [delivery.attempt for delivery in TaskInbox(broker, "other").adopt(5)] == [2, 2]
-
-
-def test_a_process_that_was_cut_off_takes_nothing_over(
-    broker: Broker, ledger: SamplerLedger, clock: list[float]
-) -> None:
-    dispatch(ledger, 2)
-    other, back = TaskInbox(broker, "other"), TaskInbox(broker, "back")
-    other.take(2, 0)
-    back.beat([])
-    clock[0] += 1.5 * broker.dead_after  # Redis was away for all of them
-    silence(broker, other, 1.5 * broker.dead_after)
-    assert back.adopt(5) == []
-    back.beat([])
-    assert back.adopt(5) == []
-    for _ in range(5):
-        clock[0] += broker.dead_after / 4
-        back.beat([])
-    back.adopt(5)  # Redis' own clock has not moved in this test: it looks as if it had been set
-    silence(broker, other, 1.5 * broker.dead_after)
-    assert len(back.adopt(5)) == 2, "the other has not come back"
-
-
-def test_a_sampler_that_was_cut_off_keeps_an_evaluation(
-    broker: Broker, ledger: SamplerLedger, clock: list[float]
-) -> None:
-    evaluate(ledger)
-    generator = TaskInbox(broker, "pinned")
-    generator.lease(3, 1, 0)
-
-    def unseen_after(seconds: float) -> float:
-        clock[0] += seconds
-        pin = ledger.pin("e0")
-        assert pin is not None
-        assert pin.version == 3
-        return pin.unseen
-
-    look = broker.dead_after / 4
-    assert [unseen_after(0.0), unseen_after(look)] == [0, look]
-    assert unseen_after(1.5 * broker.dead_after) == 0, "Redis was away for the generator too"
-    assert [unseen_after(look) for _ in range(4)] == [look, 2 * look, 3 * look, 4 * look], "it does not come back"
-    generator.lease(3, 1, 0)
-    assert unseen_after(look) == 0
 
 
 @pytest.mark.parametrize("leaves", [True, False])
