@@ -52,10 +52,7 @@ SECTIONS = [
     ("run: {experiment: /etc}", "to write elsewhere, set run.output_dir"),
     ("sampler: {tracker: {rho_min: 0.97}}", "rho_max = 0.96"),
     ("sampler: {tracker: {reward_range: [1, 0]}}", "sampler.tracker.reward_range = [1.0, 0.0] is empty"),
-    (
-        "eval: {right_from: 0}",
-        "eval.right_from = 0.0 would call every answer right, or none; give a reward above 0, up to 1",
-    ),
+    ("eval: {right_from: 0}", "eval.right_from = 0.0 would call every answer right, or none; give a reward above 0,"),
     ("{sampler: {batch_size: 10}, learner: {mini_batches: 3}}", "make it a multiple"),
     ("data: {train: t, max_prompt_tokens: 4096}", "model.max_model_len = 4096"),
     ("generator: {temperature: 0.7}", "generator.temperature = 0.7 | sampler.drift.mode=ledger"),
@@ -74,25 +71,13 @@ SECTIONS = [
     # Methods.
     ("{algorithm: {method: grpo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
     ("algorithm: {method: rloo, turn_advantage: turn}", "algorithm.turn_advantage = 'turn' has no baseline with"),
-    (
-        "{algorithm: {method: grpo, baseline: critic}, sampler: {drift: {mode: ledger}}}",
-        "algorithm.baseline = 'critic' beside algorithm.method = 'grpo' | set algorithm.method=spo",
-    ),
-    (
-        "{algorithm: {baseline: critic}, learner: {sequence_parallel: 2}}",
-        "learner.sequence_parallel = 2: the critic reads sequences whole",
-    ),
+    ("{algorithm: {method: grpo, baseline: critic}, sampler: {drift: {mode: ledger}}}", "algorithm.baseline ="),
+    ("{algorithm: {baseline: critic}, learner: {sequence_parallel: 2}}", "learner.sequence_parallel = 2: the critic"),
     ("{algorithm: {baseline: both}, learner: {lora: {}}}", "algorithm.baseline = 'both' with learner.lora"),
     ("critic: {gae_lambda: 1.5}", "critic.gae_lambda = 1.5"),
     # Options of losses.
-    (
-        "algorithm: {loss_options: {beta: 1}}",
-        "algorithm.loss_options.beta is no option of loss 'ppo_clip'; allowed: low",
-    ),
-    (
-        "algorithm: {loss: dro, loss_options: {beta: 0}}",
-        "loss_options.beta = 0 of loss 'dro' must be a number in (0, inf)",
-    ),
+    ("algorithm: {loss_options: {beta: 1}}", "algorithm.loss_options.beta is no option of loss 'ppo_clip'; allowed:"),
+    ("algorithm: {loss: dro, loss_options: {beta: 0}}", "loss_options.beta = 0 of loss 'dro' must be a number in (0,"),
     ("algorithm: {loss: kl_cov, loss_options: {ratio: 1.5}}", "ratio = 1.5 | in (0, 1]"),
     ("algorithm: {loss: clip_cov, loss_options: {cov_low: 6}}", "cov_low = 6 is above cov_high = 5"),
     # Names of verl's and SkyRL's.
@@ -103,10 +88,7 @@ SECTIONS = [
     ("algorithm: {num_generations: 8}", "say algorithm.group_size, with algorithm.method=grpo or rloo"),
     ("actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1e-6}}}", "rollout: n: say | optim: lr: did you mean"),
     # Episodes.
-    (
-        "episode: {tools: [calculator], max_assistant_turns: 1}",
-        "episode.tools are never answered with episode.max_assistant_turns = 1",
-    ),
+    ("episode: {tools: [calculator], max_assistant_turns: 1}", "episode.tools are never answered with"),
     ("episode: {user: corrector, max_assistant_turns: 2, max_user_turns: 0}", "set episode.user=null"),
     ("episode: {call_format: code}", "episode.tools=[code_interpreter]"),
     ("episode: {tool_options: {calculator: {x: 1}}}", "tool_options names 'calculator' | (none)"),
@@ -149,14 +131,8 @@ SECTIONS = [
     ("teacher: {reward: false}", "teacher.reward = false leaves nothing to learn from without a teacher"),
     ("teacher: {context: 'a {'}", "teacher.context = 'a {' cannot be filled in | double braces that are text"),
     ("teacher: {context: 'a {b:>4}'}", "the field 'b' has options; give its name alone"),
-    (
-        "{teacher: {context: '{answer}'}, episode: {agent: 'a:b'}}",
-        "teacher.context beside episode.agent | or teacher.u",
-    ),
-    (
-        "data: {train: [{path: b, teacher: {model: a, context: c}}]}",
-        "data.train[b]: teacher.model and teacher.context are set",
-    ),
+    ("{teacher: {context: '{answer}'}, episode: {agent: 'a:b'}}", "teacher.context beside episode.agent | or"),
+    ("data: {train: [{path: b, teacher: {model: a, context: c}}]}", "data.train[b]: teacher.model and teacher.context"),
     ("data: {train: [{path: b, teacher: {weight: 2}}]}", "data.train[b].teacher.weight cannot be set for one source"),
     # Data.
     ("data: {train: []}", "data.train"),

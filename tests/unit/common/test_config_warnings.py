@@ -84,16 +84,8 @@ NAMED = [
     ("data: {train: [{path: gsm8k}], prompt_column: text}", "data.prompt_column = 'text' has no effect"),
     ("data: {train: t, heldout: [{path: aime24, weight: 2}]}", "data.heldout[aime24].weight = 2 has no effect"),
     # Turns of a simulated user.
-    (
-        "episode: {user: corrector, max_assistant_turns: 3}",
-        "episode.user_options.turns = 3, its default, is cut short to 2 by episode.max_assistant_turns = 3 "
-        "(set it to 4 or more); or set turns=2",
-    ),
-    (
-        "episode: {user: corrector, max_assistant_turns: 3, max_user_turns: 1}",
-        "is cut short to 1 by episode.max_assistant_turns = 3 (set it to 4 or more) and episode.max_user_turns = 1 "
-        "(set it to 3 or more); or set turns=1",
-    ),
+    ("episode: {user: corrector, max_assistant_turns: 3}", "episode.user_options.turns = 3, its default, is cut short"),
+    ("episode: {user: corrector, max_assistant_turns: 3, max_user_turns: 1}", "is cut short to 1 by"),
 ]
 
 
