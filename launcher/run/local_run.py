@@ -12,7 +12,7 @@ from typing import Any
 
 from common.checks.list import check_run
 from common.config import Config, differences
-from common.config.checks import check_one_generator
+from common.config.combinations import check_one_generator
 from common.config.load import read_values
 from common.errors import UserError
 from common.files import checkpoint, checkpoint_versions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,206 @@ def test_results_of_an_agents_calls_follow_the_turn_as_the_template_shows_both(n
     arguments = "{}" if name == "deepseek" else {}
     calls = [{"id": "123456789", "type": "function", "function": {"name": "f", "arguments": arguments}}]
     turn = {"role": "assistant", "content": "" if name == "gemma" else "said", "tool_calls": calls}
+    before = [{"role": "user", "content": "hi"}, turn]
+    results = [{"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "R"}]
+    whole = tokenizer.apply_chat_template([*before, *results], tokenize=False, add_generation_prompt=True)
+    until = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=False)
+    until = until.removesuffix("\n").removesuffix("<|endoftext|>").removesuffix("\n")
+    assert whole.startswith(until)
+    sampled = np.asarray(tokenizer.encode(until))
+    opener = "<|observation|>" if name == "glm" else ""  # the model samples it
+    sampled = np.asarray([*sampled, *tokenizer.encode(opener)])
+    ids = [*sampled, *chat.between(results, before, turn=sampled)]
+    assert ids == tokenizer.encode(whole)
+
+
+def test_the_last_of_a_turns_messages_is_what_it_says() -> None:
+    tokenizer, chat = shaped("harmony")
+    analysis = "<|channel|>analysis<|message|>two and two<|end|><|start|>assistant"
+    written = f"{analysis}<|channel|>final<|message|>4"
+    assert chat.turn(np.asarray(tokenizer.encode(f"{written}<|return|>"))) == (written, "4")
+    call = f"{analysis} to=functions.f<|channel|>commentary json<|message|>{{}}"
+    assert chat.turn(np.asarray(tokenizer.encode(f"{call}<|call|>")))[0] == call
+
+
+@pytest.mark.parametrize(
+    ("results", "reason"),
+    [
+        ("{{ raise_exception('no tools') }}", "says: no tools"),
+        ("", "leaves them out"),
+        # No token tells the model's turn from the result.
+        ("\nresult: {{ m.content }}", "ends the assistant's turns without a special token in front of them"),
+    ],
+)
+def test_a_template_whose_turns_and_results_cannot_be_joined_is_refused(results: str, reason: str) -> None:
+    _, chat = template(
+        ROLES + "{%- if m.role == 'tool' %}" + results + "{%- else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{%- if loop.last or messages[loop.index].role != 'tool' %}<|im_end|>{%- endif %}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|im_end|><|im_start|>assistant\n{%- endif %}"
+    )
+    with pytest.raises(UserError, match=f"episode.tools needs .* {reason}; use another template, or none"):
+        chat.require("tool", "episode.tools", "or none")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "<think>\n"),
+        ("<|Assistant|><think>", "<think>"),
+        ("<|im_start|>assistant\n<answer>\n<think>", "<answer>\n<think>"),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
+        ("<|im_start|>user\nuse <think><|im_end|>\n<|im_start|>assistant\n", ""),
+        ("what is <think><|assistant|>", ""),
+        ("", ""),
+    ],
+)
+def test_tags_that_the_template_opens_in_front_of_a_turn_are_seen(prompt: str, opened: str) -> None:
+    assert TEMPLATE.opened(np.asarray(TOKENIZER.encode(prompt, add_special_tokens=False), np.int32)) == opened
+
+
+# Shapes of published templates, in their own words: (special tokens, the tokenizer's end of text first; template).
+ROLES = "{%- for m in messages %}"
+SHAPES = {
+    "qwen": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], TOKENIZER.chat_template),
+    "glm": (
+        ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+        ROLES + "{%- if m.role == 'user' %}<|user|>\n{{ m.content }}"
+        "{%- elif m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
+        "{%- else %}<|assistant|>\n<think></think>\n{{ m.content }}"
+        "{%- for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+        "</tool_call>{%- endfor %}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{%- endif %}",
+    ),
+    # What ends a call and what ends an answer differ, and an answer that is no longer the last ends otherwise again.
+    "harmony": (
+        ["<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"],
+        "{%- set last = namespace(name=none) %}" + ROLES + "{%- if m.role == 'assistant' and m.tool_calls %}"
+        "{%- set c = m.tool_calls[0].function %}{%- set last.name = c.name %}"
+        "{%- if m.content %}<|start|>assistant<|channel|>analysis<|message|>{{ m.content }}<|end|>{%- endif %}"
+        "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>"
+        "{{ c.arguments | tojson }}<|call|>"
+        "{%- elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+        "{%- if loop.last and not add_generation_prompt %}<|return|>{%- else %}<|end|>{%- endif %}"
+        "{%- elif m.role == 'tool' %}{%- if not last.name %}{{ raise_exception('a result without a call') }}{%- endif %}"
+        "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+        "{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|start|>assistant{%- endif %}",
+    ),
+    "llama": (
+        ["<|eot_id|>", "<|eom_id|>", "<|head|>", "<|/head|>", "<|end_of_text|>"],
+        ROLES + "<|head|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/head|>\n\n{{ m.content }}"
+        '{%- for c in m.tool_calls or [] %}{"name": "{{ c.function.name }}", "parameters": '
+        "{{ c.function.arguments | tojson }}}{%- endfor %}"
+        "{%- if m.tool_calls %}<|eom_id|>{%- else %}<|eot_id|>{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{%- endif %}",
+    ),
+    "mistral": (
+        ["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+        "<s>" + ROLES + "{%- if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+        "{%- elif m.role == 'tool' %}{%- if m.tool_call_id | length != 9 %}{{ raise_exception('nine letters') }}"
+        '{%- endif %}[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+        "{%- elif m.tool_calls %}[TOOL_CALLS] {{ m.tool_calls | tojson }}</s>"
+        "{%- else %} {{ m.content }}</s>{%- endif %}{%- endfor %}",
+    ),
+    # Arguments of calls are texts, and nothing asks for the next turn behind results.
+    "deepseek": (
+        ["<|eos|>", "<|User|>", "<|Assistant|>", "<|outputs|>", "<|/outputs|>"],
+        "{%- set now = namespace(tool=false) %}" + ROLES + "{%- set now.tool = m.role == 'tool' %}"
+        "{%- if m.role == 'user' %}<|User|>{{ m.content }}{%- elif m.role == 'tool' %}<|outputs|>{{ m.content }}"
+        "{%- else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}"
+        "{%- for c in m.tool_calls or [] %}{{ '```json' + c.function.arguments + '```' }}{%- endfor %}<|eos|>{%- endif %}"
+        "{%- endfor %}{%- if now.tool %}<|/outputs|>{%- elif add_generation_prompt %}<|Assistant|><think>\n{%- endif %}",
+    ),
+    "phi": (
+        ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"],
+        ROLES + "{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|assistant|>\n{%- else %}<|endoftext|>{%- endif %}",
+    ),
+}  # fmt: skip
+
+
+def shaped(name: str, ends: Sequence[str] = ()) -> tuple[PreTrainedTokenizerFast, ChatTemplate]:
+    """A byte-level tokenizer with the template of a shape; `ends` are the model's own ends of text."""
+    special, source = SHAPES[name]
+    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+    made.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[0], chat_template=source)
+    return tokenizer, ChatTemplate(tokenizer, ends=tokenizer.convert_tokens_to_ids(ends))
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "stops"),
+    [
+        ("qwen", [], ["<|im_end|>"]),
+        ("qwen", ["<|im_end|>", "<|endoftext|>"], ["<|im_end|>"]),
+        ("glm", [], ["<|user|>", "<|observation|>"]),
+        ("glm", ["<|endoftext|>", "<|user|>", "<|observation|>"], ["<|user|>", "<|observation|>"]),
+        ("harmony", [], ["<|call|>"]),
+        ("harmony", ["<|return|>", "<|call|>"], ["<|call|>"]),
+        ("llama", [], ["<|eom_id|>"]),
+        ("llama", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], ["<|eom_id|>", "<|end_of_text|>"]),
+        ("mistral", [], []),
+        ("deepseek", [], []),
+        ("phi", [], ["<|end|>"]),
+    ],
+)
+def test_a_turn_ends_with_the_models_ends_of_text_and_where_the_template_ends_it(
+    name: str, ends: list[str], stops: list[str]
+) -> None:
+    tokenizer, chat = shaped(name, ends)
+    assert chat.stop_ids == tuple(sorted(tokenizer.convert_tokens_to_ids(stops)))
+    for stop in [*stops, tokenizer.eos_token]:
+        assert chat.turn(np.asarray(tokenizer.encode(f"said{stop}"))) == ("said", "said")
+
+
+QWEN_RESULT = "\n<|im_start|>user\n<tool_response>\nR\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+HARMONY_RESULT = '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"R"<|end|><|start|>assistant'
+LLAMA_RESULT = "<|head|>ipython<|/head|>\n\nR<|eot_id|><|head|>assistant<|/head|>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "ended_by", "appended"),
+    [
+        ("qwen", "user", "<|im_end|>", "\n<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n"),
+        ("qwen", "tool", "<|im_end|>", QWEN_RESULT),
+        ("qwen", "tool", "<|endoftext|>", QWEN_RESULT),  # it stands for the end that the template writes
+        ("qwen", "tool", "</tool_call>", f"<|im_end|>{QWEN_RESULT}"),  # a stop string, or a cut
+        ("glm", "user", "<|user|>", "\nR<|assistant|>"),
+        ("glm", "user", "<|endoftext|>", "<|user|>\nR<|assistant|>"),
+        ("glm", "tool", "<|observation|>", "\n<tool_response>\nR\n</tool_response><|assistant|>"),
+        ("glm", "tool", "<|user|>", "<|observation|>\n<tool_response>\nR\n</tool_response><|assistant|>"),
+        ("glm", "tool", "", "<|observation|>\n<tool_response>\nR\n</tool_response><|assistant|>"),
+        ("harmony", "user", "<|return|>", "<|start|>user<|message|>R<|end|><|start|>assistant"),
+        ("harmony", "user", "<|end|>", "<|end|><|start|>user<|message|>R<|end|><|start|>assistant"),
+        ("harmony", "tool", "<|call|>", HARMONY_RESULT),
+        ("harmony", "tool", "", f"<|call|>{HARMONY_RESULT}"),
+        ("llama", "tool", "<|eom_id|>", LLAMA_RESULT),
+        ("llama", "tool", "<|eot_id|>", LLAMA_RESULT),
+        ("llama", "tool", "", f"<|eot_id|>{LLAMA_RESULT}"),
+        ("mistral", "tool", "</s>", '[TOOL_RESULTS] {"content": R, "call_id": "call00000"}[/TOOL_RESULTS]'),
+        ("mistral", "user", "</s>", "[INST] R[/INST]"),
+        ("deepseek", "tool", "<|eos|>", "<|outputs|>R<|/outputs|>"),
+        ("deepseek", "user", "<|eos|>", "<|User|>R<|Assistant|><think>\n"),
+        ("phi", "user", "<|end|>", "\n<|user|>\nR<|end|>\n<|assistant|>\n"),
+        ("phi", "user", "<|endoftext|>", "\n<|user|>\nR<|end|>\n<|assistant|>\n"),
+    ],
+)
+def test_behind_a_turn_stands_what_it_lacks_of_the_template(
+    name: str, role: str, ended_by: str, appended: str
+) -> None:
+    tokenizer, chat = shaped(name)
+    turn = np.asarray(tokenizer.encode(f"said{ended_by}"))
+    ids = chat.between([{"role": role, "name": "f", "content": "R"}], turn=turn)
+    assert ids.tolist() == tokenizer.encode(appended)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_results_of_an_agents_calls_follow_the_turn_as_the_template_shows_both(name: str) -> None:
+    tokenizer, chat = shaped(name)
+    arguments = "{}" if name == "deepseek" else {}
+    calls = [{"id": "123456789", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    turn = {"role": "assistant", "content": "said", "tool_calls": calls}
     before = [{"role": "user", "content": "hi"}, turn]
     results = [{"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "R"}]
     whole = tokenizer.apply_chat_template([*before, *results], tokenize=False, add_generation_prompt=True)

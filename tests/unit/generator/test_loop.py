@@ -12,7 +12,7 @@ from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
+from common.streams.tasks import CONSUMER_GROUP, MAX_REASON, TaskInbox
 from generator.engine.engine import EngineDied, EngineFailed
 from generator.metrics import GeneratorMetrics
 from sandbox_client import SandboxUnreachable
@@ -37,7 +37,7 @@ def test_every_task_becomes_a_header_and_a_payload(fake_broker: Broker) -> None:
     assert results(headers) == OK
     assert {header.record for header in headers} == {None}
     assert None not in BatchInbox(fake_broker).payloads([header.task_id for header in headers])
-    assert fake_broker.redis.xinfo_consumers(fake_broker.key("tasks"), GROUP) == []
+    assert fake_broker.redis.xinfo_consumers(fake_broker.key("tasks"), CONSUMER_GROUP) == []
 
 
 @pytest.mark.parametrize(
