@@ -22,7 +22,7 @@ LONG_TOKENS = 2048
 LONG_TEXT = 4096  # characters
 SWITCH_SECONDS = 0.001
 CANCEL_SECONDS = 1.0  # a cancelled call has this long to end
-CLOSE_SECONDS = 5.0  # then a closer is cancelled, since a cancelled episode, and so a stop, waits for it
+CLOSE_SECONDS = 5.0  # a closer that takes longer is cancelled, since a stop waits for it
 STALL_SECONDS = 60.0
 LEAVE_SECONDS = 5.0
 

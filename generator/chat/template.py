@@ -118,7 +118,7 @@ class ChatTemplate:
         return [name for name in names if name not in rendered]
 
     def unopened(self) -> str:
-        """What it writes in front of an answer, but of no prompt, whatever `add_generation_prompt` says; else empty."""
+        """The header that the template writes before an answer but never at the end of a prompt; empty without one."""
         try:
             asked, unasked = self._render([_ASKED], {}), self._render([_ASKED], {}, asks=False)
             header = self._render([_ASKED, _ANSWER], {}, asks=False).partition(_PLACEHOLDER)[0]
@@ -204,9 +204,9 @@ class ChatTemplate:
         return match.group() if match else ""
 
     def turn(self, token_ids: np.ndarray) -> tuple[str, str]:
-        """Text of an assistant turn without the token that ended it: as it was written, and what it says.
+        """Two texts of an assistant turn, without the token that ended it: as it was sampled, and as a reader sees it.
 
-        What it says has no special tokens. Of a turn of several messages it is the last one.
+        The second has no special tokens; of a turn of several messages it is the last one.
         """
         turn_ids = token_ids[:-1] if len(token_ids) and int(token_ids[-1]) in self._end_ids else token_ids
         written = self.text(turn_ids)
@@ -271,7 +271,7 @@ class ChatTemplate:
         return self._behind(EXCHANGE, [message]).partition(_FOLLOWING)
 
     def _end_in(self, behind: str) -> str | None:
-        """The token that ends a turn, of the text that the template renders behind it."""
+        """The token that ends a turn, in the text that the template renders after it."""
         return self._first_end(self._tokens.specials_in(behind))
 
     def _first_end(self, special: Sequence[str]) -> str | None:
@@ -279,7 +279,7 @@ class ChatTemplate:
         return next((token for token in special if token in self._ends), next(others, None))
 
     def _lacks(self, turn: np.ndarray, end: str) -> bool:
-        """Whether what the model sampled lacks the special token at its end that the template writes there."""
+        """Whether a sampled turn lacks the special token with which the template ends it."""
         last = int(turn[-1]) if len(turn) else None
         if last not in self._end_ids:
             return True  # it was cut, or ended by a stop string
@@ -314,7 +314,7 @@ class ChatTemplate:
     def _special_around(self, *messages: Message) -> list[list[str]]:
         """The special tokens that the template writes before, between and behind placeholders, where nothing follows.
 
-        One empty list where it does not show them.
+        One empty list if it does not show them.
         """
         try:
             parts = self._render(list(messages), {}, asks=False).split(_PLACEHOLDER)
@@ -332,7 +332,7 @@ class ChatTemplate:
 
     @cached_property
     def _no_content(self) -> str | None:
-        """What stands for the content that a message with calls lacks: null, or "" where the template minds null."""
+        """Replaces the missing content of a message with calls: null, or "" if the template cannot take null."""
         null, empty = (self._shown_call(content, self._takes_text) for content in (None, ""))
         return None if null is not None and null.count("None") <= (empty or "").count("None") else ""
 

@@ -20,7 +20,7 @@ from generator.concurrency import LONG_TEXT, LONG_TOKENS
 
 PIECE = 4096  # tokens that are decoded at once; well below a millisecond
 TRIES = 64  # places tried for a cut before the piece grows
-SHOWN = 24  # characters of a text that tokens do not give back
+EXCERPT = 24  # characters that an error quotes around the first difference
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TAG = re.compile(r"<[^<>\s]+>")
@@ -112,8 +112,8 @@ class TokenText:
             return None
         pairs = enumerate(zip(expected, decoded, strict=False))
         differ = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(decoded)))
-        start = max(0, differ - SHOWN // 2)
-        return expected[start : start + SHOWN], decoded[start : start + SHOWN]
+        start = max(0, differ - EXCERPT // 2)
+        return expected[start : start + EXCERPT], decoded[start : start + EXCERPT]
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int32 [T]. Markup in it counts as such, except where it was hidden."""

@@ -205,12 +205,12 @@ class Engine:
                 yield output, Completion(ids, logprobs, spans, reason, epoch, cached, experts)
 
     @overload
-    async def score(self, token_ids: TokenIds) -> np.ndarray: ...
+    async def logprobs(self, token_ids: TokenIds) -> np.ndarray: ...
 
     @overload
-    async def score(self, token_ids: TokenIds, top_k: int) -> tuple[np.ndarray, np.ndarray]: ...
+    async def logprobs(self, token_ids: TokenIds, top_k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
-    async def score(self, token_ids: TokenIds, top_k: int = 0) -> Any:
+    async def logprobs(self, token_ids: TokenIds, top_k: int = 0) -> Any:
         """Return the log-prob of each token given those before it, under the current weights at temperature 1, [T].
 
         With `top_k` = K, instead the ids and log-probs of the K tokens that are likeliest in its place, the likeliest

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from common.errors import UserError
 from common.plugins import check_options, load_object, make_object
-from generator.rewards.calls import SHOWN, Function
+from generator.rewards.calls import FORMS, Function
 from generator.rewards.outcome import Outcome
 
 BUILTIN: dict[str, str] = {
@@ -26,7 +26,7 @@ BUILTIN: dict[str, str] = {
 }
 OWN = "agent"  # the name of the reward that an agent gives itself
 
-GROUP = "spo.rewards"  # entry points of installed packages
+ENTRY_POINTS = "spo.rewards"  # group of entry points by which installed packages announce theirs
 
 Where = Literal["inline", "pool", "loop"]
 
@@ -70,7 +70,7 @@ def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any]
     elif callable(reward):
         Function(name, reward, options)
     else:
-        raise UserError(f"episode.reward = {name!r} is neither a function of {SHOWN} nor a class")
+        raise UserError(f"episode.reward = {name!r} is neither a function of {FORMS} nor a class")
 
 
 def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> Any:
@@ -95,5 +95,5 @@ def sees_folder(name: str, options: Mapping[str, Any]) -> bool:
 
 
 def _find(name: str) -> Any:
-    reward = load_object(name, BUILTIN, "episode.reward", GROUP)
+    reward = load_object(name, BUILTIN, "episode.reward", ENTRY_POINTS)
     return load_object(reward, {}, "episode.reward") if name in BUILTIN else reward

@@ -15,10 +15,10 @@ FLOAT32_TOLERANCE = 0.02
 BFLOAT16_TOLERANCE = 0.25
 
 
-class LogprobScorer(Protocol):
+class LogprobSource(Protocol):
     """The part of the engine that the check needs."""
 
-    async def score(self, token_ids: list[int]) -> np.ndarray:
+    async def logprobs(self, token_ids: list[int]) -> np.ndarray:
         """Log-prob of each token given those before it [T]; the first is 0."""
         ...
 
@@ -26,7 +26,7 @@ class LogprobScorer(Protocol):
 class LogprobCheck:
     """Compares log-probs of a fixed prompt after the first update, and after the first to a trained version."""
 
-    def __init__(self, engine: LogprobScorer, config: Config, log: Any) -> None:
+    def __init__(self, engine: LogprobSource, config: Config, log: Any) -> None:
         self._engine, self._log = engine, log
         self._model, tolerance = config.model.path, config.generator.logprob_tolerance
         if tolerance is None:
@@ -46,7 +46,7 @@ class LogprobCheck:
         # Version 0 is what the engine started with, so it proves nothing about the transfer.
         self._is_done = manifest.version > 0
         try:
-            logprobs = await self._engine.score(manifest.check_token_ids)
+            logprobs = await self._engine.logprobs(manifest.check_token_ids)
         except ValueError as error:  # some engine arguments rule out log-probs of prompts
             self._log.warning("log-probs cannot be compared with the learner's", reason=str(error))
             return
