@@ -94,7 +94,7 @@ async def _contained(call: Awaitable[T]) -> T:
 
 
 async def _cancel(task: asyncio.Task[T]) -> None:
-    """Cancel a task and wait for its end, but not for long; an error it raises meanwhile is ignored."""
+    """Cancel a task and wait for its end, but not for long; an error that it raises then is ignored."""
     task.cancel()
     _abandoned.add(task)
     task.add_done_callback(_forget)

@@ -236,7 +236,7 @@ class Generator:
     async def _failed(self, lease: LeasedTask, failure: Failure, reason: str) -> None:
         """Requeue a task after a pause, during which its slot is free, or skip it after its last attempt."""
         if lease.attempt:
-            lease.attempt.episode.step = None  # no step of the episode is under way any more
+            lease.attempt.episode.step = None  # the episode has ended
         config, delivery, attempt = self.config.generator, lease.delivery, lease.delivery.attempt
         self.metrics.failed += 1
         warn = self.log.info if self.rewards.was_named(reason) else self.log.warning

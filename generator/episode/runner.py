@@ -105,7 +105,7 @@ class EpisodeRunner:
         Args:
             before: ids of everything before the turn.
         """
-        # Calls are read from the text with special tokens, since their tags may be such tokens.
+        # Calls are read from the text with special tokens, since their tags may be special tokens.
         written, text = self.template.turn(token_ids)
         toolbox, call_format = self.parts.toolbox, self.parts.call_format
         if not toolbox.tools:

@@ -104,7 +104,7 @@ def _refused(name: str) -> str:
 
 
 def _values(outcome: Outcome) -> dict[str, Any]:
-    """What a parameter of SPO's or verl's stands for, by its name."""
+    """The values of SPO's and verl's parameters, by name."""
     more = {name: getattr(outcome, name) for name in (*OURS, *MORE)}
     return more | {
         "data_source": outcome.row.get("data_source", ""),

@@ -195,7 +195,7 @@ class Pool:
         return str(await self._call("answer", name, outcome))
 
     async def close(self) -> None:
-        """End all processes; jobs under way fail."""
+        """End all processes; running jobs fail."""
         self._closed = True
         self._fail_waiting(WorkerDied("the scoring processes are closed"))
         for start in self._starts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from common.errors import UserError
 from common.plugins import check_options, load_object, make_object
@@ -31,18 +31,11 @@ ENTRY_POINTS = "spo.rewards"  # group of entry points by which installed package
 Where = Literal["inline", "pool", "loop"]
 
 
-class Reward(Protocol):
-    """Turns an episode into a number; `score` may be a coroutine function.
-
-    A reward that compares a final answer may have a method `answer(outcome)` that returns its text, or None, for the
-    majority votes of evaluations.
-    """
-
-    def score(self, outcome: Outcome) -> float | Awaitable[float]: ...
-
-
 class Builtin(ABC):
     """A built-in reward.
+
+    One that compares a final answer has a method `answer(outcome)`, which returns its text, or None, for the majority
+    votes of evaluations.
 
     Attributes:
         where: `inline`, at once; `pool`, in another process; `loop`, a coroutine that waits for a server.

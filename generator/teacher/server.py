@@ -1,4 +1,4 @@
-"""A teacher behind an address: an OpenAI-compatible server that returns the log-probs of a prompt's tokens."""
+"""A teacher on an OpenAI-compatible server, which returns the log-probs of a prompt's tokens."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class EpisodeTools:
         return [task.result() for task in running]
 
     async def close(self) -> None:
-        """Close all opened sessions, even if cancelled meanwhile; failures are logged."""
+        """Close all opened sessions, even if this is cancelled; failures are logged."""
         opened = {name: session for name, session in self._open.items() if session is not self._toolbox.tools[name]}
         self._open = {}
         await close_all({f"tool {name}": one.close for name, one in opened.items() if hasattr(one, "close")})

@@ -62,7 +62,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Check that the model can take updates, each of which names its file; raises as `check_experts`."""
+        """Check that the model can take updates; raises like `check_experts`. Each update names its own file."""
         check_experts(self.model, has_adapters=self.vllm_config.lora_config is not None)
 
     @cached_property

@@ -71,14 +71,6 @@ class V:
     def __repr__(self): return f"V({self.x})"
     def __hash__(self): return hash(self.x)
 
-class Table:
-    def __init__(self): self.d = {}
-    def __getitem__(self, i): return self.d[i]
-    def __setitem__(self, i, x): self.d[i] = x
-    def __delitem__(self, i): del self.d[i]
-    def __iter__(self): return iter(self.d)
-    def __call__(self, x): return x
-
 class Color(enum.Enum):
     RED = 1
 
@@ -94,7 +86,6 @@ if __name__ == "__main__":
 s = Stack(); s.push(1); s.push(2); assert len(s) == 2 and s.items == [1, 2] and isinstance(s, Stack)
 assert V(1) + V(2) == V(3) and V(1) < V(2) and V(2) != V(3) and repr(V(3)) == "V(3)"
 assert sorted([V(2), V(1)]) == [V(1), V(2)] and len({V(1), V(1)}) == 1
-t = Table(); t["a"] = 1; t["b"] = 2; del t["a"]; assert t["b"] == 2 and list(t) == ["b"] and "b" in t and t("y") == "y"
 assert red() == Color.RED and red().value == 1 and red() != 1
 assert Solution().two_sum(nums=[2, 7], target=9) == [0, 1]
 assert list(squares(4)) == [0, 1, 4, 9] and sum(squares(3)) == 5

@@ -106,7 +106,11 @@ SIZE = len(TOKENIZER.encode(CALL))
     [
         ([CALL, ANSWER], {"max_assistant_turns": 2, "max_user_turns": 1}, ("stop", "89", 2, 1)),
         (["1234567890" * 9], {"max_response_tokens": 20}, ("length", "", 1, 0)),
-        ([CALL[: -len(END)] + "more"], {"max_response_tokens": SIZE - 1}, ("length", "", 1, 0)),  # a call that was cut off is not run
+        (
+            [CALL[: -len(END)] + "more"],
+            {"max_response_tokens": SIZE - 1},
+            ("length", "", 1, 0),
+        ),  # a call that was cut off is not run
         ([CALL], {"max_response_tokens": SIZE + 3}, ("length", "", 1, 1)),  # its result does not fit
         (["1" * 100], {"max_response_tokens": 10_000, "max_model_len": 80}, ("length", "", 1, 0)),
         ([CALL], {"tools": []}, ("stop", CALL.removesuffix(END), 1, 0)),
