@@ -29,7 +29,7 @@ def scored(
     scores = 0
 
     class Engine:
-        async def score(self, token_ids: list[int]) -> np.ndarray:
+        async def logprobs(self, token_ids: list[int]) -> np.ndarray:
             nonlocal scores
             assert token_ids == TOKEN_IDS
             scores += 1
