@@ -10,7 +10,7 @@ by six sides in turns:
 - `endpoint`: the same conversations with our endpoint, each in a session of its own;
 - `package`: the same conversations with a server that has its answers ready, which is what the package costs by itself.
 
-All share one engine, one event loop and so the two cores. Rates are of sampled tokens. Shapes: `quickstart` is the
+All share one engine and one event loop. Rates are of sampled tokens. Shapes: `quickstart` is the
 quickstart's initial model, which mostly answers at once; `calls` is that model after a moment of training, which calls
 the calculator every time; in `long` an untrained model writes answers of 256 tokens, so that the engine decides.
 """

@@ -27,7 +27,7 @@ from common.log import get_logger
 
 RESPONSE = 256
 UPDATES = 10
-# So many token ids that the end of turn hardly ever comes up by chance.
+# With this many token ids, a random model hardly ever samples the end of a turn.
 VOCABULARY = 8192
 
 

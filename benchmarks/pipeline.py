@@ -90,7 +90,11 @@ def prepare(folder: Path, concurrency: int, response: int) -> Path:
 
 
 class Waves:
-    """Rate and CPU time from the end of the first wave of responses to the end of the first after some seconds."""
+    """Measures rate and CPU time from the end of the first wave of responses to that of a later one.
+
+    Args:
+        seconds: the least time between the two.
+    """
 
     def __init__(self, process: psutil.Process, concurrency: int, seconds: float) -> None:
         self._process, self._concurrency, self._seconds = process, concurrency, seconds
@@ -99,7 +103,7 @@ class Waves:
         self.result: tuple[float, float] | None = None
 
     def add(self, tokens: int) -> None:
-        """A response of so many tokens has ended."""
+        """Count a response that has ended."""
         self._responses, self._tokens = self._responses + 1, self._tokens + tokens
         if self._responses % self._concurrency or self.result:
             return
@@ -160,7 +164,7 @@ def _inside(path: Path, seconds: float) -> tuple[float, float]:
 
 
 async def _bare(config: Config, seconds: float) -> tuple[float, float]:
-    """The same of AsyncLLM itself, with as many requests in flight as the generator has episodes."""
+    """Tokens a second, and CPU time a token, of AsyncLLM with as many requests in flight as there are episodes."""
     from generator.engine.arguments import engine_arguments, prepare_environment
 
     prepare_environment(config)

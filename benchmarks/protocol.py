@@ -59,7 +59,7 @@ def redis_server(folder: Path) -> Iterator[redis.Redis]:
 
 
 class Scale:
-    """One run at full size, of which each part is measured."""
+    """A run at full size, each part of which is measured."""
 
     def __init__(self, client: redis.Redis, folder: Path, prompts: int, in_flight: int, generators: int) -> None:
         self.client, self.folder = client, folder

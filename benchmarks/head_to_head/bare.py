@@ -1,4 +1,4 @@
-"""What the passes alone take: bare vLLM answers the task's prompts, and a bare DeepSpeed loop trains on the answers.
+"""CPU time of the passes alone: bare vLLM answers the task's prompts, and a bare DeepSpeed loop trains on the answers.
 
 `python -m benchmarks.head_to_head run` has this measure its row `bare`. Each side is a process of its own, which prints
 its CPU seconds a sample; vLLM leaves the token ids of prompts and answers in a file for DeepSpeed. Bare vLLM has all
