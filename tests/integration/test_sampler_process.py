@@ -38,7 +38,7 @@ def spawn(config: Config, *options: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def ended(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], timeout: float = 600) -> tuple[int, str]:
     try:
         _, err = process.communicate(timeout=timeout)
     finally:
