@@ -64,8 +64,9 @@ class AgentConfig(Section):
     )
     failure: Literal["retry"] | float = Field(
         "retry",
-        description="What an exception or an exit code other than 0 is: the machinery's failure, after which the task "
-        "is tried again and then skipped, or the model's, with this reward.",
+        description="What an exception or an exit code other than 0 counts as. `retry`: a failure of the "
+        "infrastructure, after which the task is tried again, then skipped; a number: the model's failure, with this "
+        "reward.",
     )
 
     @model_validator(mode="before")

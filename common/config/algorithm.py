@@ -44,9 +44,9 @@ class AlgorithmConfig(Section):
     )
     baseline: Literal["tracker", "critic", "both"] = Field(
         "tracker",
-        description="What the reward is compared with. `tracker`: the baseline of `method`, one number a response; "
-        "`critic`: a value model's value of each token (section `critic`); `both`: the tracker's value, to which the "
-        "critic adds what the tokens tell.",
+        description="What the reward is compared with. `tracker`: the baseline of `method`, one number per response; "
+        "`critic`: a value model's value of each token (section `critic`); `both`: the tracker's value plus a "
+        "correction of it for each token by the critic.",
     )
     group_size: int = Field(8, ge=2, description="Responses of one prompt that `grpo`, `dr_grpo` and `rloo` compare.")
     refill_degenerate: bool = Field(

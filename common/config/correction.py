@@ -107,8 +107,8 @@ class CorrectionConfig(Section):
     )
     rollout_is: Literal["token", "sequence"] | None = Field(
         "sequence",
-        description="Level of the truncated importance weights pi_old / pi_rollout; null: none, also beside other "
-        "fields of verl's, unless given.",
+        description="Level of the truncated importance weights pi_old / pi_rollout; null: none. If another of verl's "
+        "fields is given, the default is null.",
     )
     rollout_is_threshold: float | str = Field(
         2.0,
@@ -148,9 +148,9 @@ class CorrectionConfig(Section):
     )
     compatible_metrics: bool | Literal["2026-01", "2026-08"] = Field(
         False,
-        description='Figures of the metrics as verl and SkyRL have them, who count empty rows and padding: "2026-08", '
-        "in which those of verl's weights are of the weights as applied (since its #5722 of 2026-03-24), or "
-        '"2026-01", also `true`, in which they are of the ratio before truncation.',
+        description="Compute metrics as verl and SkyRL do, which count empty rows and padding. `2026-08`: verl's "
+        "figures of weights describe the applied weights (since its #5722 of 2026-03-24); `2026-01`, also `true`: they "
+        "describe the ratio before truncation.",
     )
     skyrl: SkyRLCorrection | None = Field(
         None,

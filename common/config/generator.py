@@ -62,7 +62,8 @@ class EpisodeConfig(SourceSection):
     )
     max_tool_text: int = Field(256, ge=1, description="Longer tool results are cut, in characters.")
     truncate: Literal["left", "middle", "right"] = Field(
-        "middle", description="What is kept of a long tool result: `left` its head, `right` its tail, `middle` both."
+        "middle",
+        description="Part of a long tool result that is kept: `left` its head, `right` its tail, `middle` both.",
     )
     user: str | None = Field(
         None,
@@ -103,8 +104,8 @@ class EpisodeConfig(SourceSection):
     rollouts_every: int = Field(
         10,
         ge=0,
-        description="Keep the episodes dispatched at every so many versions under `rollouts/`, and the learner's data "
-        "on their tokens under `training_data/`; 0: none.",
+        description="Keep the episodes dispatched at every n-th version in `rollouts/`, and the learner's data on "
+        "their tokens in `training_data/`; 0: none.",
     )
 
     @property
@@ -203,7 +204,7 @@ class SandboxConfig(Section):
     )
     token_file: str | None = Field(None, description="File with that token, instead.", json_schema_extra=LOCAL)
     concurrency: int = Field(
-        128, ge=1, description="Programs under way at a time, from one process.", json_schema_extra=LOCAL
+        128, ge=1, description="Programs that one process runs at a time.", json_schema_extra=LOCAL
     )
     wait: float = Field(
         60.0,

@@ -28,8 +28,8 @@ class LoraConfig(Section):
     )
     serve: Literal["adapter", "merged"] = Field(
         "adapter",
-        description="How generators use the adapter, which is all they pull. `adapter`: vLLM computes it beside the "
-        "frozen weights, as the learner does; `merged`: they add it to the weights (docs/lora.md).",
+        description="How generators use the adapter. `adapter`: vLLM computes it beside the frozen weights, as the "
+        "learner does; `merged`: generators add it to the weights (docs/lora.md). They pull only the adapter in both.",
     )
 
     @field_validator("targets", mode="before")
@@ -79,8 +79,9 @@ class WeightsConfig(Section):
     )
     relay: str = Field(
         "auto",
-        description="What generators pull through: `auto`: a relay (`spo-relay`) on their machine while one is alive, "
-        "else the learner; `direct`: always the learner; `tcp://host:port`: that relay, or the learner while it fails.",
+        description="Server from which generators pull weights. `auto`: a relay (`spo-relay`) on their machine while "
+        "one is alive, else the learner; `direct`: always the learner; `tcp://host:port`: that relay, or the learner "
+        "while it fails.",
         json_schema_extra=LOCAL,
     )
     host: str | None = Field(
@@ -133,7 +134,7 @@ class LearnerConfig(Section):
     router_replay: Literal["none", "rollout"] = Field(
         "none",
         description="Which experts of a mixture tokens go through when they are trained on. `none`: those that the "
-        "learner's routers choose; `rollout`: those that vLLM chose, which travel with the tokens (docs/mixtures.md).",
+        "learner's routers choose; `rollout`: those that vLLM chose (docs/mixtures.md).",
     )
     router_balance: float = Field(
         0.0,
@@ -143,19 +144,19 @@ class LearnerConfig(Section):
     exact_every: int = Field(
         0,
         ge=0,
-        description="Every so many batches, score each token by the version that sampled it too, so that the metrics "
-        "`exact/…` tell the engine's gap from staleness: a forward pass for each version in the batch, and the last "
-        "`sampler.max_staleness` versions as differences in host memory; 0: never.",
+        description="Every n-th batch, also score each token with the version that sampled it, so that the metrics "
+        "`exact/…` separate the engine's gap from staleness. This costs a forward pass for each version in the batch, "
+        "and host memory for the last `sampler.max_staleness` versions as differences; 0: never.",
     )
     checkpoint_every: int = Field(
         20, ge=1, description="Steps between checkpoints; batches are kept until two checkpoints contain their update."
     )
     keep_checkpoints: int = Field(
-        2, ge=1, description="Checkpoints to keep; older ones are removed. With 1, nothing is left if that is damaged."
+        2, ge=1, description="Checkpoints to keep; older ones are removed. With 1, none is left if it is damaged."
     )
     checkpoint_in_background: bool = Field(
         True,
-        description="Train on while a checkpoint is written, from a copy in host memory. Off, no copy is made.",
+        description="Write checkpoints during training, from a copy in host memory; false: training waits instead.",
     )
     max_left_out: float = Field(
         0.1,

@@ -21,7 +21,8 @@ class TrackerConfig(Section):
     prior: Literal["population", "paper"] = Field(
         "paper",
         description="What a prompt's own rewards are shrunk towards. `population`: a mean of many prompts, with the "
-        "strength that has predicted rewards best so far (docs/algorithms.md); `paper`: 0.5, with that of one answer.",
+        "strength that has predicted rewards best so far (docs/algorithms.md); `paper`: 0.5, with the "
+        "strength of one answer.",
     )
     group_column: str | None = Field(
         None,
@@ -52,7 +53,9 @@ class SelectionConfig(Section):
         "`thompson`: that of a value drawn from it; `uniform`: 1.",
     )
     epsilon: float = Field(0.05, gt=0, description="Weight every prompt keeps, however sure its value.")
-    gamma: float = Field(0.0, ge=0, le=1, description="How much well-known prompts are held back; 0: not at all.")
+    gamma: float = Field(
+        0.0, ge=0, le=1, description="How strongly the weight falls with the number of rewards (N_eff); 0: not at all."
+    )
 
 
 class DriftConfig(Section):
@@ -106,10 +109,12 @@ class EvalConfig(Section):
     every: int = Field(10, ge=0, description="Learner steps between evaluations; 0: only before and after training.")
     before_training: bool = Field(True, description="Evaluate the version that training starts from too.")
     limit: int | None = Field(None, ge=1, description="Held-out prompts to use, of each data set; null: all.")
-    samples: int = Field(1, ge=1, description="Responses a prompt, n; above 1 there are avg@n, maj@n and pass@k too.")
+    samples: int = Field(
+        1, ge=1, description="Responses per prompt, n; above 1, avg@n, maj@n and pass@k are also reported."
+    )
     by_column: str | None = Field(
         None,
-        description="Column of the held-out data with at most 32 values, for each of which figures are reported too.",
+        description="Column of the held-out data with at most 32 values, for each of which figures are also reported.",
     )
     right_from: float | None = Field(
         None,

@@ -33,9 +33,9 @@ def context_pieces(context: str) -> list[tuple[str, str]]:
 
 
 class TeacherConfig(SourceSection):
-    """Who scores the tokens of finished episodes, and what the learner makes of the scores (docs/teacher.md).
+    """The model that scores the tokens of finished episodes, and how the learner uses the scores (docs/teacher.md).
 
-    There is a teacher where one of `model`, `url` and `context` is set.
+    There is a teacher if one of `model`, `url` and `context` is set.
     """
 
     section: ClassVar[str] = "teacher"
@@ -57,7 +57,7 @@ class TeacherConfig(SourceSection):
     )
     context: str | None = Field(
         None,
-        description="Or what the policy is told beside the prompt, to be its own teacher: a text with the fields "
+        description="Or text added to the prompt, with which the policy is its own teacher; it may have the fields "
         "`{answer}`, `{feedback}` and `{COLUMN}` of the row.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
@@ -85,7 +85,7 @@ class TeacherConfig(SourceSection):
     )
     weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="Weight of the reverse KL.")
     decay_steps: int | None = Field(
-        None, ge=1, description="Steps over which the weight falls to 0 in a line; null: it stays."
+        None, ge=1, description="Steps over which the weight falls linearly to 0; null: it is constant."
     )
     reward: bool = Field(True, description="Learn from the reward's advantage too; false: from the teacher alone.")
 

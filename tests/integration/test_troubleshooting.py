@@ -111,7 +111,7 @@ def prepared(folder: Path, real_broker: Broker, monkeypatch: pytest.MonkeyPatch)
         "A fork of a run without a checkpoint": young,
         "An export of a run without a checkpoint": young,
         "An adapter of a run that has none": trained,
-        "Something that is no model": young,
+        "A path that is not a model": young,
         "No episodes were kept": young,
         "One run compared with nothing": young,
         "A trace without events": young,
