@@ -1,1 +1,1 @@
-"""Measurements, each as a ratio within one run. `python -m benchmarks.overhead` prints them all."""
+"""Measurements, each as a ratio within one run, and the tables of docs/studies.md."""

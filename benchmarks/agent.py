@@ -10,7 +10,7 @@ by six sides in turns:
 - `endpoint`: the same conversations with our endpoint, each in a session of its own;
 - `package`: the same conversations with a server that has its answers ready, which is what the package costs by itself.
 
-All share one engine, one event loop and so the two cores. Rates are of sampled tokens. Shapes: `quickstart` is the
+All share one engine and one event loop. Rates are of sampled tokens. Shapes: `quickstart` is the
 quickstart's initial model, which mostly answers at once; `calls` is that model after a moment of training, which calls
 the calculator every time; in `long` an untrained model writes answers of 256 tokens, so that the engine decides.
 """
@@ -23,8 +23,6 @@ import contextlib
 import json
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -35,6 +33,7 @@ from typing import Any
 import psutil
 
 from benchmarks import options
+from benchmarks.turns import cpu_seconds, measured_by
 from common.config import Config, parse_config
 from common.errors import reports_user_errors
 from common.log import get_logger
@@ -247,16 +246,11 @@ async def _rate(side: Side, tasks: Iterator[Task], concurrency: int, episodes: i
             sampled = await side(next(tasks))
             tokens += sampled
 
-    began, used = time.perf_counter(), _cpu_seconds()
-    await asyncio.gather(*(stream() for _ in range(concurrency)))
-    seconds, used = time.perf_counter() - began, _cpu_seconds() - used
-    return {"rate": tokens / seconds, "cpu": 1000 * used / episodes, "tokens": tokens / episodes}
-
-
-def _cpu_seconds() -> float:
-    """CPU seconds of this process and of vLLM's."""
     this = psutil.Process()
-    return float(sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True))))
+    began, used = time.perf_counter(), cpu_seconds(this)
+    await asyncio.gather(*(stream() for _ in range(concurrency)))
+    seconds, used = time.perf_counter() - began, cpu_seconds(this) - used
+    return {"rate": tokens / seconds, "cpu": 1000 * used / episodes, "tokens": tokens / episodes}
 
 
 def table(shape: str, measured: dict[str, list[dict[str, float]]]) -> Iterator[str]:
@@ -297,11 +291,9 @@ def main() -> None:
     for shape in [args.shape] if args.shape else SHAPES:
         with tempfile.TemporaryDirectory() as name:
             make_model(shape, Path(name))
-            command = [sys.executable, "-m", "benchmarks.agent", "--shape", shape, "--model", name]
-            for option in ("concurrency", "episodes", "turns"):
-                command += [f"--{option}", str(getattr(args, option))]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        print("\n".join(table(shape, json.loads(output.splitlines()[-1]))), flush=True)
+            sizes = "--concurrency", args.concurrency, "--episodes", args.episodes, "--turns", args.turns
+            figures = measured_by("benchmarks.agent", "--shape", shape, "--model", name, *sizes)
+        print("\n".join(table(shape, figures)), flush=True)
 
 
 if __name__ == "__main__":

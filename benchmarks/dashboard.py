@@ -73,7 +73,7 @@ class Command:
         self.url = match[0]
 
     def status(self) -> dict[str, Any]:
-        """What the stream of events says of the run first."""
+        """The run's status, the first event of the stream."""
         with urllib.request.urlopen(f"{self.url}api/events", timeout=60) as answer:
             for line in answer:
                 if line.startswith(b"data: "):
@@ -90,7 +90,7 @@ class Command:
 
 
 def first(browser: Browser, url: str, view: str, selector: str) -> tuple[float, float]:
-    """Milliseconds to the first paint, and until something is there."""
+    """Milliseconds from the navigation to the first paint, and until an element matches the selector."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(f"{url}#/{view}", wait_until="commit")
     page.wait_for_selector(selector)
@@ -101,7 +101,7 @@ def first(browser: Browser, url: str, view: str, selector: str) -> tuple[float, 
 
 
 def milliseconds(call: Callable[[], Any], times: int) -> float:
-    """The best of some calls."""
+    """Milliseconds of the fastest of some calls."""
     best = float("inf")
     for _ in range(times):
         started = time.perf_counter()

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -22,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import options
+from benchmarks.turns import measured_by
 from common.config import Config, parse_config
 from common.errors import reports_user_errors
 from common.log import get_logger
 
 RESPONSE = 256
 UPDATES = 10
-# So many token ids that the end of turn hardly ever comes up by chance.
+# With this many token ids, a random model hardly ever samples the end of a turn.
 VOCABULARY = 8192
 
 
@@ -56,10 +55,8 @@ def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> Generator
         measurements: dict[str, list[dict[str, float]]] = {"engine": [], "bare": []}
         for _ in range(rounds):
             for side in measurements:
-                command = [sys.executable, "-m", "benchmarks.generator", "--side", side, "--model", name]
-                command += ["--concurrency", str(concurrency), "--waves", str(waves)]
-                output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-                measurements[side].append(json.loads(output.splitlines()[-1]))
+                arguments = "--side", side, "--model", name, "--concurrency", concurrency, "--waves", waves
+                measurements[side].append(measured_by("benchmarks.generator", *arguments))
 
     def mean(side: str, key: str) -> float:
         return float(np.mean([figures[key] for figures in measurements[side]]))

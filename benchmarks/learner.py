@@ -7,17 +7,17 @@ rows, diagnostics, metrics.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import options
+from benchmarks.turns import in_turns
 from common.config import Config, parse_config
 from common.errors import reports_user_errors
 from common.payload import Payload
@@ -55,23 +55,15 @@ def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> LearnerRes
         world = start()
         trainer, bare = Trainer(config, world), Trainer(config, world)
         batches = [make_batch(config, samples, tokens, seed) for seed in range(4)]
-        loops: dict[str, Callable[[RolloutBatch], object]] = {
-            "learner": trainer.train,
-            "bare": lambda batch: bare_step(bare, config, batch),
+        ours, theirs = itertools.cycle(batches), itertools.cycle(batches)
+        loops: dict[str, Callable[[], object]] = {
+            "learner": lambda: trainer.train(next(ours)),
+            "bare": lambda: bare_step(bare, config, next(theirs)),
         }
-        for loop in loops.values():
-            loop(batches[0])
-        seconds, cpu = dict.fromkeys(loops, 0.0), dict.fromkeys(loops, 0.0)
-        for _ in range(rounds):
-            for batch in batches:
-                for label, loop in loops.items():
-                    started, used = time.perf_counter(), time.process_time()
-                    loop(batch)
-                    seconds[label] += time.perf_counter() - started
-                    cpu[label] += time.process_time() - used
-        done = samples * len(batches) * rounds
-        rates = (done / seconds[label] for label in loops)
-        return LearnerResult(samples, tokens, *rates, *(1000 * cpu[label] / done for label in loops))
+        steps, done = in_turns(loops, rounds * len(batches)), samples * len(batches) * rounds
+        rates = (done / sum(step.wall for step in steps[label]) for label in loops)
+        cpu = (1000 * sum(step.cpu for step in steps[label]) / done for label in loops)
+        return LearnerResult(samples, tokens, *rates, *cpu)
 
 
 def make_model(folder: Path) -> None:
@@ -80,7 +72,7 @@ def make_model(folder: Path) -> None:
     save(build_model(tokenizer, seed=0), tokenizer, folder / "model")
 
 
-def make_config(folder: Path, samples: int, algorithm: dict[str, Any] | None = None, **learner: Any) -> Config:
+def make_config(folder: Path, samples: int) -> Config:
     """A configuration that trains it in float32."""
     return parse_config(
         {
@@ -88,9 +80,9 @@ def make_config(folder: Path, samples: int, algorithm: dict[str, Any] | None = N
             "model": {"path": str(folder / "model"), "dtype": "float32", "max_model_len": 1024},
             "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
             "sampler": {"batch_size": samples},
-            "learner": {"dtype": "float32", "lr": 1e-4, "token_budget": 8192} | learner,
+            "learner": {"dtype": "float32", "lr": 1e-4, "token_budget": 8192},
             # Log-probs made up at random would all be rejected by the recommended correction.
-            "algorithm": {"correction": {"preset": "decoupled_token_is"}} | (algorithm or {}),
+            "algorithm": {"correction": {"preset": "decoupled_token_is"}},
         }
     )
 

@@ -14,7 +14,8 @@ import json
 from collections.abc import Iterator
 
 from benchmarks import options
-from benchmarks.beside import THIS, measured_with
+from benchmarks.tables import line, table
+from benchmarks.turns import measured_by
 from common.errors import reports_user_errors
 
 LEARNER = ((64, 128), (512, 32), (4096, 4))  # tokens a sample, samples
@@ -69,19 +70,19 @@ def main() -> None:
     if args.row:
         print(json.dumps(measured(tuple(args.row), args.rounds)))
         return
-    checkouts = {"": THIS} | ({"before: ": args.beside} if args.beside else {})
+    checkouts = {"": options.ROOT} | ({"before: ": args.beside} if args.beside else {})
     columns = [f"{name}{column}" for name in checkouts for column in ("SPO", "bare", "ratio", "ratio of CPU time")]
-    print(f"| | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|", flush=True)
+    print(table(["", *columns], []), flush=True)
     worst = 1.0
     for row in rows(args.quick):
         if args.part in (None, row[0]):
             cells = []
             for name, checkout in checkouts.items():
-                figures = measured_with(checkout, "benchmarks.parts", "--row", *row, "--rounds", str(args.rounds))
+                figures = measured_by("benchmarks.parts", "--row", *row, "--rounds", args.rounds, checkout=checkout)
                 cells += [f"{figures['SPO']:,.1f}", f"{figures['bare']:,.1f}"]
                 cells += [f"{figures['rates']:.2f}", f"{figures['CPU']:.2f}"]
                 worst = worst if name else min(worst, figures["rates"])
-            print(f"| {label(row)} | {' | '.join(cells)} |", flush=True)
+            print(line([label(row), *cells]), flush=True)
     print(f"\nlowest ratio {worst:.2f}; the goal is {GOAL}")
 
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -29,6 +26,7 @@ import yaml
 from benchmarks import options
 from benchmarks.generator import RESPONSE, save_model
 from benchmarks.streams import wait_for_redis
+from benchmarks.turns import cpu_seconds, measured_by
 from common.config import Config, load_config
 from common.errors import reports_user_errors
 from common.messages import Task
@@ -65,9 +63,8 @@ def measure(concurrency: int = 64, response: int = RESPONSE, seconds: float = 10
         config = prepare(folder, concurrency, response)
         sides = []
         for _ in range(rounds):
-            command = [sys.executable, "-m", "benchmarks.pipeline", "--bare", str(config), "--seconds", str(seconds)]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            sides.append((*_inside(config, seconds), *map(float, output.split())))
+            alone = measured_by("benchmarks.pipeline", "--bare", config, "--seconds", seconds)
+            sides.append((*_inside(config, seconds), *alone))
     rate, cpu, bare_rate, bare_cpu = np.mean(sides, axis=0).tolist()
     return PipelineResult(concurrency, response, rate, bare_rate, cpu, bare_cpu)
 
@@ -93,7 +90,11 @@ def prepare(folder: Path, concurrency: int, response: int) -> Path:
 
 
 class Waves:
-    """Rate and CPU time from the end of the first wave of responses to the end of the first after some seconds."""
+    """Measures rate and CPU time from the end of the first wave of responses to that of a later one.
+
+    Args:
+        seconds: the least time between the two.
+    """
 
     def __init__(self, process: psutil.Process, concurrency: int, seconds: float) -> None:
         self._process, self._concurrency, self._seconds = process, concurrency, seconds
@@ -102,21 +103,16 @@ class Waves:
         self.result: tuple[float, float] | None = None
 
     def add(self, tokens: int) -> None:
-        """A response of so many tokens has ended."""
+        """Count a response that has ended."""
         self._responses, self._tokens = self._responses + 1, self._tokens + tokens
         if self._responses % self._concurrency or self.result:
             return
-        now = time.perf_counter(), self._cpu_seconds()
+        now = time.perf_counter(), cpu_seconds(self._process)
         if self._began is None:
             self._began, self._tokens = now, 0
         elif now[0] > self._began[0] + self._seconds:
             passed, used = now[0] - self._began[0], now[1] - self._began[1]
             self.result = self._tokens / passed, 1e6 * used / self._tokens
-
-    def _cpu_seconds(self) -> float:
-        """CPU seconds of the process and of vLLM's processes."""
-        processes = [self._process, *self._process.children(recursive=True)]
-        return float(sum(sum(process.cpu_times()[:2]) for process in processes))
 
 
 def _inside(path: Path, seconds: float) -> tuple[float, float]:
@@ -167,15 +163,8 @@ def _inside(path: Path, seconds: float) -> tuple[float, float]:
         server.wait()
 
 
-async def bare(
-    config: Config, seconds: float, prompts: Sequence[Sequence[int]] = (), rescored: bool | None = None
-) -> tuple[float, float]:
-    """The same of AsyncLLM itself, with as many requests in flight as the generator has episodes.
-
-    Args:
-        prompts: answered in turns; by default one short one.
-        rescored: counts answers instead of tokens; if true, each is scored again at once, as `sampler.drift` does.
-    """
+async def _bare(config: Config, seconds: float) -> tuple[float, float]:
+    """Tokens a second, and CPU time a token, of AsyncLLM with as many requests in flight as there are episodes."""
     from generator.engine.arguments import engine_arguments, prepare_environment
 
     prepare_environment(config)
@@ -186,27 +175,21 @@ async def bare(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config)))
-    final: dict[str, Any] = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
-    params = SamplingParams(max_tokens=config.episode.max_response_tokens, logprobs=0, **final)
-    scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, **final)
-    in_turns = itertools.cycle(
-        prompts or [llm.get_tokenizer().encode("<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n")]
+    params = SamplingParams(
+        max_tokens=config.episode.max_response_tokens,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize=False,
     )
+    prompt = llm.get_tokenizer().encode("<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n")
     waves = Waves(psutil.Process(), config.generator.most_episodes, seconds)
     names = iter(range(10**9))
 
-    async def answer(prompt: Sequence[int], params: Any) -> list[int]:
-        async for output in llm.generate(TokensPrompt(prompt_token_ids=list(prompt)), params, str(next(names))):
-            token_ids = output.outputs[0].token_ids
-        return list(token_ids)
-
     async def stream() -> None:
         while waves.result is None:
-            prompt = next(in_turns)
-            token_ids = await answer(prompt, params)
-            if rescored:
-                await answer([*prompt, *token_ids], scoring)
-            waves.add(len(token_ids) if rescored is None else 1)
+            async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt), params, str(next(names))):
+                tokens = len(output.outputs[0].token_ids)
+            waves.add(tokens)
 
     streams = [asyncio.create_task(stream()) for _ in range(config.generator.most_episodes)]
     await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
@@ -226,7 +209,7 @@ def main() -> None:
     parser.add_argument("--response", type=options.positive, default=RESPONSE, help="tokens of an answer")
     args = parser.parse_args()
     if args.bare:
-        print(*asyncio.run(bare(load_config(args.bare), args.seconds)))
+        print(json.dumps(asyncio.run(_bare(load_config(args.bare), args.seconds))))
         return
     result = measure(args.concurrency, args.response, args.seconds)
     print(f"{result}\npipeline / bare AsyncLLM: {result.ratio:.3f}")

@@ -9,13 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-from benchmarks import options
+from benchmarks import options, plots
 from common.errors import reports_user_errors
 from launcher.folder.run import read_one
 from launcher.folder.statistics import finite
@@ -32,15 +28,14 @@ def grouped(folders: list[Path]) -> dict[str, list[Path]]:
 def plot(folders: list[Path], target: Path) -> None:
     """A panel a group, a colour a run: thin, the mean reward of each batch; dots, held-out accuracy."""
     groups = grouped(folders)
-    size = (7, 3.4) if len(groups) == 1 else (3.6 * len(groups), 3.2)
-    figure, panels = pyplot.subplots(1, len(groups), figsize=size, dpi=150, sharey=True, squeeze=False)
-    for axes, (name, runs) in zip(panels[0], groups.items(), strict=True):
+    width, height = (7, 3.4) if len(groups) == 1 else (3.6, 3.2)
+    figure, (panels,) = plots.panels(1, len(groups), width, height, dpi=150)
+    for axes, (name, runs) in zip(panels, groups.items(), strict=True):
         _panel(axes, runs)
         if len(groups) > 1:
             axes.set_title(name)
-    panels[0][0].set_ylabel("accuracy")
-    figure.tight_layout()
-    figure.savefig(target)
+    panels[0].set_ylabel("accuracy")
+    plots.save(figure, target)
 
 
 def _panel(axes: Any, folders: list[Path]) -> None:
@@ -68,7 +63,6 @@ def _panel(axes: Any, folders: list[Path]) -> None:
         )
     axes.set_xlabel("learner steps")
     axes.set_ylim(0, 1.02)
-    axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right", fontsize="small")
 
 

@@ -22,8 +22,8 @@ import redis
 import structlog
 
 from benchmarks import options
-from benchmarks.beside import compared
 from benchmarks.streams import wait_for_redis
+from benchmarks.turns import compared, spent
 from common.config import Config, parse_config
 from common.errors import reports_user_errors
 from common.messages import SampleHeader, Step
@@ -58,15 +58,8 @@ def redis_server(folder: Path) -> Iterator[redis.Redis]:
         server.wait()
 
 
-def timed(act: Callable[[], object]) -> float:
-    """Seconds."""
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
-
-
 class Scale:
-    """One run at full size, of which each part is measured."""
+    """A run at full size, each part of which is measured."""
 
     def __init__(self, client: redis.Redis, folder: Path, prompts: int, in_flight: int, generators: int) -> None:
         self.client, self.folder = client, folder
@@ -147,7 +140,7 @@ class Scale:
     def _fill(self, sampler: Sampler) -> Iterator[tuple[float, float]]:
         """Dispatch until all places are taken; seconds to choose and to commit of each round."""
         while sampler.state.admission.training + BATCH <= self.in_flight:
-            yield timed(sampler.dispatch), timed(lambda: sampler.write(due=False))
+            yield spent(sampler.dispatch).wall, spent(lambda: sampler.write(due=False)).wall
 
     def _redis_seconds(self, act: Callable[[int], object]) -> float:
         """CPU seconds of Redis for all generators once; the median of three turns."""
@@ -170,7 +163,7 @@ class Scale:
             deliveries = held.pop()
             self.inboxes[0].finish([Finished(delivery.entry_id, _header(delivery)) for delivery in deliveries])
             sent += len(deliveries)
-        return timed(sampler.round)
+        return spent(sampler.round).wall
 
 
 def _header(delivery: Delivery) -> SampleHeader:

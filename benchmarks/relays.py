@@ -48,7 +48,7 @@ class RelaysResult:
 
 
 class Sink:
-    """Verifies weights and forgets them; what counts is when they are there."""
+    """Verifies weights and drops them; reports when they have arrived."""
 
     def __init__(self, done: queue.SimpleQueue[float]) -> None:
         self._done = done
@@ -58,7 +58,7 @@ class Sink:
         return Transfer(manifest, MemoryFile(manifest.total_bytes))
 
     def arrived(self, chunk: int, delta: memoryview | None) -> None:
-        """The follower has verified it."""
+        """Nothing to do: the follower has verified the chunk."""
 
     def end(self, transfer: Transfer) -> None:
         """Send the time."""
@@ -73,9 +73,9 @@ def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: i
     """Publish `mib` MiB `rounds` times after one that does not count; the median of the rounds.
 
     Args:
-        relays: 0: receivers pull from the learner; else a chain of so many, and receivers pull from the last.
-        gbit: Gbit/s that each server of the chain but the last can send, for relays sit beside their receivers; where
-            receivers pull from the learner, that it can send. None: as fast as loopback.
+        relays: length of a chain of relays, from whose last one receivers pull; with 0 they pull from the learner.
+        gbit: Gbit/s that the learner and each relay but the last can send (the last relay is beside its receivers);
+            None: as fast as loopback.
     """
     with ExitStack() as stack:
         learner, endpoint = stack.enter_context(_process(_learner, mib))
@@ -161,7 +161,7 @@ def _relay(pipe: Connection, upstream: dict[str, str]) -> None:
 
 
 def _receivers(pipe: Connection, endpoint: dict[str, str], count: int) -> None:
-    """`count` receivers, each with its own socket; send the time when all have the next snapshot."""
+    """Run `count` receivers, each with its own socket; send the time at which all have the next snapshot."""
     _quiet()
     done: queue.SimpleQueue[float] = queue.SimpleQueue()
     stopped = threading.Event()

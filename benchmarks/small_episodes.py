@@ -15,11 +15,13 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
 
 from benchmarks import options
+from benchmarks.tables import table
 from benchmarks.watched import Point, watch_spo, watch_trl
 from common.errors import reports_user_errors
 
@@ -141,26 +143,24 @@ def main() -> None:
     parser.add_argument("--turns", type=options.positive, default=1)
     parser.add_argument("-o", "--override", action="append", default=[], help="of the configuration of `spo run`")
     args = parser.parse_args()
-    from statistics import median
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         make_task(folder)
-        here = Path(__file__).resolve().parents[1]
         columns: dict[str, list[dict[str, float]]] = {}
         for _ in range(args.turns):
-            sides = {"this": here} | ({"beside": args.beside} if args.beside else {})
+            sides = {"this": options.ROOT} | ({"beside": args.beside} if args.beside else {})
             for name, checkout in sides.items():
                 points = run_spo(folder, checkout, args.steps, args.lr, args.concurrency, args.override)
                 columns.setdefault(name, []).append(figures(points))
             if args.trl:
                 columns.setdefault("TRL", []).append(figures(run_trl(folder, args.trl, args.steps, args.lr)))
     rows = list(dict.fromkeys(row for column in columns.values() for row in column[0]))
-    print(f"| | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|")
-    for row in rows:
-        cells = [f"{median(turn[row] for turn in turns):,.2f}" if row in turns[0] else "" for turns in columns.values()]
-        print(f"| {row} | {' | '.join(cells)} |")
+    lines = [
+        [row, *(f"{median(turn[row] for turn in turns):,.2f}" if row in turns[0] else "" for turns in columns.values())]
+        for row in rows
+    ]
+    print(table(["", *columns], lines))
 
 
 if __name__ == "__main__":

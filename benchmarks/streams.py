@@ -26,7 +26,7 @@ import redis
 import yaml
 
 from benchmarks import options
-from benchmarks.beside import compared
+from benchmarks.turns import compared
 from common.errors import reports_user_errors
 from common.messages import SampleHeader, Step
 from common.payload import Payload

@@ -1,4 +1,4 @@
-"""Training runs watched from outside: when each step ended, and what CPU time every process had used by then."""
+"""Watches training runs from outside: when each step ended, and the CPU time of every process until then."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Weights from a learner process to a generator process: GB/s in each way they may go, against a plain memory copy.
+"""GB/s of weights from a learner process to a generator process, by each way of transfer, beside a plain memory copy.
 
 `python -m benchmarks.weights`. Transfer means everything from the poll to verified bytes in shared memory; all ways are
-measured in turns, so that what else the machine does is the same for all. Both ends are on this machine, also of the
-ways that are for other machines.
+measured in turns. Both ends are on this machine, even for the ways that are meant for several machines.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _decimal(number: float) -> str:
 
 
 def in_range(reward: float, low: float, high: float) -> float:
-    """The reward, moved to an end of the range where rounding alone keeps it from there.
+    """The reward, set to an end of the range if it differs from it by rounding alone.
 
     Weights such as .05, .55, .3 and .1 are not exact in binary, so a perfect answer might get
     1.0000000000000002, which is outside the range, or 0.9999999999999999, which is not the full reward.

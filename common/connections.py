@@ -1,4 +1,4 @@
-"""HTTP connections whose clients may mean harm.
+"""Bounds on the HTTP connections of clients that are not authorized yet.
 
 Connections that have not shown the token yet are bounded in number, in time and in what they may send: a client that
 sends half a request and then nothing, or a byte now and then, would hold its connection for ever, and a few hundred
@@ -61,7 +61,7 @@ class Connections:
         self.owned: defaultdict[Hashable, dict[GuardedProtocol, None]] = defaultdict(dict)
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """The class that uvicorn makes an object of for each connection."""
+        """The protocol class that uvicorn instantiates for each connection."""
         return cast(type[asyncio.Protocol], partial(GuardedProtocol, self))
 
     def add(self, connection: GuardedProtocol) -> None:
@@ -70,7 +70,7 @@ class Connections:
             next(iter(self.waiting)).cut_off()
 
     def admit(self, connection: GuardedProtocol, owner: Hashable = None) -> None:
-        """Count a connection from which an authorized request has come as its owner's."""
+        """Count a connection as its owner's, once an authorized request has come from it."""
         self.remove(connection)
         self.admitted[connection] = owner
         self.owned[owner][connection] = None
@@ -124,7 +124,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def is_idle(self) -> bool:
-        """Whether it waits for its client, with no request whose answer is not complete."""
+        """Whether all of its requests have been answered completely."""
         return self.cycle is None or self.cycle.response_complete
 
     def cut_off(self) -> None:

@@ -1,4 +1,4 @@
-"""Files: paths of a run's checkpoints, secrets, folders that survive a crash or must not, hints for misspelt names."""
+"""Paths of a run's checkpoints, secrets, writes that survive a crash, temporary folders, hints for misspelt names."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def rewrite(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def remove_oldest(folder: Path, keep_bytes: int, *, spare_first: bool = False) -> None:
-    """Remove the files of the oldest weight versions, which they are named by, beyond a size of the folder.
+    """Remove files, named by weight version, from the oldest on until the folder is within a size.
 
     Those of the newest version stay, and with `spare_first` those of the first.
     """
@@ -185,7 +185,7 @@ def read_secret(path: str | Path, key: str) -> str:
 
 
 def near_file(path: Path, suffixes: Collection[str]) -> str:
-    """A hint to add to "does not exist", from the folder's own files of these suffixes; may be empty."""
+    """A hint to add to "does not exist": a file of a similar name and one of these suffixes; may be empty."""
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix in suffixes]
     except OSError:

@@ -36,11 +36,11 @@ def adopt_orphans() -> None:
 
 
 def keep(parent: int, descriptors: tuple[int, ...], at_parents_end: signal.Signals) -> None:
-    """Go on in a new process, of which nothing is left once it ends.
+    """Continue in a child process; when it ends, everything it has started is ended too.
 
-    This process stays behind as the keeper, ends as the new one did, and leaves it the files `descriptors`. It passes
-    SIGTERM on, so that the new process can clean up, and kills it on SIGUSR1. It gets `at_parents_end`, one of the two,
-    when its `parent` ends; if the keeper itself is killed, so is the new process.
+    The calling process becomes the keeper. It closes the files `descriptors`, which the child keeps, passes SIGTERM on,
+    so that the child can clean up, kills it on SIGUSR1, and ends with the child's status. The kernel sends the keeper
+    `at_parents_end`, one of these two signals, when its `parent` ends. If the keeper is killed, so is the child.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAKES_KEEPER)
     adopt_orphans()

@@ -1,4 +1,4 @@
-"""How much of the samples the off-policy correction masks, and what to try where it is too much."""
+"""The share of tokens that the off-policy correction masks, and what to try when it is too large."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from common.errors import UserError, nearest
 from common.model_files import contradiction, read_header
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
-# What decides, beside the weights, which tokens a text has, which of them end a turn, and how the model computes.
+# Files that, beside the weights, decide how a text is tokenized, which tokens end a turn, and how the model computes.
 MEANING = (
     *TOKENIZERS,
     *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -109,7 +109,7 @@ def _without_config(folder: Path) -> str:
 
 
 def _unreadable(file: Path, error: Exception) -> str:
-    """Why weights cannot be read: most often they were never downloaded, or not to their end."""
+    """Why weights cannot be read: most often their download never started or was cut off."""
     try:
         with file.open("rb") as opened:
             if opened.read(len(LFS)) == LFS:
@@ -158,7 +158,7 @@ def _sampled(files: Iterable[Path]) -> str:
 
 
 def cached_folder(name: str) -> Path | None:
-    """The folder in the Hugging Face hub's cache that a name was last loaded from; None where there is none."""
+    """The folder in the Hugging Face hub's cache that a name was last loaded from; None if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -194,7 +194,7 @@ class ModelSize:
 
 
 def model_size(folder: Path) -> ModelSize | None:
-    """Size of the model in a folder, from the headers of its *.safetensors; None where none can be read."""
+    """Size of the model in a folder, from the headers of its *.safetensors; None if none can be read."""
     parameters = stored = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -208,7 +208,7 @@ def model_size(folder: Path) -> ModelSize | None:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest text in tokens, as vLLM computes it; None where the file does not tell.
+    """The longest text in tokens, as vLLM computes it; None if the file does not say.
 
     Args:
         config: content of `config.json`.

@@ -1,4 +1,4 @@
-"""What the files of a model folder say without being loaded: shards, names and shapes of weights, ids of tokens."""
+"""Reads a model folder without loading the model: shards, names and shapes of weights, ids of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 HEADER_LIMIT = 100 << 20  # of the safetensors format
 INDEXES = {"model.safetensors": "model.safetensors.index.json", "pytorch_model.bin": "pytorch_model.bin.index.json"}
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head"
-SHOWN = 3
+MAX_NAMES = 3  # that a message lists
 Header = dict[str, dict[str, Any]]
 
 
@@ -25,7 +25,7 @@ def read_header(path: Path) -> Header:
 
 
 def contradiction(folder: Path, config: Mapping[str, Any], tokenizer: bool) -> str | None:
-    """What in a model folder does not fit together, with a fix; None where nothing is seen.
+    """How files of a model folder contradict one another, with a fix; None if none is found to.
 
     Args:
         config: content of its config.json.
@@ -39,7 +39,7 @@ def contradiction(folder: Path, config: Mapping[str, Any], tokenizer: bool) -> s
 
 
 def _weights(folder: Path) -> tuple[Header, str | None]:
-    """The tensors that are loaded, as far as the files are *.safetensors; and which of the index are not there."""
+    """Headers of the tensors in *.safetensors, and a line about files or tensors of the index that are missing."""
     for single, index in INDEXES.items():
         if (folder / single).exists():
             return (read_header(folder / single), None) if single.endswith(".safetensors") else ({}, None)
@@ -132,5 +132,5 @@ def _settings(folder: Path) -> str:
 
 def listed(names: list[str]) -> str:
     """The first names of a list, and how many there are more."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

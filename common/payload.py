@@ -180,7 +180,7 @@ def decode_payload(data: bytes) -> Payload:
 
 
 def _decode_experts(lengths: bytes, shape: bytes, ids: bytes) -> dict[str, np.ndarray]:
-    """The fields of experts, and of how many tokens of each row have them."""
+    """The fields of the experts' ids; the first tokens of each row have them, and `lengths` says how many."""
     counts = np.frombuffer(lengths, TOKEN)
     tokens, (layers, chosen) = int(counts.sum(dtype=np.int64)), np.frombuffer(shape, TOKEN).tolist()
     for dtype in EXPERT_IDS:
@@ -193,13 +193,13 @@ def _decode_experts(lengths: bytes, shape: bytes, ids: bytes) -> dict[str, np.nd
 
 
 def _decode_teacher(scores: int, logprobs: bytes, ids: bytes) -> dict[str, np.ndarray]:
-    """The fields of a teacher's scores, of which each token has as many."""
+    """The fields of a teacher's scores, `scores` of them for each token."""
     fields = {"teacher_logprobs": np.frombuffer(logprobs, LOGPROB).reshape(-1, scores)}
     return fields | ({"teacher_ids": np.frombuffer(ids, TOKEN).reshape(-1, scores)} if ids else {})
 
 
 def decode_if_valid(data: bytes | None) -> Payload | None:
-    """The payload, or None where it is missing or invalid, so that one bad sample stops nothing."""
+    """The payload, or None if it is missing or invalid, so that one bad sample stops nothing."""
     try:
         return decode_payload(data) if data else None
     except InvalidMessage:
@@ -277,7 +277,9 @@ def _check_rows(payload: Payload) -> None:
 def _check_expert_lengths(payload: Payload) -> None:
     rows = payload.row_lengths.tolist() or [len(payload.token_ids)]
     lengths = payload.expert_lengths.tolist()
-    if len(lengths) != len(rows) or any(not 0 <= told <= tokens for told, tokens in zip(lengths, rows, strict=True)):
+    if len(lengths) != len(rows) or any(
+        not 0 <= length <= tokens for length, tokens in zip(lengths, rows, strict=True)
+    ):
         raise InvalidMessage(f"Payload: experts of {lengths} tokens in rows of {rows} tokens")
 
 
@@ -319,7 +321,7 @@ def json_line(value: Any) -> str:
 
 
 def _line(episode: dict[str, Any]) -> bytes | None:
-    """The episode as JSON; None where it is longer than `MAX_LINE`, without building all of it."""
+    """The episode as JSON; None if it is longer than `MAX_LINE`, without building all of it."""
     try:
         return _joined(episode)
     except (TypeError, ValueError, RecursionError):

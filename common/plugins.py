@@ -22,7 +22,7 @@ FOLDERS: list[Path] = []  # with modules of the user's own
 
 
 def use_modules(folder: Path) -> None:
-    """Look for modules in a folder too, after all that is installed."""
+    """Add a folder to the module search path, behind the installed packages."""
     if folder not in FOLDERS:
         FOLDERS.append(folder)
     # The finder of an editable installation looks after all of `sys.path`: in a process that begins with this path, a

@@ -105,7 +105,7 @@ def _override_hint(option: str) -> str:
 
 
 def _argument_hint(message: str, command: Any) -> str:
-    """How to give the keys or the configuration that stand among the arguments without their option; may be empty."""
+    """A hint for keys or a configuration that were given without their option (`-o`, `-c`); may be empty."""
     if "unexpected extra argument" not in message:
         return ""
     words = sys.argv[1:]

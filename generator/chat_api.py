@@ -34,7 +34,7 @@ RETRIED = frozenset({408, 409, 425, 429})  # and every 5xx
 class ChatUnavailable(Exception):
     """The endpoint gave no usable answer. This is infrastructure: it never becomes a reward.
 
-    `status` is that of a refusal; 0: there was none.
+    `status` is the HTTP status of a refusal, 0 if there was none.
     """
 
     failure = Failure.CHAT_UNAVAILABLE
@@ -106,12 +106,12 @@ class ModelApi:
             ) from None
 
     async def ask(self, url: str, body: dict[str, Any] | None, read: Callable[[bytes], T], most: int = MAX_BYTES) -> T:
-        """What `read` makes of the answer to a request.
+        """Send a request and return `read(answer)`.
 
         Args:
-            body: is posted as JSON; None: a GET.
+            body: posted as JSON; None sends a GET.
             read: raises `RetryableError` for an answer that cannot be used.
-            most: bytes of an answer.
+            most: largest answer that is read, in bytes.
 
         Raises:
             ChatUnavailable: the server refused, or no attempt got a usable answer.

@@ -110,7 +110,7 @@ async def _serve(config: Config, name: str) -> int:
             await serve(Generator(config, services), broker, log)
             code = 0
         except UserError:
-            code = 2  # `entry_point` says it
+            code = 2  # `entry_point` prints it
             raise
         finally:
             if weights is not None:

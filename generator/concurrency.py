@@ -22,7 +22,7 @@ LONG_TOKENS = 2048
 LONG_TEXT = 4096  # characters
 SWITCH_SECONDS = 0.001
 CANCEL_SECONDS = 1.0  # a cancelled call has this long to end
-CLOSE_SECONDS = 5.0  # then a closer is cancelled, since a cancelled episode, and so a stop, waits for it
+CLOSE_SECONDS = 5.0  # a closer that takes longer is cancelled, since a stop waits for it
 STALL_SECONDS = 60.0
 LEAVE_SECONDS = 5.0
 
@@ -94,7 +94,7 @@ async def _contained(call: Awaitable[T]) -> T:
 
 
 async def _cancel(task: asyncio.Task[T]) -> None:
-    """Cancel a task and wait for its end, but not for long; an error it raises meanwhile is ignored."""
+    """Cancel a task and wait for its end, but not for long; an error that it raises then is ignored."""
     task.cancel()
     _abandoned.add(task)
     task.add_done_callback(_forget)

@@ -95,10 +95,10 @@ def _json_calls(text: str) -> Iterator[ToolCall]:
 
 
 def without_thinking(text: str, opened: bool = False) -> str:
-    """A turn without what stands between <think> and </think>, or behind a <think> that is never closed.
+    """A turn without its thinking: the text between <think> and </think>, or after a <think> that is never closed.
 
-    A tag within the JSON of a call is part of the call. Linear in the text, of which the rest is left out behind
-    `MAX_TAGS` tags.
+    A tag within the JSON of a call is part of the call. Takes time linear in the text; what follows `MAX_TAGS` tags is
+    dropped.
 
     Args:
         opened: whether the turn begins within thinking.

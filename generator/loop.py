@@ -46,9 +46,9 @@ class LeasedTask:
             task.
         takes_slot: false while it backs off after a failure.
         taken_over: another generator has it, or its result is no longer wanted; only its job still has to end.
-        previous: the response before this one to the same prompt, where drift is measured on it.
-        attempt: the one under way, once its episode is prepared.
-        awaits_weights: it has a slot, but asks for newer weights than there are.
+        previous: the previous response to the same prompt, if drift is measured on it (mode `rescore`).
+        attempt: the current attempt; None until its episode is prepared.
+        awaits_weights: it has a slot, and waits for newer weights.
     """
 
     delivery: Delivery
@@ -115,7 +115,7 @@ class Generator:
             await self._hand_back()
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
-        """Load the first weights, then start what goes on side by side."""
+        """Load the first weights, then start all loops."""
         self.rewards = RewardFailures()
         group.create_task(self.rewards.end())
         if self.config.run.has_learner:
@@ -137,7 +137,7 @@ class Generator:
     def room(self) -> int:
         """How many tasks may be leased now: the free slots, and those of tasks that await newer weights.
 
-        Such a task gives its slot to an evaluation, for which the present weights are kept.
+        A task that awaits weights lends its slot to an evaluation, which needs the current ones.
         """
         return self.slots.limit - self.slots_taken + self._waiting()
 
@@ -157,9 +157,9 @@ class Generator:
                 self._start_job(lease, self._do(lease))
 
     async def _take(self, n: int) -> list[Delivery]:
-        """Take new tasks; if the process stops meanwhile, those of a read under way are still handed back.
+        """Take new tasks. If the process stops during the read, the tasks that it returns are handed back, too.
 
-        Training tasks are left to generators that have the weights which tasks here await.
+        While a task here awaits weights, training tasks are left to generators that may have them already.
         """
         reading = asyncio.ensure_future(self.source.next(n, 0 if self._waiting() else n))
         try:
@@ -236,7 +236,7 @@ class Generator:
     async def _failed(self, lease: LeasedTask, failure: Failure, reason: str) -> None:
         """Requeue a task after a pause, during which its slot is free, or skip it after its last attempt."""
         if lease.attempt:
-            lease.attempt.episode.step = None  # no step of the episode is under way any more
+            lease.attempt.episode.step = None  # the episode has ended
         config, delivery, attempt = self.config.generator, lease.delivery, lease.delivery.attempt
         self.metrics.failed += 1
         warn = self.log.info if self.rewards.was_named(reason) else self.log.warning
@@ -251,12 +251,12 @@ class Generator:
         self.leased.discard(lease)
 
     async def _give_up(self, lease: LeasedTask, failure: Failure, reason: str) -> Finished:
-        """Set a task aside, with what there is of its episode."""
+        """Skip a task, and keep what there is of its episode for inspection."""
         progress = await lease.attempt.progress() if lease.attempt else {}
         return self.inbox.set_aside(lease.delivery, failure, reason, **progress)
 
     async def _send_results(self) -> None:
-        """Send results as they come; those that gather during one call are sent together in the next."""
+        """Send results as they arrive; those that arrive during one call are sent together in the next."""
         while True:
             batch = [await self.results.get()]
             while len(batch) < MAX_RESULTS_A_CALL and not self.results.empty():
@@ -277,14 +277,14 @@ class Generator:
             leases = {lease.delivery.entry_id: lease for lease in self.leased if not lease.taken_over}
             pulse = await in_thread(self.inbox.beat, list(leases))
             for entry_id in pulse.lost:
-                # Finished meanwhile, taken over because this process was silent for too long, or no longer wanted.
+                # The task is finished, taken over because this process was silent for too long, or no longer wanted.
                 lease = leases[entry_id]
                 if lease.job and not lease.job.done():
                     self.log.warning("task is no longer leased here", task=lease.delivery.task.task_id)
                     lease.taken_over = True
                     lease.job.cancel()
             if pulse.evaluation or self.source.evaluation:
-                await self.source.lease()  # which says that the weights that answer it are kept
+                await self.source.lease()  # announces that this generator keeps the weights that answer it
             if pulse.finished:
                 self.log.info("run is finished")
                 self.stop.set()
@@ -311,7 +311,7 @@ class Generator:
             self._start_job(lease, self._failed(lease, failure, reason))
 
     def _overdue(self, lease: LeasedTask) -> str:
-        """Why a task whose episode's step goes on long after its time limits has failed; empty where none does."""
+        """Why a task has failed, if its step has long exceeded its time limits; else empty."""
         step = lease.attempt.episode.step if lease.attempt else None
         if not step or time.monotonic() <= step.ends:
             return ""
@@ -384,7 +384,7 @@ async def serve(generator: Generator, broker: Broker, log: Any) -> None:
     try:
         await generator.run()
     except UserError:
-        raise  # `entry_point` says it
+        raise  # `entry_point` prints it
     except Exception as error:
         log.error("failed", error=f"{type(error).__name__}: {error}")
         raise

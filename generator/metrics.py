@@ -10,7 +10,7 @@ from typing import Any
 from common.log import Timeline
 
 WINDOW = 5.0  # seconds that rates are taken over
-SHOWN = 0.05  # seconds without a task from which the timeline shows a slice
+SHORTEST_SLICE = 0.05  # seconds; the timeline shows no shorter wait for tasks
 
 
 class GeneratorMetrics:
@@ -40,7 +40,7 @@ class GeneratorMetrics:
         finally:
             now, since = time.monotonic(), self._idle_since
             self.idle_seconds, self._idle_since = self.idle(now), None
-            if since is not None and now - since > SHOWN:
+            if since is not None and now - since > SHORTEST_SLICE:
                 self.timeline.slice("no task", time.time() - (now - since), lane="waiting")
 
     def idle(self, now: float) -> float:

@@ -1,8 +1,8 @@
 """How many episodes a generator plays at once: as many as are configured, or as vLLM's cache of keys and values holds.
 
-A fixed number is wrong twice: too few leave a GPU idle, and too many fill the cache, so that vLLM preempts requests and
-computes them again. Episodes of all ages share the cache, so that more of them fit than would at their full length; how
-many more, only trying tells.
+Too few episodes leave the GPU idle; too many fill the cache, so that vLLM preempts requests and computes them again.
+Running episodes have mixed lengths, so more of them fit than would at their full length; how many more is found by
+trying.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 AUTO = "auto"
-FULL = 0.9  # share of the cache from which on there are too many episodes: those under way still grow
-ROOMY = 0.8  # share up to which there may be more
+FULL = 0.9  # above this share of the cache there are too many episodes, since running ones still grow
+ROOMY = 0.8  # below this share there may be more
 SHRINK, MOST_GROWTH = 0.85, 2.0
-SETTLED = 2  # times the number of episodes, by whose end those under way are of all ages
+SETTLED = 2  # completions to wait for, as a multiple of the limit, so that running episodes have mixed lengths
 
 
 class Cache:
@@ -39,7 +39,7 @@ class Cache:
         return int(config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size)
 
     def used(self) -> int:
-        """Those of the requests under way; some may share theirs, and take less."""
+        """Tokens of all running requests; requests that share a prefix take less than this."""
         states = self._engine.llm.output_processor.request_states.values()
         return sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
 
@@ -60,8 +60,8 @@ class Slots:
 
     def __init__(self, configured: int | str, cache: Cache, longest: int) -> None:
         self._cache, self._adapts = cache, configured == AUTO
-        self._ended = 0  # episodes, since the number was last thought over
-        self._peak = 0.0  # share of the cache, meanwhile
+        self._ended = 0  # episodes that ended since the last change
+        self._peak = 0.0  # largest share of the cache since then
         self._is_full = False
         self.limit = self._bounded(cache.tokens / longest) if configured == AUTO else int(configured)
 
@@ -79,7 +79,7 @@ class Slots:
         self._peak = max(self._peak, share)
         was_full, self._is_full = self._is_full, share > FULL
         if self._is_full:
-            if not was_full or self._ended >= self.limit:  # and not each second, before the number has shown its effect
+            if not was_full or self._ended >= self.limit:  # not again before the last change has had an effect
                 self._change(min(self.limit, taken) * SHRINK)
         elif self._ended >= SETTLED * self.limit:
             growth = min(MOST_GROWTH, ROOMY / max(self._peak, ROOMY / MOST_GROWTH))

@@ -35,12 +35,12 @@ SCORING = "scoring"  # the step of an episode that waits for its teacher's score
 
 @dataclass(frozen=True, slots=True)
 class SourceRunner:
-    """What plays the tasks of one source of the data.
+    """Runs the tasks of one source of the data.
 
     Attributes:
         config: of the source.
         key: of the source in `RunParts.by_source`.
-        episodes: plays them.
+        episodes: runs their episodes.
         teacher: scores the tokens of training episodes, if there is one.
     """
 
@@ -55,8 +55,8 @@ class TaskRunner:
 
     Args:
         generator: the name of this process.
-        endpoint: where agents find the engine; None where no source has an agent, and where no episode is run.
-        teachers: the servers of teachers, by their names in `Config.teachers_in_use`; none where no episode is run.
+        endpoint: serves the engine to agents; None if no source has an agent, or no episode is run.
+        teachers: the servers of teachers, by their names in `Config.teachers_in_use`; none if no episode is run.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TaskRunner:
         self._sources = {key: self._source(key, *own, endpoint) for key, own in parts.by_source.items()}
 
     def source(self, task: Task) -> SourceRunner:
-        """What plays a task; raises `UnknownSource`."""
+        """The runner of a task's source; raises `UnknownSource`."""
         return self._sources[self.parts.find(task)]
 
     async def begin(self, task: Task) -> Attempt:
@@ -120,7 +120,7 @@ class Attempt:
     episode: Episode
 
     async def run(self, previous: Payload | None = None) -> tuple[SampleHeader, Payload | None]:
-        """Run and score the episode, rescore the previous response meanwhile; only training has a payload.
+        """Run and score the episode, and rescore the previous response meanwhile; only training has a payload.
 
         Raises:
             CannotTell: the policy is its own teacher, and its prompt cannot be made.
@@ -139,7 +139,7 @@ class Attempt:
             score, answer = await self._score()
             payload = episode.payload() if task.kind == "train" else None
             if teacher is not None and payload is not None:
-                episode.step = EpisodeStep(SCORING, math.inf)  # within the time limits of its requests
+                episode.step = EpisodeStep(SCORING, math.inf)  # its requests have time limits of their own
                 payload = await teacher.taught(task, episode, score, payload)
                 episode.step = None
             drift = await rescoring if rescoring else None
@@ -248,7 +248,7 @@ def drift(then: np.ndarray, now: np.ndarray) -> float:
 
 async def rescore(engine: Any, previous: Payload) -> float:
     """Compute D by scoring a prompt's previous response under the engine's current weights."""
-    now = [(await engine.score(row.token_ids))[row.mask()] for row in previous.rows()]
+    now = [(await engine.logprobs(row.token_ids))[row.mask()] for row in previous.rows()]
     return drift(previous.logprobs, np.concatenate(now))
 
 

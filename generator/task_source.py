@@ -23,7 +23,7 @@ class TaskSource:
 
     def __init__(self, inbox: TaskInbox, weights: WeightUpdater, dead_after: float, log: Any) -> None:
         self.inbox, self.weights, self.log = inbox, weights, log
-        self.evaluation = ""  # the one that the weights are kept for, if any
+        self.evaluation = ""  # name of the evaluation for which the weights are kept
         self._asking = asyncio.Lock()
         self._adopt_every, self._adopt_at = dead_after / 2, 0.0
 
@@ -41,7 +41,7 @@ class TaskSource:
         if training < 1:
             await asyncio.sleep(BLOCK_MS / 1000)
             return []
-        # Only one: an evaluation may have come meanwhile, whose tasks go first.
+        # Only one: an evaluation may start meanwhile, and its tasks go first.
         return await in_thread(self.inbox.take, 1, BLOCK_MS)
 
     async def lease(self, n: int = 0, training: int = 0) -> list[Delivery]:

@@ -106,7 +106,7 @@ class WeightUpdater:
 
 
 async def load_weights(engine: Engine, weights: SharedWeights, lora: LoraConfig | None) -> float:
-    """Have the engine compute with other weights, which may be closed afterwards; `lora` is the run's `learner.lora`.
+    """Load weights into the engine; they may be closed afterwards. `lora` is the run's `learner.lora`.
 
     Returns:
         Seconds during which it generated nothing.

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from common import log as logs
 from common.config import dump_config, load_config
-from common.config.losses import GROUP, LOSS_NAMES
+from common.config.losses import ENTRY_POINTS, LOSS_NAMES
 from common.config.warnings import warnings
 from common.plugins import find_object
 from common.scripts import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption, entry_point
@@ -131,7 +131,7 @@ def config_(config: ConfigArgument, override: OverrideOption = None) -> None:
     """
     settings = load_config(config, override or ())
     if settings.algorithm.loss not in LOSS_NAMES:
-        find_object(settings.algorithm.loss, LOSS_NAMES, "algorithm.loss", GROUP)
+        find_object(settings.algorithm.loss, LOSS_NAMES, "algorithm.loss", ENTRY_POINTS)
     sys.stdout.write(dump_config(settings))
     for line in warnings(settings):
         sys.stderr.write(f"warning: {line}\n")

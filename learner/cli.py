@@ -16,7 +16,7 @@ from common import log as logs
 from common.checks.computing import visible_gpus
 from common.checks.list import check_start
 from common.config import Config, load_config
-from common.config.checks import check_ranks
+from common.config.combinations import check_ranks
 from common.config.warnings import warnings
 from common.errors import UserError
 from common.process import Role, keep_files_private

@@ -34,7 +34,7 @@ class Relay:
         name: shown to others.
         upstream: address to pull from, as long as it works; None: the learner's.
         relays: those on this machine, of which `upstream` may be one.
-        timeout: seconds of silence after which an upstream is given up.
+        timeout: seconds of silence after which another upstream is chosen.
 
     Raises:
         UserError: the relay cannot serve at its address, or the keys cannot be read.

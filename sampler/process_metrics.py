@@ -10,7 +10,7 @@ from typing import Any
 
 from common.log import Timeline
 from common.streams.broker import Broker
-from common.streams.tasks import GROUP
+from common.streams.tasks import CONSUMER_GROUP
 from sampler.files.metrics_file import Entry
 
 SHORTEST, LONGEST = 5.0, 30.0  # seconds between two entries of a process
@@ -62,7 +62,7 @@ class ProcessMetrics:
         for stream in ("tasks", "samples", "batches", "dead", f"tasks:{evaluation}"):
             pipe.xlen(key(stream))
         pipe.hlen(key("outstanding"))
-        pipe.xpending(key("tasks"), GROUP)
+        pipe.xpending(key("tasks"), CONSUMER_GROUP)
         *lengths, pending = pipe.execute(raise_on_error=False)
         tasks, samples, batches, dead, evaluated, outstanding = (n if isinstance(n, int) else 0 for n in lengths)
         leased = int(pending["pending"]) if isinstance(pending, dict) else 0

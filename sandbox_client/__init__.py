@@ -1,4 +1,8 @@
-"""Runs model-written code somewhere safe: on a server that speaks SandboxFusion's API, or isolated on this machine."""
+"""Runs model-written code in isolation: the client of SandboxFusion's API, the isolated runner, and `spo-sandbox`.
+
+`client.py` calls a server that speaks SandboxFusion's API, `local.py` and `worker/` run programs isolated on this
+machine, and `server.py` serves that runner with the same API.
+"""
 
 from __future__ import annotations
 

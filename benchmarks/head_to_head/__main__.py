@@ -9,10 +9,9 @@ from pathlib import Path
 import benchmarks.head_to_head
 from benchmarks import options
 from benchmarks.head_to_head import page, runs
+from benchmarks.tables import RESULTS
 from common.config import load_config
 from common.errors import UserError, reports_user_errors
-
-RESULTS = Path(__file__).parents[1] / "results"
 
 
 @reports_user_errors

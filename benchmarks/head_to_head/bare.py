@@ -1,4 +1,4 @@
-"""What the passes alone take: bare vLLM answers the task's prompts, and a bare DeepSpeed loop trains on the answers.
+"""CPU time of the passes alone: bare vLLM answers the task's prompts, and a bare DeepSpeed loop trains on the answers.
 
 `python -m benchmarks.head_to_head run` has this measure its row `bare`. Each side is a process of its own, which prints
 its CPU seconds a sample; vLLM leaves the token ids of prompts and answers in a file for DeepSpeed. Bare vLLM has all
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks import options
+from benchmarks.turns import measured_by
 from common.config import Config, load_config
 from common.errors import reports_user_errors
 
@@ -30,12 +29,8 @@ def measure(config_path: Path, folder: Path) -> dict[str, float]:
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = {}
     for side in ("vllm", "deepspeed"):
-        command = [sys.executable, "-m", "benchmarks.head_to_head.bare", side]
-        command += ["--config", str(config_path), "--answers", str(folder / "answers.json")]
-        outcome = subprocess.run(command, cwd=options.ROOT, capture_output=True, text=True, check=False)
-        if outcome.returncode:
-            sys.exit(f"{' '.join(command)} failed:\n{outcome.stderr[-3000:]}")
-        figures |= json.loads(outcome.stdout.splitlines()[-1])
+        arguments = side, "--config", config_path, "--answers", folder / "answers.json"
+        figures |= measured_by("benchmarks.head_to_head.bare", *arguments)
     return figures
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import tables
 from benchmarks.head_to_head.runs import BARE, BY_TOKEN, START, TRL
+from benchmarks.tables import twice_error
 
 NAMES = {
     "spo": "SPO",
@@ -66,7 +68,7 @@ def table(rows: Sequence[Row]) -> str:
     heads = ["arm", *(f"step {step}" for step in checkpoints), "each seed's end", "mean of the curve",
              "wall s a step", "CPU s a step", "no signal", "variance left", "tokens an answer",
              "wall to TRL's end, of TRL's"]  # fmt: skip
-    lines = [f"before training: {start:.1%}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines: list[list[str]] = []
     for arm, of_arm in by_arm.items():
         curves = {seed: 100 * curve(row, start)[:, 3] for seed, row in of_arm.items()}
         wall, cpu, no_signal, tokens = np.mean([_per_step(row) for row in of_arm.values()], 0)
@@ -80,15 +82,16 @@ def table(rows: Sequence[Row]) -> str:
             f"{_each([points[-1] for points in curves.values()])}%", f"{np.mean([*curves.values()]):.1f}%",
             f"{wall:.1f}", f"{cpu:.1f}", f"{no_signal:.0%}", _mean(left), f"{tokens:.1f}", _mean(share),
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     for arm, of_arm in by_arm.items():
         both = sorted(set(of_arm) & set(by_arm.get("spo", {})))
         if arm != "spo" and both:
             pairs = [(by_arm["spo"][seed], of_arm[seed]) for seed in both]
             cells = [lead(pairs, step) for step in checkpoints]
             ends = [100 * (accuracy(spo, checkpoints[-1]) - accuracy(other, checkpoints[-1])) for spo, other in pairs]
-            lines.append(f"| SPO less {NAMES[arm]} | {' | '.join(cells)} | {_each(ends)} |{' |' * (len(heads) - 5)}")
-    return "\n".join(lines)
+            empty = [""] * (len(heads) - len(cells) - 2)
+            lines.append([f"SPO less {NAMES[arm]}", *cells, _each(ends), *empty])
+    return f"before training: {start:.1%}\n\n{tables.table(heads, lines)}"
 
 
 def lead(pairs: Sequence[tuple[Row, Row]], step: str) -> str:
@@ -101,8 +104,8 @@ def lead(pairs: Sequence[tuple[Row, Row]], step: str) -> str:
         [[ours["heldout"][step][name] - theirs["heldout"][step][name] for name in ours["heldout"][step]]
          for ours, theirs in pairs]
     )  # fmt: skip
-    over_pairs = f" ({_error(points.mean(1)):.1f})" if len(pairs) > 1 else ""
-    return f"{points.mean():.1f} ± {_error(points.mean(0)):.1f}{over_pairs}"
+    over_pairs = f" ({twice_error(points.mean(1)):.1f})" if len(pairs) > 1 else ""
+    return f"{points.mean():.1f} ± {twice_error(points.mean(0)):.1f}{over_pairs}"
 
 
 def _each(values: Sequence[float]) -> str:
@@ -111,11 +114,6 @@ def _each(values: Sequence[float]) -> str:
 
 def _mean(values: Sequence[float]) -> str:
     return f"{np.mean(values):.2f}" if values else ""
-
-
-def _error(values: Sequence[float]) -> float:
-    """Twice the standard error of the mean."""
-    return 2 * float(np.std(values, ddof=1)) / len(values) ** 0.5
 
 
 def passes(rows: Sequence[Row]) -> str:
@@ -134,30 +132,24 @@ def passes(rows: Sequence[Row]) -> str:
         return float(np.mean([_per_step(row)[3] for row in rows if row["arm"] == arm]))
 
     arms = {row["arm"] for row in rows}
-    lines = [
-        "| CPU seconds a sample | learner | generators | all processes | tokens an answer |",
-        "|---|---|---|---|---|",
-    ]
+    heads = ["CPU seconds a sample", "learner", "generators", "all processes", "tokens an answer"]
+    lines: list[list[str]] = []
     if "spo" in arms:
         cells = [f"{seconds:.2f}" for seconds in (used("spo", "learner"), used("spo", *GENERATORS), used("spo"))]
-        lines.append(f"| {NAMES['spo']} | {' | '.join(cells)} | {tokens('spo'):.1f} |")
+        lines.append([NAMES["spo"], *cells, f"{tokens('spo'):.1f}"])
     for alone in (row["bare"] for row in rows if row["arm"] == BARE):
-        both = alone["deepspeed"] + alone["vllm"]
-        lines.append(
-            f"| DeepSpeed and vLLM alone | {alone['deepspeed']:.2f} | {alone['vllm']:.2f} | {both:.2f} "
-            f"| {alone['tokens']:.1f} |"
-        )
+        passes_alone = [alone["deepspeed"], alone["vllm"], alone["deepspeed"] + alone["vllm"]]
+        cells = [f"{seconds:.2f}" for seconds in passes_alone]
+        lines.append(["DeepSpeed and vLLM alone", *cells, f"{alone['tokens']:.1f}"])
     if TRL in arms:
-        lines.append(f"| {NAMES[TRL]} | | | {used(TRL):.2f} | {tokens(TRL):.1f} |")
-    return "\n".join(lines)
+        lines.append([NAMES[TRL], "", "", f"{used(TRL):.2f}", f"{tokens(TRL):.1f}"])
+    return tables.table(heads, lines)
 
 
 def plot(rows: Sequence[Row], target: Path) -> None:
     """Held-out accuracy against samples, CPU seconds and wall seconds: the mean of the seeds, and twice its error."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    # Matplotlib takes a second to import.
+    from benchmarks import plots
 
     start, batch = _start(rows), rows[0]["settings"]["batch"]
     axes_of: list[tuple[str, Callable[[np.ndarray], np.ndarray]]] = [
@@ -165,24 +157,19 @@ def plot(rows: Sequence[Row], target: Path) -> None:
         ("CPU seconds", lambda points: points[:, 2]),
         ("wall seconds", lambda points: points[:, 1]),
     ]
-    figure, panels = pyplot.subplots(1, 3, figsize=(11, 3.4), dpi=150, sharey=True)
+    figure, (panels,) = plots.panels(1, 3, 3.7, 3.4, dpi=150)
     for axes, (name, of) in zip(panels, axes_of, strict=True):
         for number, arm in enumerate(ORDER):
             curves = [curve(row, start) for row in rows if row["arm"] == arm]
             if not curves:
                 continue
             x = np.mean([of(points) for points in curves], 0)
-            heights = np.array([points[:, 3] for points in curves])
-            middle, error = heights.mean(0), 2 * heights.std(0, ddof=min(1, len(curves) - 1)) / len(curves) ** 0.5
-            axes.plot(x, middle, marker="o", markersize=3, color=f"C{number}", label=NAMES[arm])
-            axes.fill_between(x, middle - error, middle + error, color=f"C{number}", alpha=0.15, linewidth=0)
+            heights = [points[:, 3] for points in curves]
+            plots.curve(axes, x, heights, f"C{number}", NAMES[arm], marker="o", markersize=3)
         axes.set_xlabel(name)
-        axes.grid(alpha=0.3)
     panels[0].set_ylabel("held-out accuracy")
     panels[0].legend(frameon=False, fontsize="small")
-    figure.tight_layout()
-    figure.savefig(target)
-    pyplot.close(figure)
+    plots.save(figure, target)
 
 
 def _start(rows: Sequence[Row]) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks import tables
 from benchmarks.head_to_head import bare
 from benchmarks.options import ROOT
 from benchmarks.watched import Point, watch_spo, watch_trl
@@ -78,7 +79,7 @@ def settings(config: Config, steps: int, every: int, samples: int) -> dict[str, 
 
 def read_rows(path: Path, common: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """The rows of a study; [] where there is none yet. Raises `UserError` if one was made with other settings."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    rows = tables.read_rows(path)
     for row in rows:
         for name, value in (common or {}).items():
             if row["settings"].get(name) != value:

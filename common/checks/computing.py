@@ -228,7 +228,7 @@ def why_no_gpu(status: str, environ: dict[str, str], devices: Path) -> str:
 
 
 def cpu_build(role: Role) -> str | None:
-    """The package that keeps this role on the CPU, with its version; None where it may use GPUs."""
+    """The package that keeps this role on the CPU, with its version; None if it may use GPUs."""
     name = CPU_ONLY[role]
     version = installed_version(name)
     if version is None or (role is Role.LEARNER and not version.endswith("+cpu")):

@@ -52,7 +52,7 @@ def teachers(context: Context) -> Iterator[Finding]:
 
 
 def _folder(path: str, key: str, *, tokenizer: bool) -> Finding | None:
-    """Why a model folder cannot be used; None where it can, or is a name.
+    """Why a model folder cannot be used; None if it can, or if the path is a name of the Hugging Face hub.
 
     Args:
         key: the setting that names it.
@@ -75,7 +75,7 @@ def _described(context: Context, path: str) -> Finding:
 
 
 def _without_experts(context: Context) -> Finding | None:
-    """Why a model without experts cannot have a setting about their routers; None where it has none."""
+    """Why a model without experts cannot have a setting about their routers; None if there is no such setting."""
     setting, path = context.config.learner.router_setting, context.config.model.path
     if setting is None or not Path(path).is_dir():
         return None
@@ -85,7 +85,7 @@ def _without_experts(context: Context) -> Finding | None:
 
 
 def _too_long(context: Context, path: str, engine: Mapping[str, Any]) -> Finding | None:
-    """Why vLLM would refuse `model.max_model_len`, in one line instead of its page; None where it would not.
+    """Why vLLM would refuse `model.max_model_len`, in one line in place of its long message; None if it would not.
 
     Args:
         engine: vLLM's arguments that the configuration sets for this model.

@@ -57,7 +57,7 @@ def _unusable(source: Source) -> str | None:
 
 
 def _unusable_file(name: str, several: bool) -> str | None:
-    """Why a file cannot be read, or a path is none.
+    """Why a path is no file that can be read.
 
     Args:
         several: whether it is one of several files, each of which must exist.

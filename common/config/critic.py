@@ -6,7 +6,7 @@ from pydantic import Field
 
 from common.config.section import Section
 
-# Without `critic.lr`, the critic learns so many times faster than the policy, as verl's defaults have it.
+# The critic's learning rate without `critic.lr`, as a multiple of the policy's: that of verl's defaults.
 LR_RATIO = 10.0
 
 

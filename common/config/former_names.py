@@ -1,6 +1,7 @@
-"""Former names of presets and fields of the correction in verl and SkyRL, which are still read, with a warning.
+"""Names of presets and fields of the off-policy correction in former releases of verl and SkyRL.
 
-A former name is refused where today's name for the same thing is given too.
+They are read with a warning, and refused beside today's name for the same thing. Former keys of SPO itself are in
+`former_keys.py`.
 """
 
 from __future__ import annotations

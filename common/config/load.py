@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import ValidationError
 
-from common.config.checks import check_combinations
+from common.config.combinations import check_combinations
 from common.config.run import Config
 from common.config.section import explain
 from common.errors import UserError

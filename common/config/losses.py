@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-GROUP = "spo.losses"  # entry points under which packages announce losses
+ENTRY_POINTS = "spo.losses"  # group of the losses of installed packages
 
 
 @dataclass(frozen=True, slots=True)

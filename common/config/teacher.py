@@ -1,4 +1,4 @@
-"""Settings of a teacher: a stronger model, or the policy told more, that scores what the policy sampled."""
+"""Settings of a teacher, which scores the policy's samples: a stronger model, or the policy with more context."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import Field
 
 from common.config.section import LOCAL, SourceSection
 
-# Who the teacher is; at most one of them is set.
-WHO = ("model", "url", "context")
+# The keys that name a teacher; at most one of them is set.
+TEACHER_KEYS = ("model", "url", "context")
 
 
 def context_pieces(context: str) -> list[tuple[str, str]]:
@@ -92,7 +92,7 @@ class TeacherConfig(SourceSection):
     @property
     def is_set(self) -> bool:
         """Whether there is a teacher."""
-        return any(getattr(self, key) is not None for key in WHO)
+        return any(getattr(self, key) is not None for key in TEACHER_KEYS)
 
     @property
     def has_server(self) -> bool:
@@ -101,5 +101,5 @@ class TeacherConfig(SourceSection):
 
     def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """As its base has it; changes that name a teacher name it in place of the section's."""
-        others = dict.fromkeys(WHO) if any(key in changes for key in WHO) else {}
+        others = dict.fromkeys(TEACHER_KEYS) if any(key in changes for key in TEACHER_KEYS) else {}
         return super().merged({**others, **changes})

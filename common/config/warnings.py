@@ -172,7 +172,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _teacher(config: Config) -> Iterator[str]:
-    """Teachers that nobody hears, and what is lost or idle beside one."""
+    """Settings of teachers without effect, and other settings that have none beside a teacher."""
     teacher, in_use = config.teacher, config.teachers_in_use()
     if not in_use:
         names = ("top_k", "form", "weight", "decay_steps", "url_model", "api_key_env", "dtype")

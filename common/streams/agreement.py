@@ -62,7 +62,7 @@ def agree(
 
 
 def compare(broker: Broker, config: Config) -> list[Difference] | None:
-    """What a process that starts with this configuration would change of the run; None where that has not begun.
+    """The changes that this configuration would make to the run; None if the run has not begun.
 
     Changes nothing itself. Raises `UserError` like `agree`, except where processes of the run are alive.
     """
@@ -171,7 +171,7 @@ def _stored(broker: Broker) -> str:
 
 
 def _step(broker: Broker, config: Config) -> int:
-    """The last step that the run has trained; where Redis was lost, the checkpoints tell."""
+    """The last step that the run has trained, by Redis or, if that was lost, by the checkpoints."""
     newest = latest(broker)
     return max(0 if newest is None else newest.version, *checkpoint_versions(config.run.folder), 0)
 
@@ -196,7 +196,7 @@ def _wait_until_alone(broker: Broker, changes: Sequence[Difference]) -> None:
 
 
 def _replace(broker: Broker, before: str, config: Config, changes: Sequence[Difference], log: Any) -> bool:
-    """Give the run this configuration; False where another process was faster."""
+    """Store this configuration as the run's; False if another process has done so first."""
     step, after, settling = _step(broker, config), json.dumps(shared_values(config)), _settling(config)
     shown = [f"{change.key}: {change.there!r} -> {change.here!r}" for change in changes]
     if step == 0:

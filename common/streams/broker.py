@@ -30,7 +30,7 @@ NOEVICTION = "noeviction"
 
 
 class Memory(NamedTuple):
-    """Bytes that Redis uses, and may use, and what it drops beyond; `limit` is 0 where it has none or does not say."""
+    """Bytes that Redis uses and may use, and which keys it drops beyond; `limit` is 0 if it is unlimited or unknown."""
 
     used: int
     limit: int
@@ -112,7 +112,7 @@ class Broker:
         return [(entry_id, fields or {}) for entry_id, fields in reply[0][1]] if reply else []
 
     def payloads(self, kind: str, ids: Sequence[str]) -> list[Payload | None]:
-        """Tokens kept under the keys `kind:ID`; None where they are missing or invalid."""
+        """Tokens kept under the keys `kind:ID`; None if they are missing or invalid."""
         data = self.redis.mget([self.key(f"{kind}:{name}") for name in ids]) if ids else []
         return [decode_if_valid(payload) for payload in data]
 
@@ -263,7 +263,7 @@ _EVALUATION = TypeAdapter(EvaluationResult)
 
 
 def process_status(data: bytes) -> dict[str, Any]:
-    """What a process published about itself; the state `unreadable` where it cannot be read."""
+    """What a process published about itself; the state is `unreadable` if it cannot be read."""
     return read_published(_PROCESS, data) or {"role": "unknown", "state": "unreadable"}
 
 

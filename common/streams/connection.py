@@ -173,10 +173,10 @@ def risks(config: BrokerConfig, *, on_this_machine: bool = True) -> Iterator[str
         return
     # A server that checks certificates of its clients needs no password.
     if not (password or config.password_file or "ssl_certfile" in options):
-        who = "every account of this machine" if local else "everybody who reaches it over the network"
+        readers = "every account of this machine" if local else "everybody who reaches it over the network"
         yield (
-            f"Redis at {url} asks for no password: {who} can read prompts and answers, inject samples, end the run and "
-            "make Redis write files; give it one (requirepass, or an ACL user) and name it by broker.password_file"
+            f"Redis at {url} asks for no password: {readers} can read prompts and answers, inject samples, end the run "
+            "and make Redis write files; give it one (requirepass, or an ACL user) and name it by broker.password_file"
         )
     if not local and not parts.scheme.startswith("rediss"):
         yield (

@@ -2,7 +2,7 @@
 --
 -- KEYS: lease, state
 -- ARGV: owner, the lease's length in ms or 0 to give it back, a holder that is known to be dead or ''
--- Returns: who holds it now or '', number of the last commit
+-- Returns: its holder now or '', number of the last commit
 local lease, state, owner, length = KEYS[1], KEYS[2], ARGV[1], tonumber(ARGV[2])
 local holder = redis.call('GET', lease)
 if not holder or holder == owner or holder == ARGV[3] then

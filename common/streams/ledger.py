@@ -17,7 +17,7 @@ from common.streams import dead
 from common.streams.batches import GROUP as LEARNER
 from common.streams.broker import Broker
 from common.streams.lease import LeaseLost, LedgerState, SamplerLease
-from common.streams.tasks import GROUP as GENERATORS
+from common.streams.tasks import CONSUMER_GROUP as GENERATORS
 from common.unpack import unpack
 
 GROUP = "sampler"

@@ -94,9 +94,9 @@ def learner_gone(broker: Broker) -> float | None:
 
 
 def learner_version(broker: Broker, since: float) -> int | None:
-    """The version that the learner shows in its last heartbeat; None where there is none since a time of Redis [s].
+    """The version in the learner's last heartbeat; None if it has sent none since `since` [s of Redis' clock].
 
-    A Redis that went back in time has an old heartbeat.
+    A Redis that was restored from a backup may have an older heartbeat.
     """
     pipe = broker.redis.pipeline(transaction=False)
     pipe.zscore(broker.key("alive"), LEARNER)

@@ -1,4 +1,4 @@
--- Put tasks back for any generator: acknowledge the old entry and add it anew, or neither.
+-- Put tasks back for any generator: acknowledge the old entry and add a new one, or neither.
 -- Only tasks that this process still holds: one that took a task over finishes it.
 --
 -- KEYS: stream

@@ -21,7 +21,7 @@ CALL_BYTES = 1 << 20
 MAX_REASON = 2000  # characters
 LEASES_A_CALL = 1000  # looked at by one call of a script
 
-GROUP = "generators"
+CONSUMER_GROUP = "generators"
 TRAINING = "tasks"  # stream of the training tasks; each evaluation has one of its own, `tasks:EVALUATION`
 HOLDERS = "holders:tasks"  # key with the last heartbeat of each generator that may have leases
 TAKEOVERS = "takeovers:tasks"  # key that says how often each generator has lost leases to others
@@ -115,7 +115,7 @@ class TaskInbox:
         self._judges_from = -math.inf  # a process that lost its connection cannot tell which others did
         self._held: set[EntryId] = set()  # as the last heartbeat said
         self._delivered: set[EntryId] = set()  # since then
-        broker.ensure_group(TRAINING, GROUP)
+        broker.ensure_group(TRAINING, CONSUMER_GROUP)
 
     def lease(self, version: int, n: int, training: int) -> Lease:
         """Up to `n` new tasks, those of the open evaluation first, and at most `training` of the others.
@@ -125,7 +125,7 @@ class TaskInbox:
         """
         self._appear()
         names = (TRAINING, "state", "pin:", HOLDERS)
-        name, *replies, unknown = self._call("lease", names, [GROUP, self.consumer, version, n, training])
+        name, *replies, unknown = self._call("lease", names, [CONSUMER_GROUP, self.consumer, version, n, training])
         evaluation = name.decode()
         self._notice(unknown)
         deliveries: list[Delivery] = []
@@ -140,7 +140,7 @@ class TaskInbox:
     def take(self, n: int, block_ms: int = 1000) -> list[Delivery]:
         """Up to `n` new tasks that belong to no evaluation, waiting up to `block_ms` for the first."""
         self._appear()
-        entries = self._broker.read_group(TRAINING, GROUP, self.consumer, count=n, block_ms=block_ms)
+        entries = self._broker.read_group(TRAINING, CONSUMER_GROUP, self.consumer, count=n, block_ms=block_ms)
         return self._read(TRAINING, entries)
 
     def adopt(self, n: int, evaluation: str = "") -> list[Delivery]:
@@ -154,7 +154,7 @@ class TaskInbox:
         if asked < self._judges_from:
             return []
         names = (stream, TRAINING, "state", HOLDERS, TAKEOVERS)
-        arguments: list[str | int] = [GROUP, self.consumer, self._silence_ms, n, LEASES_A_CALL]
+        arguments: list[str | int] = [CONSUMER_GROUP, self.consumer, self._silence_ms, n, LEASES_A_CALL]
         arguments += [int(1000 * seconds) for seconds in self._clock.expected()]
         arguments += [entry_id.id for entry_id in self._held | self._delivered if entry_id.stream == stream]
         shown, taken, unknown = self._call("adopt", names, arguments)
@@ -190,7 +190,7 @@ class TaskInbox:
         """Put tasks back, each to be run as the attempt it names; returns how many this process still held."""
         moved = 0
         for stream, returned in _by_stream((delivery.entry_id, delivery) for delivery in deliveries):
-            arguments: list[Any] = [GROUP, self.consumer]
+            arguments: list[Any] = [CONSUMER_GROUP, self.consumer]
             for delivery in returned:
                 arguments += (delivery.entry_id.id, delivery.attempt)
             moved += int(self._call("requeue", [stream], arguments))
@@ -198,7 +198,7 @@ class TaskInbox:
 
     def leave(self) -> None:
         """Forget this consumer; to be called when it has no task left."""
-        self._call("leave", (TRAINING, "state", HOLDERS, TAKEOVERS), [GROUP, self.consumer])
+        self._call("leave", (TRAINING, "state", HOLDERS, TAKEOVERS), [CONSUMER_GROUP, self.consumer])
 
     def set_aside(
         self, delivery: Delivery, failure: Failure, reason: str, *, retire: bool = False, **fields: Any
@@ -244,7 +244,7 @@ class TaskInbox:
         """Those of these tasks that are not leased to this process any more."""
         lost: set[EntryId] = set()
         for stream in {entry_id.stream for entry_id in entry_ids}:
-            arguments = [GROUP, self.consumer]
+            arguments = [CONSUMER_GROUP, self.consumer]
             arguments += [entry_id.id for entry_id in entry_ids if entry_id.stream == stream]
             lost |= {EntryId(stream, entry.decode()) for entry in self._call("held", [stream], arguments)}
         return lost
@@ -268,7 +268,7 @@ class TaskInbox:
         if not arguments:
             return 0
         names = (stream, "samples", "counters", "dead", "payload:", "previous:")
-        return int(self._call("finish", names, [GROUP, *arguments]))
+        return int(self._call("finish", names, [CONSUMER_GROUP, *arguments]))
 
     def _read(
         self,
@@ -293,7 +293,7 @@ class TaskInbox:
         note = dead.letter(TRAINING, reason, fields, self.consumer)
         task_id = fields.get(b"id", b"").decode(errors="replace")
         if not task_id:
-            dead.bury(self._broker, entry_id.stream, GROUP, entry_id.id, note)
+            dead.bury(self._broker, entry_id.stream, CONSUMER_GROUP, entry_id.id, note)
             return
         header = SampleHeader.skipped(task_id, Failure.INVALID_MESSAGE, reason, generator=self.name)
         self.finish([Finished(entry_id, header, dead_letter=note)])

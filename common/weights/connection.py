@@ -94,7 +94,7 @@ class Connection:
 
     Args:
         config: the run's `learner.weights`; `curve_dir` is used.
-        timeout: seconds of silence after which the server is given up.
+        timeout: seconds of silence after which `ConnectionLost` is raised.
         deltas: whether to tell the server that deltas are worth making.
         stopped: asked regularly; once it is true, waiting ends with `Stopped`.
 
@@ -182,7 +182,7 @@ class Connection:
                 return reply
 
     def check(self) -> None:
-        """Call this regularly while the server's answer comes another way.
+        """Call this regularly while waiting for the server's answer on another socket.
 
         Raises:
             ConnectionLost: the server is no longer there, or silent.
@@ -257,7 +257,7 @@ class Connection:
         chunks.asked.add(chunk)
 
     def _place(self, chunks: _Chunks, chunk: int, data: memoryview | None, delta: memoryview | None) -> None:
-        """Put a chunk in its place, or ask for it again where what came is wrong (`data` None)."""
+        """Put a chunk in its place, or ask for it again if what came was wrong (`data` is None)."""
         transfer = chunks.transfer
         if data is not None:
             transfer.file.write(transfer.manifest.chunk_range(chunk)[0], data)
@@ -296,7 +296,7 @@ class Connection:
         return reply, frames[1].buffer if len(frames) > 1 else memoryview(b"")
 
     def _check_handshakes(self) -> None:
-        """Raise if there was no handshake, since ZeroMQ reports it here only: it may not try again."""
+        """Raise if a handshake failed. ZeroMQ reports that on the monitor socket alone, and may not try again."""
         while self._handshakes.poll(0):
             event = recv_monitor_message(self._handshakes)
             if event["event"] == zmq.EVENT_DISCONNECTED and self.path is not None:
@@ -340,7 +340,7 @@ def _is_right(manifest: Manifest, chunk: int, data: memoryview) -> bool:
 
 
 def _unpack(chunks: _Chunks, chunk: int, delta: memoryview) -> memoryview | None:
-    """The chunk that a delta stands for; None where it is not the manifest's."""
+    """The chunk that a delta makes of the base; None if its checksum is not the manifest's."""
     manifest, base = chunks.transfer.manifest, chunks.transfer.base
     assert base is not None
     try:

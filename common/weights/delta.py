@@ -39,7 +39,7 @@ def same_layout(one: Manifest, other: Manifest) -> bool:
 
 
 def item_bytes(manifest: Manifest) -> int:
-    """Bytes of a number in most of a snapshot, which is also the number of planes in its deltas."""
+    """Bytes per number in most of a snapshot; also the number of byte planes in its deltas."""
     counts: dict[int, int] = {}
     for dtype, shape in zip(manifest.dtypes, manifest.shapes, strict=True):
         size = ITEM_SIZE[dtype]
@@ -48,7 +48,7 @@ def item_bytes(manifest: Manifest) -> int:
 
 
 def encode(chunk: Buffer, base: Buffer, width: int) -> bytes | None:
-    """Compress the difference that turns `base` into `chunk`; None where that is hardly smaller than the chunk.
+    """Compress the difference that turns `base` into `chunk`; None if that is hardly smaller than the chunk.
 
     Args:
         chunk, base: [N] bytes of two versions, of the same size.
@@ -64,7 +64,7 @@ def encode(chunk: Buffer, base: Buffer, width: int) -> bytes | None:
 
 
 def decode(delta: Buffer, base: Buffer, width: int) -> memoryview:
-    """The chunk that a delta of `encode` stands for; only its checksum tells whether it is the right one.
+    """Apply a delta made by `encode`. Only the checksum of the chunk tells whether the base was the right one.
 
     Raises:
         WrongDelta: it cannot be unpacked, or is of another size.

@@ -75,7 +75,7 @@ class Sources:
             return []
         if self._relay == "auto":
             return [_source(near, relay=near["name"]) for near in self._relays()]
-        # A server without keys is on this machine: its port tells which of the servers here it is, so its password.
+        # Without keys the relay is on this machine: find the local server, and its password, by port.
         port = self._relay.rpartition(":")[2]
         here = [one for one in (*self._relays(), learner) if one and one["address"].endswith(f":{port}")]
         password = next((one["password"] for one in here if "password" in one), "")
@@ -92,7 +92,7 @@ class Receiver(Protocol):
     """Takes snapshots, in the follower's thread."""
 
     def begin(self, manifest: Manifest) -> Transfer:
-        """Choose the place of a snapshot that is on its way; an earlier one that has not ended never will."""
+        """Choose where the snapshot that is about to arrive is stored; an earlier one that is incomplete stays so."""
 
     def arrived(self, chunk: int, delta: memoryview | None) -> None:
         """A verified chunk is in its place, and may have come as a delta; in any order."""
@@ -114,7 +114,7 @@ class Follower:
     Args:
         sources: where to pull from; asked before each connection and regularly while waiting.
         receiver: gets the snapshots.
-        timeout: seconds of silence, or of staying behind, after which a server is given up.
+        timeout: seconds of silence, or of staying behind the learner, after which another server is chosen.
         stopped: ends `run`.
         relay_id: own id where this is a relay's follower, so that it notices when it follows itself.
     """

@@ -101,7 +101,7 @@ class Snapshot:
     Attributes:
         chunks: bytes of each; None until it has arrived.
         file: holds the chunks; other processes of this machine are handed it.
-        deltas: of each chunk from the manifest's `base`; None where there is none, so that the chunk itself is sent.
+        deltas: of each chunk from the manifest's `base`; None if there is none, so that the chunk itself is sent.
         memory: what `file` belongs to, for the next snapshot to be written to.
     """
 
@@ -138,7 +138,7 @@ class Snapshot:
 
 @dataclass
 class Transfer:
-    """A snapshot on its way into a file.
+    """A snapshot that is being received into a file.
 
     Attributes:
         base: holds the snapshot that deltas are from, if it is here; may be `file` itself, where missing chunks are

@@ -1,4 +1,4 @@
-"""Serves the newest snapshot over ZeroMQ: clients come, go and pull when they like."""
+"""Serves the newest snapshot over ZeroMQ: clients connect, pull and leave at any time."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class SnapshotServer:
         self._call_soon(partial(self._set_newest, snapshot))
 
     def arrived(self, snapshot: Snapshot, chunk: int, data: memoryview, delta: memoryview | None = None) -> None:
-        """A chunk of the snapshot served last is there, and maybe its delta; its bytes must not change any more."""
+        """Send a chunk of the newest snapshot, or its delta, from now on; its bytes must not change any more."""
         self._call_soon(partial(self._add_chunk, snapshot, chunk, data, delta))
 
     @property
@@ -117,7 +117,7 @@ class SnapshotServer:
         return self._spare.popleft() if self._spare else None
 
     def endpoint(self) -> dict[str, str]:
-        """The address, its public key or its password, and the newest snapshot, for others to connect."""
+        """What others need to connect: the address and its public key or password; and the newest snapshot's name."""
         endpoint = {
             "address": self.address,
             "server_key": self._listener.server_key,

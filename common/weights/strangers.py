@@ -37,7 +37,7 @@ class Strangers:
         self.events.connect("inproc://strangers")
 
     def turn(self) -> None:
-        """Note who has come and gone."""
+        """Register connections that were accepted or closed, and cut off the oldest of too many."""
         for _ in range(EVENTS_A_TURN):
             try:
                 event, number = struct.unpack("=Hi", self.events.recv_multipart(zmq.NOBLOCK)[0])

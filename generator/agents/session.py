@@ -18,7 +18,7 @@ from generator.agents.tree import History, Node, Train, Tree
 from generator.chat.template import ChatTemplate, Message, TemplateFailed
 from generator.concurrency import LONG_TEXT, offload
 from generator.engine.engine import Completion
-from generator.episode.episode import Row, TranscriptEntry
+from generator.episode.episode import TokenRow, TranscriptEntry
 
 REMEMBERED = 16  # replies that a session keeps for retries; an SDK retries within seconds
 DIFFERENT_REFUSALS = 50  # that a session counts
@@ -348,7 +348,7 @@ class Session:
                 self.drop(exchange.node)
         self._on_close(self)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TokenRow]:
         """The rows to train on; call it once the session is closed."""
         return self.tree.rows(self.limits.train)
 

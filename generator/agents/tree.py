@@ -17,7 +17,7 @@ import numpy as np
 
 from generator.chat.template import Message
 from generator.engine.engine import Completion
-from generator.episode.episode import Row
+from generator.episode.episode import TokenRow
 
 History = Literal["as_sampled", "as_sent"]
 Train = Literal["connected", "quoting", "all"]
@@ -174,11 +174,11 @@ class Tree:
         if node.reply is not None:
             self._by_digest[self._after(node, node.reply)].remove(node)
 
-    def rows(self, train: Train = "connected") -> list[Row]:
+    def rows(self, train: Train = "connected") -> list[TokenRow]:
         """The rows to train on; see `placed`."""
         return self.placed(train)[0]
 
-    def placed(self, train: Train = "connected") -> tuple[list[Row], dict[Node, int]]:
+    def placed(self, train: Train = "connected") -> tuple[list[TokenRow], dict[Node, int]]:
         """The rows to train on, by their first requests, and the index of the row in which each request ends.
 
         Each sampled token is the model's in exactly one row.
@@ -186,7 +186,7 @@ class Tree:
         The first request that continues another continues its row. Each later one starts a row of its own, in which
         what was sampled before counts as prompt.
         """
-        rows: list[Row] = []
+        rows: list[TokenRow] = []
         row_of: dict[Node, int] = {}
         continued: set[Node] = set()
         trained = self.trained(train)
@@ -197,7 +197,7 @@ class Tree:
                 continue
             if node.parent is None or node.parent in continued:
                 row_of[node] = len(rows)
-                rows.append(Row(node.prompt_ids(), experts=node.experts()))
+                rows.append(TokenRow(node.prompt_ids(), experts=node.experts()))
             else:
                 row_of[node] = row_of[node.parent]
                 rows[row_of[node]].append(node.tail)

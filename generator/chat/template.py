@@ -40,7 +40,7 @@ class TemplateFailed(Exception):
 
 
 def as_messages(prompt: str | list[Message], system: str | None) -> list[Message]:
-    """A prompt as chat messages; where it is text, `system` becomes a message in front of it."""
+    """A prompt as chat messages; if it is text, `system` becomes a message before it."""
     if not isinstance(prompt, str):
         return prompt
     return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
@@ -57,6 +57,7 @@ class ChatTemplate:
         options: variables of the template in each of its uses, and `CONTINUE`.
 
     Attributes:
+        tokens: converts its texts.
         end, end_id: the special token that ends an answer, which the model samples itself, and its id.
         stop_ids: all tokens that end a turn, except the tokenizer's own end of text, at which vLLM stops by default.
 
@@ -79,12 +80,12 @@ class ChatTemplate:
         self._options = {name: value for name, value in options.items() if name != CONTINUE}
         self._continues = bool(options.get(CONTINUE))
         known = {token_id for token_id in (tokenizer.eos_token_id, *ends) if token_id is not None}
-        self._tokens = TokenText(tokenizer, known)
-        self._tools = self._tokens.hide(tool_schemas or None)
-        self._ends = {text for text in self._tokens.specials if self._tokens.id(text) in known}
+        self.tokens = TokenText(tokenizer, known)
+        self._tools = self.tokens.hide(tool_schemas or None)
+        self._ends = {text for text in self.tokens.specials if self.tokens.id(text) in known}
         self._find_ends()
-        self._end_ids = {self._tokens.id(text) for text in self._ends} | known
-        self.end_id, self._message_id = self._tokens.id(self.end), self._message_start()
+        self._end_ids = {self.tokens.id(text) for text in self._ends} | known
+        self.end_id, self._message_id = self.tokens.id(self.end), self._message_start()
         self.stop_ids = tuple(sorted(self._end_ids - {tokenizer.eos_token_id}))
 
     @property
@@ -93,32 +94,31 @@ class ChatTemplate:
         return sorted(self.text([token_id]) for token_id in self._end_ids)
 
     @property
-    def tokens(self) -> TokenText:
-        return self._tokens
-
-    @property
     def name(self) -> str:
-        return self._name()
+        """How messages name it: by its tokenizer's folder, and the file."""
+        folder = Path(self._tokenizer.name_or_path)
+        files = [file for name in TEMPLATE_FILES if (file := folder / name).is_file()]
+        return f"the chat template of {folder}" + (f" ({files[0]})" if files else "")
 
     def require(self, role: str, field: str, otherwise: str) -> None:
         """Raise `UserError` unless messages of this role can follow a turn of the assistant."""
         try:
             self._end_before(role)
         except TemplateFailed as error:
-            reason = f"says: {error.__cause__}" if error.__cause__ else str(error).removeprefix(f"{self._name()} ")
+            reason = f"says: {error.__cause__}" if error.__cause__ else str(error).removeprefix(f"{self.name} ")
             raise UserError(
                 f"{field} needs a chat template that shows {role!r} messages after an assistant turn, and the "
                 f"template of {self._tokenizer.name_or_path} {reason}; use another template, {otherwise}"
             ) from None
 
     def undescribed_tools(self) -> list[str]:
-        """Names of the tools of which the template does not tell the model."""
+        """Names of the tools that the template does not describe to the model."""
         names = [tool["function"]["name"] for tool in self._tools or ()]
         rendered = self._render([{"role": "user", "content": "u"}], {}) if names else ""
         return [name for name in names if name not in rendered]
 
     def unopened(self) -> str:
-        """What it writes in front of an answer, but of no prompt, whatever `add_generation_prompt` says; else empty."""
+        """The header that the template writes before an answer but never at the end of a prompt; empty without one."""
         try:
             asked, unasked = self._render([_ASKED], {}), self._render([_ASKED], {}, asks=False)
             header = self._render([_ASKED, _ANSWER], {}, asks=False).partition(_PLACEHOLDER)[0]
@@ -136,14 +136,14 @@ class ChatTemplate:
             markup: whether markup in the prompt counts too; else it is encoded as plain text.
             variables: of the template, `tools` among them, in place of those of this object.
         """
-        return self._tokens.encode(self.rendered(prompt, system, markup=markup, **variables))
+        return self.tokens.encode(self.rendered(prompt, system, markup=markup, **variables))
 
     def rendered(
         self, prompt: str | list[Message], system: str | None = None, *, markup: bool = False, **variables: Any
     ) -> str:
         """The text of the same conversation, for `tokens`; markup in the prompt is hidden in it."""
         if not markup:
-            prompt, variables = self._tokens.hide(prompt), self._tokens.hide(variables)
+            prompt, variables = self.tokens.hide(prompt), self.tokens.hide(variables)
         messages = as_messages(prompt, system)
         if self._continues and messages[-1]["role"] == "assistant":
             variables |= {CONTINUE: True, "add_generation_prompt": False}
@@ -170,19 +170,19 @@ class ChatTemplate:
             TemplateFailed: see the class.
         """
         if not markup:
-            messages, before = self._tokens.hide(list(messages)), self._tokens.hide(list(before))
-            variables = self._tokens.hide(variables)
+            messages, before = self.tokens.hide(list(messages)), self.tokens.hide(list(before))
+            variables = self.tokens.hide(variables)
         behind = self._behind(before, messages, variables)
         end = self._end_in(behind)
         if end is None:
-            raise TemplateFailed(f"{self._name()} does not end the assistant's turn with a special token")
+            raise TemplateFailed(f"{self.name} does not end the assistant's turn with a special token")
         # Encoded with the end token in front, as the model will see it.
-        ids = self._tokens.encode(end + behind.partition(end)[2])
+        ids = self.tokens.encode(end + behind.partition(end)[2])
         return ids if turn is not None and self._lacks(turn, end) else ids[1:]
 
     def plain(self, text: str) -> str:
         """The text, for a prompt in which markup counts, with its own markup hidden so that it is encoded as text."""
-        return str(self._tokens.hide(text))
+        return str(self.tokens.hide(text))
 
     def inside(self, texts: Sequence[str], wrap: tuple[str, str]) -> np.ndarray:
         """Token ids of texts to append within an assistant turn, each between the strings of `wrap`, int32 [T].
@@ -190,40 +190,40 @@ class ChatTemplate:
         Markup in the texts is encoded as plain text.
         """
         before, after = wrap
-        whole = "".join(f"{before}{self._tokens.hide(text)}{after}" for text in texts)
+        whole = "".join(f"{before}{self.tokens.hide(text)}{after}" for text in texts)
         # Some tokenizers put a space before the first word of a text; after a token it is not the first.
-        return self._tokens.encode(self.end + whole)[1:]
+        return self.tokens.encode(self.end + whole)[1:]
 
     def text(self, token_ids: Any, *, plain: bool = False) -> str:
         """Text of tokens [T]; `plain` leaves special ones out."""
-        return self._tokens.decode(np.asarray(token_ids, np.int32), plain=plain)
+        return self.tokens.decode(np.asarray(token_ids, np.int32), plain=plain)
 
     def opened(self, token_ids: np.ndarray) -> str:
-        """The tags, such as <think>, with which the tokens in front of a turn end; empty if there are none."""
+        """The tags, such as <think>, with which the tokens before a turn end; empty if there are none."""
         match = _OPENED.search(self.text(token_ids[-_OPENED_TOKENS:]))
         return match.group() if match else ""
 
     def turn(self, token_ids: np.ndarray) -> tuple[str, str]:
-        """Text of an assistant turn without the token that ended it: as it was written, and what it says.
+        """Two texts of an assistant turn, without the token that ended it: as it was sampled, and as a reader sees it.
 
-        What it says has no special tokens. Of a turn of several messages it is the last one.
+        The second has no special tokens; of a turn of several messages it is the last one.
         """
         turn_ids = token_ids[:-1] if len(token_ids) and int(token_ids[-1]) in self._end_ids else token_ids
         written = self.text(turn_ids)
-        if not self._tokens.special(turn_ids).any():
+        if not self.tokens.special(turn_ids).any():
             return written, written
         starts = np.flatnonzero(turn_ids == self._message_id)
         return written, self.text(turn_ids[starts[-1] + 1 :] if len(starts) else turn_ids, plain=True)
 
     def _find_ends(self) -> None:
-        """Find out what the template writes behind a turn, before messages of each role and where nothing follows."""
+        """Find the tokens that the template writes after a turn: before messages of each role, and at the end."""
         self._in_calls: set[str] = set()
         try:
             before_user = self._end_in(self._in_front("user")[0])
         except TemplateFailed as error:
             raise UserError(str(error)) from None
         if before_user is None:
-            raise UserError(f"{self._name()} ends the assistant's turns without a special token")
+            raise UserError(f"{self.name} ends the assistant's turns without a special token")
         answer = self._special_around(_ASKED, _ANSWER)[-1]
         # An answer may end otherwise once a message follows (harmony).
         self.end = before_user if before_user in self._ends or not answer else answer[0]
@@ -242,27 +242,27 @@ class ChatTemplate:
         self._closing = {*answer, *question, call_end}
 
     def _message_start(self) -> int | None:
-        """Id of the special token behind which the text of an answer begins, if the model samples that itself."""
+        """Id of the special token after which the text of an answer begins, if the model itself samples that token."""
         try:
             asked, whole = self._render([_ASKED], {}), self._render([_ASKED, _ANSWER], {}, asks=False)
         except TemplateFailed:
             return None
         header = whole.partition(_PLACEHOLDER)[0]
-        special = self._tokens.specials_in(header.removeprefix(asked)) if header.startswith(asked) else []
-        return self._tokens.id(special[-1]) if special else None
+        special = self.tokens.specials_in(header.removeprefix(asked)) if header.startswith(asked) else []
+        return self.tokens.id(special[-1]) if special else None
 
     def _end_before(self, role: str) -> str:
-        """The special token that ends a turn in front of a message of this role.
+        """The special token that ends a turn before a message of this role.
 
         Raises:
             TemplateFailed: such a message cannot follow.
         """
         in_front, is_shown, behind = self._in_front(role)
         if not is_shown:
-            raise TemplateFailed(f"{self._name()} leaves them out")
+            raise TemplateFailed(f"{self.name} leaves them out")
         end = self._end_in(in_front)
         if end is None or end != self._end_in(in_front + behind):
-            raise TemplateFailed(f"{self._name()} ends the assistant's turns without a special token in front of them")
+            raise TemplateFailed(f"{self.name} ends the assistant's turns without a special token in front of them")
         return end
 
     def _in_front(self, role: str) -> tuple[str, str, str]:
@@ -271,24 +271,24 @@ class ChatTemplate:
         return self._behind(EXCHANGE, [message]).partition(_FOLLOWING)
 
     def _end_in(self, behind: str) -> str | None:
-        """The token that ends a turn, of the text that the template renders behind it."""
-        return self._first_end(self._tokens.specials_in(behind))
+        """The token that ends a turn, in the text that the template renders after it."""
+        return self._first_end(self.tokens.specials_in(behind))
 
     def _first_end(self, special: Sequence[str]) -> str | None:
         others = (token for token in special if token not in self._in_calls)
         return next((token for token in special if token in self._ends), next(others, None))
 
     def _lacks(self, turn: np.ndarray, end: str) -> bool:
-        """Whether what the model sampled lacks the special token at its end that the template writes there."""
+        """Whether a sampled turn lacks the special token with which the template ends it."""
         last = int(turn[-1]) if len(turn) else None
         if last not in self._end_ids:
             return True  # it was cut, or ended by a stop string
-        return last != self._tokens.id(end) and end not in self._closing
+        return last != self.tokens.id(end) and end not in self._closing
 
     def _behind(
         self, before: Sequence[Message], messages: Sequence[Message], variables: dict[str, Any] | None = None
     ) -> str:
-        """What the template renders behind the text of an assistant's turn, the last one of `before`."""
+        """What the template renders after the text of the assistant's turn with which `before` ends."""
         *earlier, turn = before
         failed, behind = None, []
         # Some templates leave out the text of a turn that calls tools, others ask for the calls before their results.
@@ -309,18 +309,18 @@ class ChatTemplate:
             behind += [text] if is_shown else []
         if behind:
             return behind[0]
-        raise failed or TemplateFailed(f"{self._name()} leaves out what the assistant says")
+        raise failed or TemplateFailed(f"{self.name} leaves out what the assistant says")
 
     def _special_around(self, *messages: Message) -> list[list[str]]:
-        """The special tokens that the template writes before, between and behind placeholders, where nothing follows.
+        """The special tokens that the template writes before, between and after the placeholders of the last messages.
 
-        One empty list where it does not show them.
+        One empty list if it does not show them.
         """
         try:
             parts = self._render(list(messages), {}, asks=False).split(_PLACEHOLDER)
         except TemplateFailed:
             parts = []
-        return [self._tokens.specials_in(part) for part in parts] if len(parts) > 1 else [[]]
+        return [self.tokens.specials_in(part) for part in parts] if len(parts) > 1 else [[]]
 
     def _render(self, messages: list[Message], variables: dict[str, Any], *, asks: bool = True) -> str:
         options = {"tools": self._tools, "add_generation_prompt": asks, **self._options, **variables}
@@ -328,11 +328,11 @@ class ChatTemplate:
         try:
             return str(self._tokenizer.apply_chat_template(taken, **options, tokenize=False))
         except Exception as error:  # errors of its own, of Jinja's, or of the expressions in it
-            raise TemplateFailed(f"{self._name()} fails: {type(error).__name__}: {error}") from error
+            raise TemplateFailed(f"{self.name} fails: {type(error).__name__}: {error}") from error
 
     @cached_property
     def _no_content(self) -> str | None:
-        """What stands for the content that a message with calls lacks: null, or "" where the template minds null."""
+        """Replaces the missing content of a message with calls: null, or "" if the template cannot take null."""
         null, empty = (self._shown_call(content, self._takes_text) for content in (None, ""))
         return None if null is not None and null.count("None") <= (empty or "").count("None") else ""
 
@@ -353,11 +353,6 @@ class ChatTemplate:
             return str(self._tokenizer.apply_chat_template([_ASKED, turn], tokenize=False))
         except Exception:  # see `_render`
             return None
-
-    def _name(self) -> str:
-        folder = Path(self._tokenizer.name_or_path)
-        files = [file for name in TEMPLATE_FILES if (file := folder / name).is_file()]
-        return f"the chat template of {folder}" + (f" ({files[0]})" if files else "")
 
 
 def _calling(results: Sequence[Message]) -> Message:

@@ -20,7 +20,7 @@ from generator.concurrency import LONG_TEXT, LONG_TOKENS
 
 PIECE = 4096  # tokens that are decoded at once; well below a millisecond
 TRIES = 64  # places tried for a cut before the piece grows
-SHOWN = 24  # characters of a text that tokens do not give back
+EXCERPT = 24  # characters that an error quotes around the first difference
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TAG = re.compile(r"<[^<>\s]+>")
@@ -30,7 +30,7 @@ _PIECE = re.compile(r'[^\s"\\]*[^\s"\\\w][^\s"\\]*')
 
 
 class TokenText:
-    """A tokenizer that encodes only intended markup as such.
+    """A tokenizer that encodes as markup only what is meant as markup.
 
     Markup is every special token, and every tag that was added to the base vocabulary (<think>, <tool_call>). Other
     added tokens (runs of spaces, words) and tags of the base vocabulary (HTML's in some) are ordinary text.
@@ -112,8 +112,8 @@ class TokenText:
             return None
         pairs = enumerate(zip(expected, decoded, strict=False))
         differ = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(decoded)))
-        start = max(0, differ - SHOWN // 2)
-        return expected[start : start + SHOWN], decoded[start : start + SHOWN]
+        start = max(0, differ - EXCERPT // 2)
+        return expected[start : start + EXCERPT], decoded[start : start + EXCERPT]
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int32 [T]. Markup in it counts as such, except where it was hidden."""
@@ -217,7 +217,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _alternatives(texts: Sequence[str]) -> str:
-    """A pattern of sorted texts that looks at each character once: thousands of them may begin alike."""
+    """A pattern of sorted texts that looks at each character once, although thousands of them may share a prefix."""
     ends = (texts[0], texts[-1]) if texts else ("", "")
     common = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False)))
     rests = [text[len(common) :] for text in texts]
@@ -233,7 +233,7 @@ def _encoder(tokenizer: Any, plain: Sequence[Any] = (), behind: str = "") -> Cal
 
     Args:
         plain: added tokens that are text like any other.
-        behind: a text that occurs nowhere. Where the function is told so, a text is encoded as what follows a token:
+        behind: a text that occurs nowhere. With `follows`, a text is encoded as if it came after a token:
             some tokenizers put a space before the first word of a text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)

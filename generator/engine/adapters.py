@@ -30,7 +30,7 @@ class LoadedAdapter:
 
     Attributes:
         request: vLLM's `LoRARequest`.
-        users: requests under way that use it. Its files stay meanwhile: vLLM may drop it and read them again.
+        users: running requests that use it. Its files stay meanwhile: vLLM may drop it and read them again.
     """
 
     files: AdapterFiles
@@ -43,7 +43,7 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """The newest version, and those that requests under way still use."""
+    """The newest version, and those that running requests still use."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm

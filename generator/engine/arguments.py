@@ -27,7 +27,7 @@ from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
 LONGEST_REASON = 400  # characters shown of vLLM's own error
-CPU_REQUESTS = 64  # at once, of a generator that chooses their number itself: more take as long on a CPU
+CPU_REQUESTS = 64  # at a time with `max_concurrency: auto`; on a CPU more would not be faster
 KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
 KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # arguments that size it
 # Engine arguments that other configuration keys set, for the learner as well; None: fixed in every run.

@@ -1,7 +1,7 @@
-"""Has vLLM tell on a CPU too which experts a mixture chose (`enable_return_routed_experts`).
+"""Makes vLLM report on a CPU, too, which experts a mixture chose (`enable_return_routed_experts`).
 
 vLLM's scheduler and its capture of routers work everywhere. Only its second model runner joins the two, and that one
-needs Triton, which a CPU lacks. This is the same for the runner that a CPU uses.
+needs Triton, which a CPU lacks. This module joins them in the runner that a CPU uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def tell_experts() -> None:
-    """Replace vLLM's model runner of a CPU by one that tells experts; a second call changes nothing."""
+    """Replace vLLM's model runner for CPUs by one that reports experts; a second call changes nothing."""
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 

@@ -69,13 +69,17 @@ class NewWeights(Protocol):
 
 
 class Engine:
-    """vLLM's `AsyncLLM` with weights that change while it generates. Made by `Engine.start`."""
+    """vLLM's `AsyncLLM` with weights that change while it generates. Made by `Engine.start`.
+
+    Attributes:
+        llm: the `AsyncLLM`, for code that reads its configuration; requests go through this class.
+    """
 
     def __init__(self, llm: Any) -> None:
         self.version = 0
         self.tokenizer = llm.get_tokenizer()
-        self._llm = llm
-        self._max_model_len = llm.model_config.max_model_len
+        self.llm = llm
+        self.max_model_len: int = llm.model_config.max_model_len
         self._names = itertools.count()
         self._adapters = Adapters(llm)
         self._updating = asyncio.Lock()
@@ -83,15 +87,6 @@ class Engine:
         # The version would not do: a resumed learner uses it again for other weights.
         self._epoch = 0
         self._broken = False
-
-    @property
-    def llm(self) -> Any:
-        """vLLM's `AsyncLLM`, for what reads its configuration; requests go through this class."""
-        return self._llm
-
-    @property
-    def max_model_len(self) -> int:
-        return int(self._max_model_len)
 
     @classmethod
     async def start(cls, config: Config, log: Any) -> Engine:
@@ -105,11 +100,11 @@ class Engine:
         began = time.monotonic()
         # No local variable for the LLM: vLLM keeps a reference to this frame, and so to its variables, after `close`.
         engine = cls(start_llm(config))
-        await engine._llm.update_weight_version("0")
+        await engine.llm.update_weight_version("0")
         if config.run.has_learner:
-            await check_updates(engine._llm, config.model.path)
+            await check_updates(engine.llm, config.model.path)
         # vLLM caches this: from now on it takes a request without suspending the caller, which `load` relies on.
-        await engine._llm.get_supported_tasks()
+        await engine.llm.get_supported_tasks()
         log.info("engine started", seconds=time.monotonic() - began)
         return engine
 
@@ -205,18 +200,18 @@ class Engine:
                 yield output, Completion(ids, logprobs, spans, reason, epoch, cached, experts)
 
     @overload
-    async def score(self, token_ids: TokenIds) -> np.ndarray: ...
+    async def logprobs(self, token_ids: TokenIds) -> np.ndarray: ...
 
     @overload
-    async def score(self, token_ids: TokenIds, top_k: int) -> tuple[np.ndarray, np.ndarray]: ...
+    async def logprobs(self, token_ids: TokenIds, top_k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
-    async def score(self, token_ids: TokenIds, top_k: int = 0) -> Any:
+    async def logprobs(self, token_ids: TokenIds, top_k: int = 0) -> Any:
         """Return the log-prob of each token given those before it, under the current weights at temperature 1, [T].
 
         With `top_k` = K, instead the ids and log-probs of the K tokens that are likeliest in its place, the likeliest
         first, [T, K] each. Those of the first token are 0. Raises like `generate`.
         """
-        reading = Reading(token_ids, top_k, self._max_model_len)
+        reading = Reading(token_ids, top_k, self.max_model_len)
         with self._adapters.newest() as adapter:
             async for final, _ in self._run(reading.prompt, reading.params(), adapter=adapter):
                 output = final
@@ -237,7 +232,7 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self._change(f"cannot load weights of version {version}"):
-            llm, began = self._llm, time.monotonic()
+            llm, began = self.llm, time.monotonic()
             # AsyncLLM.pause_generation adds a sleep of 20 ms for the callers' convenience only.
             await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             # No await between these two, so that every request that read the old epoch is among the aborted ones.
@@ -252,7 +247,7 @@ class Engine:
             return time.monotonic() - began
 
     async def load_adapter(self, files: AdapterFiles) -> float:
-        """Have new requests compute with another version of the adapter; those under way keep theirs.
+        """Have new requests compute with another version of the adapter; running ones keep theirs.
 
         Returns:
             Seconds that it took; vLLM generates nothing while it reads the files.
@@ -277,7 +272,7 @@ class Engine:
         patience = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "300"))
         while True:
             self._check()
-            asked, silent = asyncio.ensure_future(self._llm.is_sleeping()), 0.0
+            asked, silent = asyncio.ensure_future(self.llm.is_sleeping()), 0.0
             try:
                 while not asked.done():
                     # Counted in beats: a process that was frozen still gets the time to read the answer.
@@ -297,9 +292,9 @@ class Engine:
         import psutil
         from vllm.utils.system_utils import kill_process_tree
 
-        resources = self._llm.engine_core.resources
+        resources = self.llm.engine_core.resources
         try:
-            self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT)
+            self.llm.shutdown(timeout=SHUTDOWN_TIMEOUT)
         except psutil.NoSuchProcess:
             # vLLM asks every process that it kills for its name, and stops there if that one has just ended by itself.
             for process in resources.engine_manager.processes:
@@ -310,7 +305,7 @@ class Engine:
             resources()
         self._adapters.close()
         # Otherwise vLLM shuts down once more when the interpreter exits and half of it is gone.
-        del self._llm, self._adapters
+        del self.llm, self._adapters
 
     @contextlib.asynccontextmanager
     async def _change(self, failure: str) -> AsyncIterator[None]:
@@ -326,7 +321,7 @@ class Engine:
 
     def _check(self) -> None:
         """Raise `EngineDied` if the engine is gone."""
-        if self._broken or self._llm.errored:
+        if self._broken or self.llm.errored:
             raise EngineDied("vLLM's engine is gone")
 
     async def _run(
@@ -357,9 +352,7 @@ class Engine:
             try:
                 async with (
                     self._aborting(name, cut),
-                    contextlib.aclosing(
-                        self._llm.generate(request, params, name, lora_request=lora_request)
-                    ) as outputs,
+                    contextlib.aclosing(self.llm.generate(request, params, name, lora_request=lora_request)) as outputs,
                 ):
                     async for output in outputs:
                         reason = output.outputs[0].finish_reason
@@ -385,7 +378,7 @@ class Engine:
 
         async def abort() -> None:
             await cut.wait()
-            await self._llm.abort(name)
+            await self.llm.abort(name)
 
         waiting = asyncio.create_task(abort())
         try:

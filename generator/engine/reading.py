@@ -1,4 +1,4 @@
-"""A request for the log-probs of a prompt's tokens, and what vLLM answers."""
+"""A request for the log-probs of a prompt's tokens, and how vLLM's answer is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Reading:
 
     Attributes:
         token_ids: all its tokens [T].
-        k: how many of the likeliest tokens are asked for in each place, beside the one that is there.
+        k: how many of the likeliest tokens are requested at each position, besides the prompt's own.
         max_model_len: vLLM's.
     """
 
@@ -49,10 +49,10 @@ class Reading:
         )
 
     def places(self, output: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Of vLLM's output, ids int32 [T, 1 + k] and log-probs float32 [T, 1 + k] in the place of each token.
+        """Token ids int32 [T, 1 + k] and log-probs float32 [T, 1 + k] at each position, from vLLM's output.
 
-        The first column is the token that is there, the others are the likeliest, in order; 0 in the first place,
-        which nothing predicts. With k > 0 the first column of a token that was not read is another's.
+        The first column is the prompt's own token, the others are the likeliest, in order; the first row is 0, since
+        nothing predicts the first token. With k > 0 the first column of a token that was not read is another token's.
         """
         ids, logprobs = list(output.prompt_logprobs.token_ids), list(output.prompt_logprobs.logprobs)
         if self.is_full:

@@ -25,8 +25,8 @@ def register() -> None:
     """Make our weight transfer engine known; vLLM may call this several times.
 
     It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
-    generator that is killed could do neither itself. On a CPU it mends sampling with seeds, and adds what a mixture of
-    experts chose. In a teacher's server it divides the logits by the policy's temperature.
+    generator that is killed could do neither itself. On a CPU it fixes sampling with seeds, and reports the
+    experts that a mixture chose. In a teacher's server it divides the logits by the policy's temperature.
     """
     _die_with_parent()
     _unlink_mapped_memory()

@@ -62,11 +62,11 @@ class Transcript:
 
 @dataclass(slots=True)
 class EpisodeStep:
-    """What an episode does now.
+    """The current step of an episode.
 
     Attributes:
-        ends: when its time limits must have ended it, by `time.monotonic`.
-        late: seconds that it was seen to go on after that.
+        ends: when its time limits end it, by `time.monotonic`.
+        late: seconds by which it has exceeded them.
     """
 
     name: str
@@ -75,14 +75,14 @@ class EpisodeStep:
 
 
 @dataclass
-class Row:
+class TokenRow:
     """Tokens in the order in which the model saw them, with the log-probs and versions of those it sampled.
 
     Attributes:
         spans: half-open ranges of the tokens that the model sampled, one per turn.
         logprobs: of each turn's tokens.
         versions: (weight version, start, end) over the sampled tokens.
-        experts: what the engine chose for the first tokens, piece by piece; see `Completion.experts`.
+        experts: of the first tokens, in pieces; see `Completion.experts`.
         length: number of all tokens.
         sampled: tokens the model sampled.
     """
@@ -161,7 +161,7 @@ class Episode:
         step: the step under way, from the first turn to the last.
     """
 
-    rows: list[Row]
+    rows: list[TokenRow]
     transcript: Transcript
     user_turns: int = 0
     tool_calls: int = 0
@@ -226,7 +226,7 @@ class Episode:
         )
 
     def _experts(self) -> dict[str, np.ndarray]:
-        """The payload's fields about experts; empty where the engine told none."""
+        """The payload's fields about experts; empty if the engine reported none."""
         pieces = [piece for row in self.rows for piece in row.experts]
         if not pieces:
             return {}

@@ -163,7 +163,7 @@ class RunParts:
         try:
             tokenizer = load_tokenizer(path, trust_remote_code)
         except UserError:
-            return  # the engine downloads it, or tells what is wrong with the model
+            return  # the engine downloads it, or reports what is wrong with the model
         for config, parts in self.by_source.values():
             parts.chat_template(tokenizer, config)
 

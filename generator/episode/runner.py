@@ -27,19 +27,19 @@ from generator.chat.prompts import Prompts, PromptTooLong
 from generator.chat.template import Message, as_messages
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.engine.engine import Completion, Engine, EngineFailed
-from generator.episode.episode import Episode, EpisodeStep, Row, Transcript
+from generator.episode.episode import Episode, EpisodeStep, TokenRow, Transcript
 from generator.episode.parts import EpisodeParts
 from generator.formats import THINK, ToolCall, without_thinking
-from generator.tools import ToolSession
+from generator.tools import EpisodeTools
 from generator.tools.toolbox import encodable
 from generator.users import Conversation, conversation
 
 
 async def prepared(task: Task, prompts: Prompts, data: DataConfig) -> Episode:
-    """An episode that has only its prompt yet; raises `UnusablePrompt`."""
+    """An episode that so far has only its prompt; raises `UnusablePrompt`."""
     messages = as_messages(task.prompt, data.system_prompt)
     long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
-    row = Row(await offload(long, prompts.encode, task.prompt))
+    row = TokenRow(await offload(long, prompts.encode, task.prompt))
     if row.length > data.max_prompt_tokens:
         raise PromptTooLong(f"prompt has {row.length} tokens, data.max_prompt_tokens allows {data.max_prompt_tokens}")
     return Episode([row], Transcript(messages), opened=prompts.template.opened(row.tokens()))
@@ -69,7 +69,7 @@ class EpisodeRunner:
         self._numbers = count()
 
     async def prepare(self, task: Task) -> Episode:
-        """Make an episode that has only its prompt yet; raises `UnusablePrompt`."""
+        """Make an episode that so far has only its prompt; raises `UnusablePrompt`."""
         return await prepared(task, self.prompts, self.data)
 
     async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
@@ -89,7 +89,7 @@ class EpisodeRunner:
         if self.template.stop_ids:
             sampling["stop_token_ids"] = self.template.stop_ids
         async with AsyncExitStack() as stack:
-            tools = self.parts.toolbox.session(task)
+            tools = self.parts.toolbox.for_episode(task)
             stack.push_async_callback(tools.close)
             run = _EpisodeRun(self, episode, tools, sampling)
             if self.parts.user is not None:
@@ -103,9 +103,9 @@ class EpisodeRunner:
         """Text of an assistant turn without special tokens, and its calls, checked.
 
         Args:
-            before: ids of all that stands in front of the turn.
+            before: ids of everything before the turn.
         """
-        # Calls are read from the text with special tokens, since their tags may be such tokens.
+        # Calls are read from the text with special tokens, since their tags may be special tokens.
         written, text = self.template.turn(token_ids)
         toolbox, call_format = self.parts.toolbox, self.parts.call_format
         if not toolbox.tools:
@@ -116,7 +116,7 @@ class EpisodeRunner:
 
 
 class _EpisodeRun:
-    def __init__(self, runner: EpisodeRunner, episode: Episode, tools: ToolSession, sampling: dict[str, Any]) -> None:
+    def __init__(self, runner: EpisodeRunner, episode: Episode, tools: EpisodeTools, sampling: dict[str, Any]) -> None:
         self.runner, self.episode, self.tools, self.sampling = runner, episode, tools, sampling
         (self.row,) = episode.rows
         self.user: Conversation | None = None
@@ -137,10 +137,11 @@ class _EpisodeRun:
         self.episode.response = await offload(len(response) > LONG_TOKENS, read)
 
     def _longest(self, state: State) -> float:
-        """Seconds until its own time limits end a step."""
+        """Seconds until a step's own time limits end it."""
         config = self.runner.config
         if state is State.TOOL:
-            return config.tool_timeout * (1 + len(self.runner.parts.toolbox.tools))  # those not yet open, then a call
+            # Each tool may have to be opened before the calls run.
+            return config.tool_timeout * (1 + len(self.runner.parts.toolbox.tools))
         if state is State.USER:
             assert self.user is not None
             return self.user.timeout

@@ -15,10 +15,10 @@ from generator.rewards.outcome import Outcome
 OURS = ("text", "answer", "row")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = ("prompts", "completions")
-# Fields of the outcome that a function may ask for too. They fill no parameter with a default: that one is an option
-# of the user's own, such as `limit`.
+# Other fields of the outcome that a function may ask for. A parameter that has a default is not filled with them: it is
+# an option of the user's own, such as `limit`.
 MORE = tuple(field.name for field in fields(Outcome) if field.name not in OURS)
-SHOWN = (
+FORMS = (
     f"({', '.join(OURS)}), or verl's ({', '.join(VERL)}), or TRL's ({', '.join(TRL)}, **columns): parameters are "
     "filled by name, some may be left out, and others are options"
 )
@@ -100,11 +100,11 @@ class Function:
 
 
 def _refused(name: str) -> str:
-    return f"episode.reward = {name!r} cannot be called with {SHOWN}"
+    return f"episode.reward = {name!r} cannot be called with {FORMS}"
 
 
 def _values(outcome: Outcome) -> dict[str, Any]:
-    """What a parameter of SPO's or verl's stands for, by its name."""
+    """The values of SPO's and verl's parameters, by name."""
     more = {name: getattr(outcome, name) for name in (*OURS, *MORE)}
     return more | {
         "data_source": outcome.row.get("data_source", ""),

@@ -15,7 +15,7 @@ _PLACE = re.compile(r"\(\S+:\d+\)$")  # at the end of an error that came from a 
 class RewardFailures:
     """Counts tasks whose reward failed in their first attempt, with none scored between them.
 
-    Later attempts do not count: few rows that always fail would be all that is left at the end of an evaluation.
+    Only first attempts count: at the end of an evaluation, the few tasks that always fail are the only ones left.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class RewardFailures:
         self._in_a_row = 0
 
     def was_named(self, reason: str) -> bool:
-        """Whether an error with the same file and line was given here before."""
+        """Whether an error from the same file and line was passed here before."""
         place = _PLACE.search(reason)
         if place is None or place[0] in self._places:
             return place is not None

@@ -1,7 +1,7 @@
 """Reward processes: each runs one job at a time, and is killed with all it has started when the job takes too long.
 
-Written by hand: pebble's pool kills a worker but not the processes it has started, and breaks as a whole once an idle
-worker is killed from outside, for example when memory runs out.
+Written by hand: pebble's pool kills its own process but not what that has started, and breaks as a whole once an idle
+process is killed from outside, for example when memory runs out.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from common.messages import Failure
 from common.process import ending, in_thread
 from common.unpack import Unreadable
 from generator.rewards.outcome import Outcome
-from generator.rewards.worker import HEAD, MAX_JOB, MAX_RESULT, pack, unpack_result
+from generator.rewards.scoring_process import HEAD, MAX_JOB, MAX_RESULT, pack, unpack_result
 
-START_SECONDS = 120.0  # to import what the user's rewards need
+START_SECONDS = 120.0  # a process imports what the user's rewards need
 SLOW_SECONDS = 1.0  # a job that takes longer no longer counts towards `size`
 MAX_GROWTH = 4  # times `size`: the most processes, when all jobs are slow
 
@@ -36,7 +36,7 @@ sys.path[:] = json.loads(sys.argv[3])
 from signal import SIGUSR1
 from common.keeper import keep
 keep(int(sys.argv[2]), (int(sys.argv[1]),), SIGUSR1)
-from generator.rewards.worker import main
+from generator.rewards.scoring_process import main
 main(int(sys.argv[1]))
 """
 _FIELDS = tuple(field.name for field in fields(Outcome))
@@ -55,7 +55,7 @@ class WorkerDied(Exception):
 
 
 class ScoringProcess:
-    """One process of `generator.rewards.worker` with its keeper, and the socket to it."""
+    """One process of `generator.rewards.scoring_process` with its keeper, and the socket to it."""
 
     def __init__(self, keeper: subprocess.Popen[bytes], connection: socket.socket) -> None:
         self._keeper, self._socket = keeper, connection
@@ -67,10 +67,10 @@ class ScoringProcess:
     @classmethod
     async def start(cls, settings: Mapping[str, Any]) -> Self:
         """Start a process that has loaded its rewards; raises `WorkerDied` if it cannot."""
-        own_end, worker_end = socket.socketpair()
-        with worker_end:
+        own_end, other_end = socket.socketpair()
+        with other_end:
             arguments = [
-                str(worker_end.fileno()),
+                str(other_end.fileno()),
                 str(os.getpid()),
                 json.dumps([os.path.abspath(place) for place in sys.path]),
             ]
@@ -78,24 +78,24 @@ class ScoringProcess:
                 [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints goes where errors go
-                pass_fds=[worker_end.fileno()],
+                pass_fds=[other_end.fileno()],
                 start_new_session=True,
             )
-        worker = cls(keeper, own_end)
+        process = cls(keeper, own_end)
         try:
-            worker._reader, worker._writer = await asyncio.open_connection(sock=own_end)
+            process._reader, process._writer = await asyncio.open_connection(sock=own_end)
             async with asyncio.timeout(START_SECONDS):
-                reply = await worker._ask([settings])
+                reply = await process._ask([settings])
         except TimeoutError:
-            await worker.kill()
+            await process.kill()
             raise WorkerDied(f"a scoring process did not start within {START_SECONDS:g} s") from None
         except BaseException:
-            await worker.kill()
+            await process.kill()
             raise
         if "error" in reply:
-            await worker.kill()
+            await process.kill()
             raise WorkerDied(f"a scoring process cannot start: {reply['error']}")
-        return worker
+        return process
 
     def alive(self) -> bool:
         assert self._reader is not None
@@ -152,16 +152,16 @@ class ScoringProcess:
 
 
 class Pool:
-    """Workers, started when they are needed and replaced when they are lost; for one event loop.
+    """Processes, started when they are needed and replaced when they are lost; for one event loop.
 
     `size` jobs run at once. A job that takes longer than `SLOW_SECONDS` goes on but no longer counts, and another
-    worker is started if a job waits for one. So jobs that hang delay no others, until there are
-    `MAX_GROWTH` times `size` workers.
+    process is started if a job waits for one. So jobs that hang delay no others, until there are
+    `MAX_GROWTH` times `size` processes.
 
     Args:
-        rewards: {name: options} of what the workers can score.
-        timeout: seconds until a job is killed, counted from when a worker gets it.
-        memory_mb: limit of each worker, in MiB.
+        rewards: {name: options} of what the processes can score.
+        timeout: seconds until a job is killed, counted from when a process gets it.
+        memory_mb: limit of each process, in MiB.
     """
 
     def __init__(
@@ -195,22 +195,22 @@ class Pool:
         return str(await self._call("answer", name, outcome))
 
     async def close(self) -> None:
-        """End all workers; jobs under way fail."""
+        """End all processes; running jobs fail."""
         self._closed = True
         self._fail_waiting(WorkerDied("the scoring processes are closed"))
         for start in self._starts:
             start.cancel()
-        for worker in [*self._idle, *self._working]:
-            self._discard(worker)
+        for process in [*self._idle, *self._working]:
+            self._discard(process)
         await asyncio.gather(*self._starts, *self._ends, return_exceptions=True)
 
     async def _call(self, method: str, name: str, outcome: Outcome) -> float | str | None:
-        worker = await self._acquire()
-        slow = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._mark_slow, worker)
+        process = await self._acquire()
+        slow = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._mark_slow, process)
         reusable = False
         try:
             async with asyncio.timeout(self._timeout):
-                value = await worker.call(method, name, outcome)
+                value = await process.call(method, name, outcome)
             reusable = True
             return value
         except RewardFailed:
@@ -222,19 +222,19 @@ class Pool:
         finally:
             slow.cancel()
             if reusable:
-                self._release(worker)
+                self._release(process)
             else:
                 # It died, hangs, or is busy with a job that was cancelled.
-                self._discard(worker)
+                self._discard(process)
 
     async def _acquire(self) -> ScoringProcess:
-        """A worker that is alive, now counted as working."""
+        """A process that is alive, now counted as working."""
         while self._idle:
-            worker = self._idle.pop()
-            if worker.alive():
-                self._working.add(worker)
-                return worker
-            self._discard(worker)
+            process = self._idle.pop()
+            if process.alive():
+                self._working.add(process)
+                return process
+            self._discard(process)
         if self._closed:
             raise WorkerDied("the scoring processes are closed")
         future: asyncio.Future[ScoringProcess] = asyncio.get_running_loop().create_future()
@@ -249,31 +249,31 @@ class Pool:
                 self._release(future.result())
             raise
 
-    def _release(self, worker: ScoringProcess) -> None:
-        """Give a free worker to the next job that waits; if none does, keep it, or end it if there are enough."""
-        self._working.discard(worker)
-        self._slow.discard(worker)
+    def _release(self, process: ScoringProcess) -> None:
+        """Give a free process to the next job that waits; if none does, keep it, or end it if there are enough."""
+        self._working.discard(process)
+        self._slow.discard(process)
         future = self._next_waiting()
         if future is not None:
-            self._working.add(worker)
-            future.set_result(worker)
+            self._working.add(process)
+            future.set_result(process)
         elif self._closed or len(self._idle) + len(self._working) - len(self._slow) >= self._size:
-            self._discard(worker)
+            self._discard(process)
         else:
-            self._idle.append(worker)
+            self._idle.append(process)
 
-    def _discard(self, worker: ScoringProcess) -> None:
-        self._working.discard(worker)
-        self._slow.discard(worker)
-        _run_in_background(self._ends, worker.kill())
+    def _discard(self, process: ScoringProcess) -> None:
+        self._working.discard(process)
+        self._slow.discard(process)
+        _run_in_background(self._ends, process.kill())
         self._start_missing()
 
-    def _mark_slow(self, worker: ScoringProcess) -> None:
-        self._slow.add(worker)
+    def _mark_slow(self, process: ScoringProcess) -> None:
+        self._slow.add(process)
         self._start_missing()
 
     def _start_missing(self) -> None:
-        """Start workers for jobs that wait, within the limits."""
+        """Start processes for jobs that wait, within the limits."""
         while (
             not self._closed
             and len(self._starts) < len(self._waiting)
@@ -284,15 +284,15 @@ class Pool:
 
     async def _start(self) -> None:
         try:
-            worker = await ScoringProcess.start(self._settings)
+            process = await ScoringProcess.start(self._settings)
         except Exception as error:
-            # Jobs that wait fail only if no other worker is left to run them. Starts that fail in the same round of the
-            # event loop must not count each other, so this one is taken out here, before its callback does it.
+            # Waiting jobs fail only if no other process is left to run them. Starts that fail in the same round of the
+            # event loop must not count each other, so this one is removed here, before its callback does it.
             self._starts.discard(asyncio.current_task())
             if not self._starts and not self._working:
                 self._fail_waiting(WorkerDied(str(error)))
         else:
-            self._release(worker)
+            self._release(process)
 
     def _fail_waiting(self, error: Exception) -> None:
         while (future := self._next_waiting()) is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from common.errors import UserError
 from common.plugins import check_options, load_object, make_object
-from generator.rewards.calls import SHOWN, Function
+from generator.rewards.calls import FORMS, Function
 from generator.rewards.outcome import Outcome
 
 BUILTIN: dict[str, str] = {
@@ -26,23 +26,16 @@ BUILTIN: dict[str, str] = {
 }
 OWN = "agent"  # the name of the reward that an agent gives itself
 
-GROUP = "spo.rewards"  # entry points of installed packages
+ENTRY_POINTS = "spo.rewards"  # group of entry points by which installed packages announce theirs
 
 Where = Literal["inline", "pool", "loop"]
 
 
-class Reward(Protocol):
-    """Turns an episode into a number; `score` may be a coroutine function.
-
-    A reward that compares a final answer may have a method `answer(outcome)` that returns its text, or None, for the
-    majority votes of evaluations.
-    """
-
-    def score(self, outcome: Outcome) -> float | Awaitable[float]: ...
-
-
 class Builtin(ABC):
     """A built-in reward.
+
+    One that compares a final answer has a method `answer(outcome)`, which returns its text, or None, for the majority
+    votes of evaluations.
 
     Attributes:
         where: `inline`, at once; `pool`, in another process; `loop`, a coroutine that waits for a server.
@@ -70,7 +63,7 @@ def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any]
     elif callable(reward):
         Function(name, reward, options)
     else:
-        raise UserError(f"episode.reward = {name!r} is neither a function of {SHOWN} nor a class")
+        raise UserError(f"episode.reward = {name!r} is neither a function of {FORMS} nor a class")
 
 
 def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> Any:
@@ -95,5 +88,5 @@ def sees_folder(name: str, options: Mapping[str, Any]) -> bool:
 
 
 def _find(name: str) -> Any:
-    reward = load_object(name, BUILTIN, "episode.reward", GROUP)
+    reward = load_object(name, BUILTIN, "episode.reward", ENTRY_POINTS)
     return load_object(reward, {}, "episode.reward") if name in BUILTIN else reward

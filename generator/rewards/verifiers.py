@@ -42,7 +42,7 @@ def cpu_limit(seconds: float, work: Callable[[], T]) -> T | None:
             signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
             value = work()
         finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)  # which a last signal may interrupt
+            signal.setitimer(signal.ITIMER_PROF, 0)  # a last signal may interrupt this call
     except _Expired:
         signal.setitimer(signal.ITIMER_PROF, 0)
     finally:

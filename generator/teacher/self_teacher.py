@@ -1,4 +1,4 @@
-"""The policy as its own teacher: told what it did not see, it scores what it sampled (docs/teacher.md)."""
+"""The policy as its own teacher: it scores its samples again, with extra context in the prompt (docs/teacher.md)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SelfTeacher:
     """Scores episodes of one row whose prompt is followed by `teacher.context`, filled in.
 
     Args:
-        engine: its `score` returns log-probs [T], its `likeliest` ids and log-probs of the K likeliest, [T, K] each.
+        engine: gives the log-probs; see `Engine.logprobs`.
         template: renders the episodes' prompts.
     """
 
@@ -53,7 +53,7 @@ class SelfTeacher:
                 )
 
     async def taught(self, task: Task, episode: Episode, score: Score, payload: Payload) -> Payload:
-        """The payload with the log-probs that the engine, told more, gives the same tokens under its present weights.
+        """The payload with the log-probs of its tokens given the context as well, under the engine's current weights.
 
         Raises:
             CannotTell: prompt, context and response exceed `model.max_model_len`.
@@ -72,16 +72,16 @@ class SelfTeacher:
             )
         at = np.flatnonzero(payload.mask()) + (len(prompt_ids) - len(row.prompt_ids))
         if self._top_k:
-            likeliest, logprobs = await self._engine.score(token_ids, self._top_k)
+            likeliest, logprobs = await self._engine.logprobs(token_ids, self._top_k)
             scored = replace(payload, teacher_logprobs=logprobs[at], teacher_ids=likeliest[at])
         else:
-            scored = replace(payload, teacher_logprobs=(await self._engine.score(token_ids))[at, None])
+            scored = replace(payload, teacher_logprobs=(await self._engine.logprobs(token_ids))[at, None])
         if not np.isfinite(scored.teacher_logprobs).all():
             raise EngineFailed("the policy's scores of a response, as its own teacher, are not finite")
         return scored
 
     def _prompt(self, task: Task, context: str) -> np.ndarray:
-        prompt = told(task.prompt, self._template.plain(encodable(context)))
+        prompt = with_context(task.prompt, self._template.plain(encodable(context)))
         return self._template.prompt(prompt, self._data.system_prompt, markup=self._data.prompt_markup)
 
     def _context(self, task: Task, episode: Episode, score: Score) -> str:
@@ -91,15 +91,15 @@ class SelfTeacher:
 
 
 def feedback(episode: Episode, score: Score) -> str:
-    """What became of an episode, as text: its reward, the parts of it, and what a simulated user said last."""
+    """The result of an episode as text: its reward, the parts of it, and what a simulated user said last."""
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
     lines = [f"reward: {score.value:g}" + (f" ({parts})" if len(score.parts) > 1 else "")]
     lines += [entry.text for entry in episode.transcript.entries if entry.role == "user" and entry.text][-1:]
     return "\n".join(lines)
 
 
-def told(prompt: str | list[Message], context: str) -> str | list[Message]:
-    """The prompt with a context behind its last user message, which every chat template shows."""
+def with_context(prompt: str | list[Message], context: str) -> str | list[Message]:
+    """The prompt with a context after its last user message, which every chat template shows."""
     if isinstance(prompt, str):
         return f"{prompt}\n\n{context}"
     last = max((i for i, message in enumerate(prompt) if message.get("role") == "user"), default=len(prompt) - 1)

@@ -1,4 +1,4 @@
-"""A teacher behind an address: an OpenAI-compatible server that returns the log-probs of a prompt's tokens."""
+"""A teacher on an OpenAI-compatible server, which returns the log-probs of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class WrongScores(Exception):
     failure = Failure.TEACHER_FAILED
 
 
-class Scores(NamedTuple):
-    """What a teacher gives each token of a row, given those before it.
+class TeacherScores(NamedTuple):
+    """A teacher's log-probs of the tokens of a row, each given those before it.
 
     Attributes:
-        logprobs: of the token (K = 1), or of the teacher's K likeliest in its place, float32 [T, K].
+        logprobs: of the token (K = 1), or of the teacher's K likeliest at its position, float32 [T, K].
         ids: of the likeliest ones, int32 [T, K]; [T, 0] where the scores are of the tokens themselves.
     """
 
@@ -51,7 +51,7 @@ class TeacherServer:
     """Asks one server. Made by `TeacherServer.start`.
 
     Args:
-        top_k: how many of the likeliest tokens it is asked for in each place; 0: the tokens' own log-probs.
+        top_k: how many of the likeliest tokens are requested at each position; 0: the tokens' own log-probs.
     """
 
     def __init__(self, api: ModelApi, model: str, top_k: int) -> None:
@@ -104,7 +104,7 @@ class TeacherServer:
             if len(row.logprobs) == 0:
                 continue
             end = int(row.model_spans[-1, 1])  # what comes after the model's last token is not scored
-            scores, mask = await self.score(row.token_ids[:end]), row.mask()[:end]
+            scores, mask = await self.logprobs(row.token_ids[:end]), row.mask()[:end]
             parts.append((scores.logprobs[mask], scores.ids[mask]))
         if not parts:
             return payload
@@ -113,8 +113,8 @@ class TeacherServer:
         check_payload(scored)
         return scored
 
-    async def score(self, token_ids: np.ndarray) -> Scores:
-        """Scores of a row [T], of which those in the first place count nothing; raises like `taught`."""
+    async def logprobs(self, token_ids: np.ndarray) -> TeacherScores:
+        """TeacherLog-probs of a row's tokens [T]; those of the first token have no meaning. Raises like `taught`."""
         ids, top_k = np.asarray(token_ids).tolist(), self._top_k
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": top_k}
         most = MAX_BYTES + ENTRY_BYTES * len(ids) * (1 + top_k)
@@ -195,7 +195,7 @@ def _tokens(data: bytes) -> list[int]:
         raise RetryableError(f"no tokens: {excerpt(data)}") from None
 
 
-def _scores(data: bytes, token_ids: list[int], top_k: int) -> Scores:
+def _scores(data: bytes, token_ids: list[int], top_k: int) -> TeacherScores:
     """The scores in an answer; raises `WrongScores` where one is missing.
 
     In each place there is a map from ids to log-probs with their ranks: the token's own, and the likeliest.
@@ -219,4 +219,4 @@ def _scores(data: bytes, token_ids: list[int], top_k: int) -> Scores:
         ) from None
     pairs = np.asarray(rows, np.float64)  # [T, K, 2]; float64 holds every id
     ids = pairs[..., 0].astype(TOKEN) if top_k else np.empty((len(rows), 0), TOKEN)
-    return Scores(pairs[..., 1].astype(LOGPROB), ids)
+    return TeacherScores(pairs[..., 1].astype(LOGPROB), ids)

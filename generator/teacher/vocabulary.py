@@ -1,4 +1,4 @@
-"""Whether a teacher means the same tokens by the ids that the policy sampled; without that its scores mean nothing."""
+"""Checks that a teacher's token ids mean the same tokens as the policy's; otherwise its scores mean nothing."""
 
 from __future__ import annotations
 

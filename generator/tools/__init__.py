@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from generator.tools.base import Session, Tool, ToolError, ToolUnavailable
-from generator.tools.toolbox import Toolbox, ToolResult, ToolSession
+from generator.tools.toolbox import EpisodeTools, Toolbox, ToolResult
 
 __all__ = [
+    "EpisodeTools",
     "Session",
     "Tool",
     "ToolError",
     "ToolResult",
-    "ToolSession",
     "ToolUnavailable",
     "Toolbox",
 ]

@@ -35,7 +35,7 @@ from generator.tools.code_interpreter import CodeInterpreter
 from sandbox_client import SandboxUnavailable
 
 BUILTIN: dict[str, Any] = {"calculator": Calculator, "code_interpreter": CodeInterpreter}
-GROUP = "spo.tools"  # entry points of installed packages
+ENTRY_POINTS = "spo.tools"  # group of entry points by which installed packages announce theirs
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -51,8 +51,8 @@ class Toolbox:
 
     Args:
         config: which tools, with which arguments and limits.
-        provided: functions, by parameter name, whose results go to tools' constructors that have this parameter,
-            unless `tool_options` sets it.
+        provided: {parameter: function}. A tool whose constructor has the parameter gets the function's result, unless
+            `tool_options` sets it.
 
     Raises:
         UserError: a tool cannot be found or made, or lacks the interface of a tool.
@@ -88,9 +88,9 @@ class Toolbox:
             checked.append(ToolCall("", error=f"error: a turn may have {MAX_CALLS} calls; the others were not run"))
         return checked
 
-    def session(self, task: Task) -> ToolSession:
-        """The tools as one episode uses them; the caller closes them."""
-        return ToolSession(self, task)
+    def for_episode(self, task: Task) -> EpisodeTools:
+        """The tools for one episode; the caller closes them."""
+        return EpisodeTools(self, task)
 
     def _checked(self, call: ToolCall) -> ToolCall:
         if call.error:
@@ -142,7 +142,7 @@ class Toolbox:
         return ToolResult(encodable(truncated(text, self._config.max_tool_text, self._config.truncate)), failed)
 
     def _make(self, entry: str, options: dict[str, Any], provided: Mapping[str, Callable[[], Any]]) -> Any:
-        kind = load_object(entry, BUILTIN, "episode.tools", GROUP)
+        kind = load_object(entry, BUILTIN, "episode.tools", ENTRY_POINTS)
         if not isinstance(kind, type):
             raise UserError(f"episode.tools = {entry!r} is not a class")
         parameters = inspect.signature(kind).parameters
@@ -156,7 +156,7 @@ class Toolbox:
             get_logger().warning("a tool raised; such errors are logged only once", tool=name, error=repr(error))
 
 
-class ToolSession:
+class EpisodeTools:
     """The tools during one episode. Those with state are opened when first called, and closed with the episode."""
 
     def __init__(self, toolbox: Toolbox, task: Task) -> None:
@@ -182,7 +182,7 @@ class ToolSession:
         return [task.result() for task in running]
 
     async def close(self) -> None:
-        """Close all opened sessions, even if cancelled meanwhile; failures are logged."""
+        """Close all opened sessions, even if this is cancelled; failures are logged."""
         opened = {name: session for name, session in self._open.items() if session is not self._toolbox.tools[name]}
         self._open = {}
         await close_all({f"tool {name}": one.close for name, one in opened.items() if hasattr(one, "close")})

@@ -16,7 +16,7 @@ from generator.users.llm import LlmUser
 from generator.users.scripted import Scripted
 
 BUILTIN: dict[str, Any] = {"corrector": Corrector, "scripted": Scripted, "llm": LlmUser}
-GROUP = "spo.users"  # entry points of installed packages
+ENTRY_POINTS = "spo.users"  # group of entry points by which installed packages announce theirs
 METHODS = ("start", "respond", "finish")
 
 
@@ -35,7 +35,7 @@ def load_user(config: Config, make_scorer: Callable[[Config], Scorer]) -> UserSi
     name, options = config.episode.user, dict(config.episode.user_options)
     if name is None:
         return None
-    kind = load_object(name, BUILTIN, "episode.user", GROUP)
+    kind = load_object(name, BUILTIN, "episode.user", ENTRY_POINTS)
     if not isinstance(kind, type) or any(not callable(getattr(kind, method, None)) for method in METHODS):
         raise UserError(f"episode.user = {name!r} is not a class with {', '.join(METHODS)}")
     fixed: dict[str, Any] = {}

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from common.config import Config
 from common.errors import UserError
 from common.weights.wire import Manifest
+from generator.engine.engine import Engine
 
 # Mean |difference| of log-probs that rounding can explain, by the type both sides compute in.
 FLOAT32_TOLERANCE = 0.02
 BFLOAT16_TOLERANCE = 0.25
 
 
-class LogprobScorer(Protocol):
-    """The part of the engine that the check needs."""
-
-    async def score(self, token_ids: list[int]) -> np.ndarray:
-        """Log-prob of each token given those before it [T]; the first is 0."""
-        ...
-
-
 class LogprobCheck:
     """Compares log-probs of a fixed prompt after the first update, and after the first to a trained version."""
 
-    def __init__(self, engine: LogprobScorer, config: Config, log: Any) -> None:
+    def __init__(self, engine: Engine, config: Config, log: Any) -> None:
         self._engine, self._log = engine, log
         self._model, tolerance = config.model.path, config.generator.logprob_tolerance
         if tolerance is None:
@@ -46,7 +39,7 @@ class LogprobCheck:
         # Version 0 is what the engine started with, so it proves nothing about the transfer.
         self._is_done = manifest.version > 0
         try:
-            logprobs = await self._engine.score(manifest.check_token_ids)
+            logprobs = await self._engine.logprobs(manifest.check_token_ids)
         except ValueError as error:  # some engine arguments rule out log-probs of prompts
             self._log.warning("log-probs cannot be compared with the learner's", reason=str(error))
             return

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.checks.computing import cpu_build
 from common.config import Config
-from common.config.checks import check_ranks
+from common.config.combinations import check_ranks
 from common.errors import UserError
 from common.process import Role
 from launcher.folder.time_budget import Split

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.checks.list import check_run
 from common.config import Config, differences
-from common.config.checks import check_one_generator
+from common.config.combinations import check_one_generator
 from common.config.load import read_values
 from common.errors import UserError
 from common.files import checkpoint, checkpoint_versions
@@ -39,7 +39,6 @@ from launcher.run.processes import (
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.summary import Summary, summarize
 from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
-from launcher.run.teacher_servers import start_teachers
 
 POLL = 0.1
 LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themselves once the learner has left
@@ -124,7 +123,11 @@ def _run(
                 commands = worker_commands(path, layout)
                 if options.resume:
                     commands["learner"].append("--resume")
-                start_teachers(config, layout, supervisor)
+                if layout.teachers:
+                    # Imported here, since the command line starts without what a generator needs.
+                    from launcher.run.teacher_servers import start_teachers
+
+                    start_teachers(config, layout, supervisor)
                 start_all(config, path, commands, layout, supervisor)
                 teachers = [server.name for server in layout.teachers]
                 roles = ("sampler", "learner", *(["generator"] if layout.generators else []), *teachers)

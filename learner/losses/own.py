@@ -10,7 +10,7 @@ import torch
 
 from common.config import AlgorithmConfig
 from common.config.algorithm import loss_options
-from common.config.losses import GROUP
+from common.config.losses import ENTRY_POINTS
 from common.errors import UserError
 from common.plugins import check_options, load_object
 from learner.batch.layout import Layout
@@ -26,7 +26,7 @@ def load_loss(config: AlgorithmConfig) -> TokenLoss:
             number per token that depends on the policy.
     """
     field = f"algorithm.loss = {config.loss!r}"
-    loss = load_object(config.loss, LOSSES, "algorithm.loss", GROUP)
+    loss = load_object(config.loss, LOSSES, "algorithm.loss", ENTRY_POINTS)
     if config.loss in LOSSES:
         try:
             loss_options(config.loss, config)

@@ -18,7 +18,7 @@ NAMESPACES = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with
 IDENTITY = ["--clearenv", "--cap-drop", "ALL", "--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"]
 # They reveal the host's boot parameters, and which keys its users hold.
 HIDDEN = ["/proc/cmdline", "/proc/keys"]
-SHOWN = ["/etc/alternatives", "/etc/ld.so.cache"]
+SHOWN_PATHS = ["/etc/alternatives", "/etc/ld.so.cache"]
 ETC = {
     "/etc/passwd": f"sandbox:x:{USER}:{USER}::/tmp:/bin/bash\n".encode(),
     "/etc/group": f"sandbox:x:{USER}:\n".encode(),
@@ -112,7 +112,7 @@ def mounts(settings: WorkerSettings) -> list[str]:
             arguments += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
         elif os.path.isdir(f"/{name}"):
             arguments += ["--ro-bind", f"/{name}", f"/{name}"]
-    for path in SHOWN:
+    for path in SHOWN_PATHS:
         if os.path.exists(path):
             arguments += ["--ro-bind", path, path]
     arguments += ["--proc", "/proc"]

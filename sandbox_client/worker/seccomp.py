@@ -1,8 +1,9 @@
 """Forbids the system calls that namespaces do not cover, by a seccomp filter (classic BPF, seccomp(2)).
 
 A network namespace does not cover AF_VSOCK, through which a guest talks to its hypervisor; no namespace covers kernel
-keyrings, the kernel's log, or who opens the files that host and program share (inotify, dnotify, leases); io_uring
-opens sockets past a filter; pidfd_getfd takes the descriptor by which bubblewrap's first process reports the exit code.
+keyrings, the kernel's log, or the notices of a process that opens a file that host and program share (inotify, dnotify,
+leases); io_uring opens sockets past a filter; pidfd_getfd takes the descriptor by which bubblewrap's first process
+reports the exit code.
 
 A program that may reach an endpoint also gets TCP over IPv4, and no other sockets: its network namespace has the
 loopback interface alone. It then needs a control group that counts TCP's buffers (`cgroup.MemoryGroup.join`).

@@ -1,4 +1,4 @@
-"""The sizes that a run's files had some seconds ago, and what of them a power cut leaves."""
+"""Remembers the sizes of a run's files, and cuts the files as a power cut would."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOOK = Path(__file__).parent / "hook"
 
 
 class Disk:
-    """Remembers the size of each file of a run folder, if it is asked to look often."""
+    """Remembers the sizes of all files of a run folder, at each `look`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class Disk:
             self._looks.popleft()
 
     def size(self, path: Path, at: float) -> int:
-        """How much of what a file held at a time, or a moment before, it still has; 0 if it was not there then."""
+        """Bytes of the file that it held at the time, or at the last look before, and still has; 0 if none."""
         inode = path.stat().st_ino
         since = next((i for i in reversed(range(len(self._looks))) if self._looks[i][0] <= at), None)
         if since is None:

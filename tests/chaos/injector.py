@@ -1,4 +1,4 @@
-"""Does faults to a run on this machine: to its processes, its Redis, and the connections between them."""
+"""Injects faults into a run on this machine: into its processes, its Redis, and the connections between them."""
 
 from __future__ import annotations
 
@@ -40,45 +40,41 @@ DISTURBANCES: dict[str, Mode] = {
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Faults by kind: those that were done, and those that met nothing that they could have been done to."""
+    """Faults by kind: those that were done, and those that were skipped for lack of a target."""
 
     done: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
 
 
 class Blackout(Exception):
-    """All processes of the run are dead; what was not on the disk is to be lost, and the run to be started again."""
+    """All processes were killed, as by a power cut: data that was not on the disk is lost, and the run starts again."""
 
 
+@dataclass
 class Injector:
     """Takes one fault after the other from a schedule, while the run is watched.
 
     Attributes:
-        next: the fault that is due next.
-
-    Args:
         tally: gets what was done.
         broker: of the run, past the proxy.
         folder: of Redis's append-only log.
         disk: of the run folder.
         start_one: starts another generator.
+        next: the fault that is due next.
     """
 
-    def __init__(
-        self,
-        faults: Iterator[Fault],
-        tally: Tally,
-        proxy: Proxy,
-        broker: Broker,
-        folder: Path,
-        disk: Disk,
-        supervisor: Supervisor,
-        start_one: Callable[[], None],
-        log: Any,
-    ) -> None:
-        self._faults, self._tally, self._proxy, self._broker, self._folder = faults, tally, proxy, broker, folder
-        self._disk, self._supervisor, self._start_one, self._log = disk, supervisor, start_one, log
-        self.next = next(faults)
+    faults: Iterator[Fault]
+    tally: Tally
+    proxy: Proxy
+    broker: Broker
+    folder: Path
+    disk: Disk
+    supervisor: Supervisor
+    start_one: Callable[[], None]
+    log: Any
+
+    def __post_init__(self) -> None:
+        self.next = next(self.faults)
         self._due = time.monotonic() + self.next.after
         self._undo: Callable[[], Any] | None = None
         self._until = 0.0
@@ -90,7 +86,7 @@ class Injector:
         Raises:
             Blackout: there was one.
         """
-        self._disk.look()
+        self.disk.look()
         now = time.monotonic()
         if self._undo is not None:
             if now >= self._until:
@@ -98,11 +94,11 @@ class Injector:
                 self._due = now + self.next.after
             return
         if now >= self._due:
-            fault, self.next = self.next, next(self._faults)
+            fault, self.next = self.next, next(self.faults)
             hit = self._do(fault)
-            (self._tally.done if hit else self._tally.skipped)[fault.kind] += 1
-            self._supervisor.timeline.instant(f"fault: {fault.kind}", hit=hit or "nothing")
-            self._log.warning("fault", number=fault.number, kind=fault.kind, hit=hit or "nothing")
+            (self.tally.done if hit else self.tally.skipped)[fault.kind] += 1
+            self.supervisor.timeline.instant(f"fault: {fault.kind}", hit=hit or "nothing")
+            self.log.warning("fault", number=fault.number, kind=fault.kind, hit=hit or "nothing")
             if hit and fault.kind == "power cut":
                 raise Blackout
             if self._undo is None:
@@ -115,13 +111,13 @@ class Injector:
                 undo()
 
     def _do(self, fault: Fault) -> str:
-        """Do a fault; returns what it hit, or '' if there was nothing to hit."""
+        """Do a fault; returns its target, or '' if there was none."""
         verb, _, object_ = fault.kind.partition(" ")
         if fault.kind in DISTURBANCES:
-            number = self._proxy.disturb(DISTURBANCES[fault.kind], fault.share, fault.seed)
-            return self._for(fault.seconds, self._proxy.heal, _connections(number))
+            number = self.proxy.disturb(DISTURBANCES[fault.kind], fault.share, fault.seed)
+            return self._for(fault.seconds, self.proxy.heal, _connections(number))
         if fault.kind == "cut connections":
-            return _connections(self._proxy.cut(fault.share, fault.seed))
+            return _connections(self.proxy.cut(fault.share, fault.seed))
         if verb == "kill":
             return self._kill(object_, fault)
         if verb == "freeze":
@@ -146,7 +142,7 @@ class Injector:
         return hit
 
     def _one(self, role: str, fault: Fault) -> RunProcess | None:
-        running = [child for child in self._supervisor.alive(role) if child.state == "running"]
+        running = [child for child in self.supervisor.alive(role) if child.state == "running"]
         return random.Random(fault.seed).choice(running) if running else None
 
     def _kill(self, role: str, fault: Fault) -> str:
@@ -163,21 +159,21 @@ class Injector:
             return ""
         group = child.pid
         os.killpg(group, signal.SIGSTOP)
-        return self._for(fault.seconds * self._broker.dead_after, lambda: os.killpg(group, signal.SIGCONT), child.name)
+        return self._for(fault.seconds * self.broker.dead_after, lambda: os.killpg(group, signal.SIGCONT), child.name)
 
     def _cut_log(self, fault: Fault) -> str:
         """Redis dies, and what it wrote last is gone: it goes back in time."""
         name = self._kill("redis", fault)
         if name:
             # Not collected: the supervisor does that, and starts it again.
-            os.waitid(os.P_PID, self._supervisor.children[name].pid, os.WEXITED | os.WNOWAIT)
-            log = newest_log(self._folder)
+            os.waitid(os.P_PID, self.supervisor.children[name].pid, os.WEXITED | os.WNOWAIT)
+            log = newest_log(self.folder)
             size, drawn = log.stat().st_size, random.Random(fault.seed)
             if fault.kind == "older redis log":
                 # Older than the newest checkpoint, if that can be.
-                saved, now = self._disk.newest_checkpoint(), time.time()
+                saved, now = self.disk.newest_checkpoint(), time.time()
                 at = (saved if now - saved < LONGEST_AGE else now) - drawn.uniform(*AGE)
-                kept = self._disk.size(log, max(at, self._disk.since))
+                kept = self.disk.size(log, max(at, self.disk.since))
             else:
                 kept = max(0, size - drawn.randrange(1, LOG_TAIL))
             os.truncate(log, kept)
@@ -185,12 +181,12 @@ class Injector:
         return name
 
     def _fill_memory(self, fault: Fault) -> str:
-        """No write that needs memory is accepted any more."""
+        """Redis accepts no write that needs memory."""
         try:
-            self._broker.redis.config_set("maxmemory", 1)
+            self.broker.redis.config_set("maxmemory", 1)
         except redis.RedisError:
             return ""
-        return self._for(fault.seconds, lambda: self._broker.redis.config_set("maxmemory", 0), "redis")
+        return self._for(fault.seconds, lambda: self.broker.redis.config_set("maxmemory", 0), "redis")
 
     def _fill_disk(self, fault: Fault) -> str:
         """Files of the sampler or the learner cannot grow: to write beyond a few bytes fails as on a full disk."""
@@ -205,15 +201,15 @@ class Injector:
 
     def _raise_flag(self, fault: Fault) -> str:
         """The run's own tool or reward fails while there is a file."""
-        path = flag(self._folder.parent, fault.kind)
+        path = flag(self.folder.parent, fault.kind)
         path.touch()
         return self._for(fault.seconds, lambda: path.unlink(missing_ok=True), fault.kind.partition(" ")[2])
 
     def _kill_all(self, fault: Fault) -> str:
         """Kill every process of the run, and what they have started, at once; returns when all are dead."""
-        if not self._disk.knows_syncs():
+        if not self.disk.knows_syncs():
             return ""
-        running = [child.pid for child in self._supervisor.children.values() if child.state == "running"]
+        running = [child.pid for child in self.supervisor.children.values() if child.state == "running"]
         with contextlib.ExitStack() as stack:
             handles = []
             for pid in (one for child in running for one in descendants(child)):
@@ -230,23 +226,23 @@ class Injector:
         return f"{len(handles)} processes"
 
     def _send_strangers(self, fault: Fault) -> str:
-        """Connections that belong to nobody reach the learner's server of the weights."""
+        """Connections from outside the run reach the learner's server of weights."""
         with contextlib.suppress(redis.RedisError):
-            if endpoint := self._broker.endpoint("weights"):
+            if endpoint := self.broker.endpoint("weights"):
                 return self._for(fault.seconds, Strangers(endpoint["address"], fault.seed).leave, "learner")
         return ""
 
     def _add(self) -> str:
-        if len(self._supervisor.alive("generator")) >= MOST:
+        if len(self.supervisor.alive("generator")) >= MOST:
             return ""
-        self._start_one()
+        self.start_one()
         return "a new one"
 
     def _remove(self, fault: Fault) -> str:
-        """As a user does it: with SIGTERM. One that is told to leave needs time for it, and may not be the last."""
+        """Stop a generator by SIGTERM, as a user does, unless it is the last; leaving takes it some time."""
         staying = [
             child
-            for child in self._supervisor.alive("generator")
+            for child in self.supervisor.alive("generator")
             if child.state == "running" and child.pid not in self._leaving
         ]
         if len(staying) < 2:

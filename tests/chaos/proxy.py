@@ -1,4 +1,4 @@
-"""A proxy between the processes of a run and Redis, whose connections fail when they are told to."""
+"""A proxy between the processes of a run and Redis, whose connections can be made to fail."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ProxiedConnection:
 
 
 class Proxy:
-    """Listens on a Unix socket that this account alone can reach, in a thread of its own.
+    """Listens in a thread of its own, on a Unix socket that only this account can reach.
 
     Args:
         url: of the Redis behind it: `unix:///path?db=0` or `redis://host:port/0`.
@@ -70,7 +70,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """What the processes connect to instead, with the same user, password and database."""
+        """The URL of the proxy, with the user, password and database of the Redis behind it."""
         credentials = self._parts.netloc.rpartition("@")[0]
         options = self._parts.query if self._parts.scheme == "unix" else f"db={self._parts.path.strip('/') or 0}"
         return f"unix://{credentials}{'@' * bool(credentials)}{quote(str(self._socket))}?{options}"

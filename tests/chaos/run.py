@@ -18,24 +18,29 @@ from common.config import Config
 from common.errors import UserError
 from common.streams.broker import Broker
 from launcher.audit.lines import AuditLine, audit, figures
-from launcher.audit.records import RedisRecords
+from launcher.audit.records import RedisRecords, read_redis
 from launcher.layout.layout import Choice
 from launcher.run.display import View
-from launcher.run.local_run import RunOptions, run_here
+from launcher.run.local_run import RunOptions, run_here, workers
 from launcher.run.processes import command, secret_environment, thread_limits, with_url
-from launcher.run.progress import PhaseTimer
+from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.summary import Summary
 from launcher.run.supervisor import Supervisor
 from tests.chaos.disk import Disk
 from tests.chaos.injector import Blackout, Injector, Tally
 from tests.chaos.proxy import Proxy
 from tests.chaos.schedule import Fault
-from tests.chaos.view import ChaoticView
 
 HARDY = 1_000_000  # restarts of a process
 
 
 class ChaoticRun:
+    """Runs, and does the faults in the run's view, which is called several times a second.
+
+    Attributes:
+        records: what the run left in Redis; None while it goes on.
+    """
+
     def __init__(self, config: Config, faults: Iterator[Fault], seconds: float, log: Any) -> None:
         self.config, self.log = config, log
         self.tally = Tally()
@@ -46,8 +51,9 @@ class ChaoticRun:
         self._disk = Disk(config.run.folder)
         self._proxy: Proxy | None = None
         self._broker: Broker | None = None
-        self._view: ChaoticView | None = None
-        self._harm: Injector | None = None
+        self._view: View | None = None
+        self._progress: Progress | None = None
+        self._injector: Injector | None = None
         self._generators = 1  # started so far
 
     def run(self, view: Callable[[], View], phases: PhaseTimer) -> Summary:
@@ -69,17 +75,47 @@ class ChaoticRun:
         assert self.records is not None, "the run is over"
         return audit(self.config, self.records, self.log)
 
+    def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
+        """Do the faults that are due, from the run's first step on, and show it."""
+        assert self._view is not None
+        self._progress = progress
+        if progress.finished:
+            self._heal()
+            if self.records is None and not workers(supervisor):
+                self.records = read_redis(progress.broker)
+        elif self._injector is None:
+            if progress.version >= 1:
+                self._injector = self._injector_of(supervisor)
+        elif time.monotonic() < self._ends:
+            self._injector.poll()
+        else:
+            self._heal()
+        self._view.update(progress, supervisor, phases)
+
+    def close(self) -> None:
+        """Leave nothing frozen behind. A process that is still starting may not have left a run that is over."""
+        assert self._view is not None
+        self._heal()
+        if self._progress is not None and self._progress.finished and self.records is None:
+            self.records = read_redis(self._progress.broker)
+        self._view.close()
+
+    def _heal(self) -> None:
+        if self._injector is not None:
+            self._injector.heal()
+
     def _run(self, view: Callable[[], View], phases: PhaseTimer) -> Summary:
-        def chaotic_view() -> View:
-            self._view = ChaoticView(view(), self._injector, lambda: self._ends - time.monotonic())
-            return self._view
+        if self._injector is not None:  # the fault that it had not done yet comes first
+            self._faults = chain([self._injector.next], self._faults)
+        self._injector = self._progress = self.records = None
+
+        def open_view() -> View:
+            self._view = view()
+            return self
 
         try:
             options = RunOptions(Choice(1), max_restarts=HARDY, front=self._stand_before)
-            result = run_here(self.config, options, chaotic_view, self.log, phases)
-            assert self._view is not None
-            self.records = self._view.records
-            return result
+            return run_here(self.config, options, open_view, self.log, phases)
         finally:
             if self._proxy is not None:
                 self._proxy.close()
@@ -93,10 +129,10 @@ class ChaoticRun:
         self._broker = Broker(client, self.config.run.name, self.config.broker.dead_after)
         return self._proxy.url
 
-    def _injector(self, supervisor: Supervisor) -> Injector:
-        proxy = self._proxy
+    def _injector_of(self, supervisor: Supervisor) -> Injector:
+        proxy, broker = self._proxy, self._broker
         assert proxy is not None
-        assert self._broker is not None
+        assert broker is not None
         self._ends = min(self._ends, time.monotonic() + self._seconds)
 
         def start_one() -> None:
@@ -106,13 +142,10 @@ class ChaoticRun:
             environment = secret_environment(with_url(self.config, proxy.url))
             supervisor.start(name, arguments, environment | thread_limits(name, 3))
 
-        # What the one before had not done yet comes first.
-        faults = self._faults if self._harm is None else chain([self._harm.next], self._faults)
-        self._harm = Injector(
-            faults, self.tally, proxy, self._broker, self.config.run.folder / "redis", self._disk,
+        return Injector(
+            self._faults, self.tally, proxy, broker, self.config.run.folder / "redis", self._disk,
             supervisor, start_one, self.log,
         )  # fmt: skip
-        return self._harm
 
 
 def write(path: Path, run: ChaoticRun, checks: list[AuditLine], result: Summary) -> None:

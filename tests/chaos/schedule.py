@@ -1,4 +1,4 @@
-"""Which fault comes when: drawn from a seed, so that a schedule that broke something can be repeated."""
+"""Draws faults and their times from a seed, so that a schedule that broke something can be repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections to the server of the weights from where no member of the run is."""
+"""Connections to the learner's server of weights that do not belong to the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS: tuple[Callable[[random.Random], Iterator[bytes]], ...] = (_silent, _wrong
 
 
 class Strangers:
-    """Strangers of each kind, who come one after the other until `leave`.
+    """Opens connections of each kind, one after the other, until `leave`.
 
     Args:
         address: `tcp://HOST:PORT`.

@@ -12,19 +12,10 @@ import pytest
 from common.streams.broker import Broker
 from common.streams.steps import latest
 from tests.support.compose import CONFIG, Containers, sh
+from tests.support.whole_run import settled_counters
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 ACCURACY = 0.9  # on problems never trained on, after a run that began near 0.13
-
-
-def agreed(broker: Broker) -> dict[str, int]:
-    """The streams' counters, when each task was counted once and nothing is left anywhere."""
-    counters = broker.counters()
-    assert counters["dispatched"] == counters["finished"] == counters["counted"]
-    assert counters.get("dead", 0) == 0
-    left = {name: broker.redis.xlen(broker.key(name)) for name in ("tasks", "samples", "batches", "dead")}
-    assert left == {"tasks": 0, "samples": 0, "batches": 0, "dead": 0}
-    return counters
 
 
 def version(broker: Broker) -> int:
@@ -70,7 +61,7 @@ def test_a_run_scaled_and_killed_counts_every_task_once(containers: Containers) 
 
     assert set(containers.exit_codes("sampler", "learner", "generator").values()) == {0}
     assert containers.inspect(crashed)["RestartCount"] >= 1
-    counters = agreed(broker)
+    counters = settled_counters(broker)
     before, *_, after = broker.evaluations()
     print("counters", counters, "generators", helped, "accuracy", before["accuracy"], after["accuracy"])
     assert (before["version"], after["version"]) == (0, steps)

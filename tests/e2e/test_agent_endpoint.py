@@ -205,7 +205,7 @@ def test_two_turns_with_a_call_are_one_exact_row(
 
 def error(served: Served, row: Any) -> float:
     """The largest difference between a row's log-probs and the engine's scores of its tokens."""
-    scores = served(served.engine.score(row.tokens()))
+    scores = served(served.engine.logprobs(row.tokens()))
     sampled = np.concatenate([scores[start:end] for start, end in row.spans])
     return float(np.abs(sampled - np.concatenate(row.logprobs)).max())
 

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -78,39 +79,25 @@ class Run:
             for _, entries in self.broker.redis.xread({journal: last}, block=500):
                 last = entries[-1][0]
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer states of every checkpoint."""
-        files = sorted(self.folder.glob("checkpoints/step_*/deepspeed/*.pt"))
-        return {
-            f"{file.relative_to(self.folder)} {name}": tensor
-            for file in files
-            for name, tensor in tensors(torch.load(file, weights_only=False))
-        }
-
-    def tracker(self) -> dict[str, np.ndarray]:
-        """The tracker's counts at every checkpoint."""
-        arrays = {}
-        for file in sorted(self.folder.glob("checkpoints/tracker/*.npz")):
-            with np.load(file) as loaded:
-                # The counts also say how often a task was dispatched, and by which process.
-                arrays |= {f"{file.name} {name}": loaded[name] for name in loaded.files if name != "books"}
-        return arrays
-
-    def decisions(self) -> dict[str, list[Any]]:
-        """Prompts and rewards in the order in which they were counted, and the batches."""
+    def left(self) -> dict[str, Any]:
+        """What the run decided, sampled and trained, by name: arrays as bytes, lines without times and generators."""
         entries = list(read_journal(self.broker))
-        return {
+        left: dict[str, Any] = {
             "rewards": [reward for entry in entries for reward in entry.rewards],
             "batches": [batch for entry in entries for batch in entry.batches],
             "evaluations": [dict(result) for result in self.broker.evaluations()],
         }
-
-    def episodes(self, folder: str) -> dict[str, list[dict[str, Any]]]:
-        """Lines of `rollouts` or `validation_data` by version, without times and generators."""
-        return {
-            file.name: [without_names(line) for line in json_lines(file)]
-            for file in sorted((self.folder / folder).glob("*.jsonl"))
-        }
+        for folder in ("rollouts", "training_data", "validation_data"):
+            for file in sorted((self.folder / folder).glob("*.jsonl")):
+                left[f"{folder} {file.name}"] = [without_names(line) for line in json_lines(file)]
+        for file in sorted(self.folder.glob("checkpoints/tracker/*.npz")):
+            with np.load(file) as loaded:
+                # The counts also say how often a task was dispatched, and by which process.
+                left |= {f"{file.name} {name}": loaded[name].tobytes() for name in loaded.files if name != "books"}
+        for file in sorted(self.folder.glob("checkpoints/step_*/deepspeed/*.pt")):
+            for name, tensor in tensors(torch.load(file, weights_only=False)):
+                left[f"{file.relative_to(self.folder)} {name}"] = bytes(memoryview(np.asarray(tensor)))
+        return left
 
 
 def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,16 +147,15 @@ def test_a_run_killed_at_five_points_ends_as_one_left_alone(
         for run in (alone, killed):
             assert run.launcher.wait(timeout=DEADLINE) == 0, run.log.read_text()[-3000:]
 
-    assert alone.decisions() == killed.decisions()
-    assert len(alone.decisions()["batches"]) == STEPS
-    assert len({reward for _, reward, *_ in alone.decisions()["rewards"]}) > BATCH
-    for folder, files in (("rollouts", STEPS), ("training_data", STEPS), ("validation_data", 3)):
-        assert alone.episodes(folder) == killed.episodes(folder)
-        assert len(alone.episodes(folder)) == files
-    for left, right in ((alone.tracker(), killed.tracker()), (alone.weights(), killed.weights())):
-        assert left.keys() == right.keys()
-        for name, value in left.items():
-            assert bytes(memoryview(np.asarray(value))) == bytes(memoryview(np.asarray(right[name]))), name
+    left, left_of_killed = alone.left(), killed.left()
+    assert left.keys() == left_of_killed.keys()
+    for name, value in left.items():
+        assert value == left_of_killed[name], name
+    assert len(left["batches"]) == STEPS
+    assert len({reward for _, reward, *_ in left["rewards"]}) > BATCH
+    counts = Counter(name.split()[0] for name in left)
+    assert (counts["rollouts"], counts["training_data"], counts["validation_data"]) == (STEPS, STEPS, 3)
     learner_log = (killed.folder / "logs" / "learner.log").read_text()
     assert re.search(r"serving weights .*version=2$", learner_log, re.MULTILINE), "it continued from a checkpoint"
-    assert {name.split()[0].split("/")[1] for name in alone.weights()} == {"step_2", "step_4"}
+    checkpoints = {name.split("/")[1] for name in left if name.startswith("checkpoints/")}
+    assert checkpoints == {"step_2", "step_4"}

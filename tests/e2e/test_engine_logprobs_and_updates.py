@@ -54,7 +54,7 @@ class Running:
         return completion
 
     def score(self, token_ids: list[int]) -> np.ndarray:
-        scores: np.ndarray = self(self.engine.score(token_ids))
+        scores: np.ndarray = self(self.engine.logprobs(token_ids))
         return scores
 
     def load(self, version: int, seed: int | None = None) -> Any:

@@ -22,10 +22,7 @@ async def answers(engine: Engine) -> list[Completion]:
     return await asyncio.gather(*(engine.generate(prompt, max_tokens=8, seed=1) for prompt in PROMPTS))
 
 
-@pytest.mark.parametrize(
-    ("size", "is_mixture"),
-    [("data_parallel_size", False), ("tensor_parallel_size", False), ("tensor_parallel_size", True)],
-)
+@pytest.mark.parametrize(("size", "is_mixture"), [("data_parallel_size", False), ("tensor_parallel_size", True)])
 def test_every_part_of_the_engine_goes_on_with_the_new_weights(
     tmp_path: Path, size: str, is_mixture: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

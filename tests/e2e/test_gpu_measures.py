@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RedisServer
-from tests.support.gpu_measures import TINY, engine_measures, learner_measures, run_measures, save_model
+from tests.support.gpu_measures import TINY, engine_measures, learner_measures, save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -31,7 +30,3 @@ def test_bfloat16_logprobs_agree_before_and_after_an_update(model: Path, tmp_pat
     assert measures["after an update"] < 0.02
     assert measures["with old weights"] > 2 * measures["after an update"]
     assert measures["load pause s"] > 0
-
-
-def test_a_whole_run_in_bfloat16_comes_to_its_end(model: Path, tmp_path: Path, own_redis: RedisServer) -> None:
-    assert run_measures(model, tmp_path, own_redis.url, TINY)["run steps"] == TINY.steps

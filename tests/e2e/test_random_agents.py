@@ -21,7 +21,7 @@ import torch
 from common.config import Config, parse_config
 from generator.agents.endpoint import Endpoint
 from generator.engine.engine import Engine
-from generator.episode.episode import Episode, Row, Transcript
+from generator.episode.episode import Episode, TokenRow, Transcript
 from launcher.quickstart.tiny_model import build_model, build_tokenizer
 from learner.batch.tensors import Packer
 from learner.ranks.world import start
@@ -80,7 +80,7 @@ class Scene:
         self._expected: dict[Marker, list[asyncio.Event]] = defaultdict(list)
         self._requests, self._wanted = 0, asyncio.Event()
 
-    async def play(self, seed: int) -> tuple[AgentRun, list[Row]]:
+    async def play(self, seed: int) -> tuple[AgentRun, list[TokenRow]]:
         agent = random_agent(seed)
         session = self.endpoint.open(agent.limits)
         run = AgentRun(agent, session, self.endpoint.url, self.http, lambda m, event: self._expected[m].append(event))
@@ -127,7 +127,7 @@ def test_every_sampled_token_is_trained_on_as_it_was_sampled(config: Config) -> 
 
 async def play(
     config: Config, first: Any
-) -> tuple[list[tuple[AgentRun, list[Row]]], dict[Marker, list[TappedRequest]]]:
+) -> tuple[list[tuple[AgentRun, list[TokenRow]]], dict[Marker, list[TappedRequest]]]:
     torch.set_num_threads(1)
     log = structlog.get_logger()
     engine = await Engine.start(config, log)
@@ -136,7 +136,7 @@ async def play(
     updating = asyncio.create_task(scene.update())
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def one(seed: int) -> tuple[AgentRun, list[Row]]:
+    async def one(seed: int) -> tuple[AgentRun, list[TokenRow]]:
         async with slots:
             return await scene.play(seed)
 
@@ -153,7 +153,7 @@ async def play(
         await engine.close()
 
 
-def check_books(run: AgentRun, rows: list[Row], tapped: dict[Marker, list[TappedRequest]]) -> Counter[str]:
+def check_books(run: AgentRun, rows: list[TokenRow], tapped: dict[Marker, list[TappedRequest]]) -> Counter[str]:
     """Compare what the agent knows, the rows of its session, and what the engine got and gave."""
     agent = run.agent
     requests = {call.markers[-1]: tapped.get(call.markers[-1], []) for call in run.calls}
@@ -188,7 +188,7 @@ def check_books(run: AgentRun, rows: list[Row], tapped: dict[Marker, list[Tapped
     return seen
 
 
-def match(rows: list[Row], requests: list[TappedRequest]) -> Counter[Marker]:
+def match(rows: list[TokenRow], requests: list[TappedRequest]) -> Counter[Marker]:
     """How often requests of each marker are trained on; each turn of a row is one request, used once."""
     left = list(requests)
     trained: Counter[Marker] = Counter()
@@ -203,7 +203,7 @@ def match(rows: list[Row], requests: list[TappedRequest]) -> Counter[Marker]:
     return trained
 
 
-def compare(trainer: Trainer, first: Any, rows: list[Row]) -> tuple[int, int, float]:
+def compare(trainer: Trainer, first: Any, rows: list[TokenRow]) -> tuple[int, int, float]:
     """Compare the learner's log-probs with the recorded ones, where all of a token's context is of one version.
 
     Returns:

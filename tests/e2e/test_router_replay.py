@@ -19,7 +19,7 @@ from common.log import get_logger
 from common.payload import Payload, decode_payload, encode_payload
 from common.streams.broker import connect
 from generator.engine.engine import Completion, Engine
-from generator.episode.episode import Episode, Row, Transcript
+from generator.episode.episode import Episode, TokenRow, Transcript
 from learner.policy.routers import Routing
 from learner.ranks.world import start
 from learner.trainer import Trainer
@@ -50,7 +50,7 @@ def replaying(folder: Path, **model: Any) -> Config:
 
 async def two_turns(engine: Engine, seed: int) -> Payload:
     """An episode whose second turn follows what a tool said, as the learner gets it."""
-    row = Row(np.asarray(random_prompt(seed, 20 + seed), np.int32))
+    row = TokenRow(np.asarray(random_prompt(seed, 20 + seed), np.int32))
     for _ in range(2):
         turn = await engine.generate(row.tokens(), max_tokens=60, experts_from=row.routed)
         row.extend(turn)

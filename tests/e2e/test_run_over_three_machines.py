@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.numpy import load_file
 from common.streams.broker import Broker
 from common.streams.steps import latest
 from tests.support.namespaces import HUB, PASSWORD, PORT, BridgeRedis, Machines, NoNamespaces, wait
-from tests.support.whole_run import settled_counters, write_run
+from tests.support.whole_run import options, settled_counters, spo, write_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS, BATCH, HELDOUT = 3, 8, 4
@@ -25,8 +24,11 @@ SECTIONS = {
     "episode": {"max_response_tokens": 16},
     "eval": {"every": STEPS},
 }
-# What each machine needs of `spo keys`, and no more.
-LEARNERS_KEYS, GENERATORS_KEYS = ("server.key_secret", "client.key"), ("client.key_secret", "server.key")
+# What each side needs of `spo keys`, and no more.
+KEYS = {
+    "learner": ("server.key_secret", "client.key"),
+    "generator": ("client.key_secret", "server.key"),
+}
 
 
 @pytest.fixture
@@ -47,41 +49,35 @@ def redis(machines: Machines, tmp_path: Path) -> Iterator[BridgeRedis]:
     made.close()
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> dict[str, Path]:
-    """A folder for the learner's machines and one for the generator's."""
-    subprocess.run([sys.executable, "-m", "launcher.cli", "keys", str(tmp_path / "keys")], check=True)
-    folders = {}
-    for role, files in {"learner": LEARNERS_KEYS, "generator": GENERATORS_KEYS}.items():
-        folders[role] = tmp_path / f"keys of the {role}"
-        folders[role].mkdir(mode=0o700)
-        for file in files:
-            shutil.copy2(tmp_path / "keys" / file, folders[role])
-    return folders
+def key_settings(folder: Path, role: str) -> list[str]:
+    """The settings with a role's keys, in a folder of its own."""
+    own = folder / f"keys of the {role}"
+    own.mkdir(mode=0o700)
+    for file in KEYS[role]:
+        shutil.copy2(folder / "keys" / file, own)
+    return ["-o", f"learner.weights.curve_dir={own}"]
 
 
 def test_a_run_over_three_machines_counts_every_task_once(
-    machines: Machines, redis: BridgeRedis, keys: dict[str, Path], tmp_path: Path
+    machines: Machines, redis: BridgeRedis, tmp_path: Path
 ) -> None:
+    assert spo("keys", tmp_path / "keys").returncode == 0
     (tmp_path / "password").write_text(PASSWORD)
     broker_of_all = {"url": f"redis://{HUB}:{PORT}/0", "password_file": str(tmp_path / "password")}
     config = write_run(tmp_path, "apart", {**SECTIONS, "broker": broker_of_all}, train=100, heldout=HELDOUT)
     logs = {name: tmp_path / f"{name}.log" for name in ("sampler", "rank 0", "rank 1", "generator")}
-    settings = ("-c", str(config), "-o")
+    command = ["-c", str(config)]
     hosts = machines.hostfile(tmp_path / "hosts", "a", "b")
-    serving = [*settings, f"learner.weights.bind=tcp://{machines.address('a')}:5555"]
-    serving += ["-o", f"learner.weights.curve_dir={keys['learner']}"]
     # Namespaces have one kernel, which could hand over memory; machines do not.
-    serving += ["-o", "learner.weights.shared_folder=off"]
+    weights = {"bind": f"tcp://{machines.address('a')}:5555", "shared_folder": "off"}
+    serving = [*command, *options({f"learner.weights.{name}": value for name, value in weights.items()})]
+    serving += key_settings(tmp_path, "learner")
+    pulling = [*command, *key_settings(tmp_path, "generator")]
     processes = [
-        machines.start("hub", [sys.executable, "-m", "sampler.cli", *settings[:2]], log=logs["sampler"]),
+        machines.start("hub", [sys.executable, "-m", "sampler.cli", *command], log=logs["sampler"]),
         machines.start_rank("a", hosts, "--module", "learner.cli", *serving, log=logs["rank 0"]),
         machines.start_rank("b", hosts, "--module", "learner.cli", *serving, log=logs["rank 1"]),
-        machines.start(
-            "c",
-            [sys.executable, "-m", "generator.cli", *settings, f"learner.weights.curve_dir={keys['generator']}"],
-            log=logs["generator"],
-        ),
+        machines.start("c", [sys.executable, "-m", "generator.cli", *pulling], log=logs["generator"]),
     ]
     ended = [wait(process, logs) for process in processes]
     assert ended == [0, 0, 0, 0], {name: log.read_text()[-3000:] for name, log in logs.items()}
@@ -96,12 +92,12 @@ def test_a_run_over_three_machines_counts_every_task_once(
     assert results == [(0, HELDOUT), (STEPS, HELDOUT)]
 
     saved = load_file(tmp_path / "runs" / "apart" / "checkpoints" / f"step_{STEPS}" / "hf" / "model.safetensors")
-    weights = sum(array.nbytes for array in saved.values())
+    size = sum(array.nbytes for array in saved.values())
     out_of_a, into_a = machines.traffic("a")
     out_of_b, _ = machines.traffic("b")
     _, into_c = machines.traffic("c")
     # The generator has pulled one version whole, and the others as what changed; each rank has sent half its gradient
     # in every step, at least.
-    assert into_c > weights
-    assert out_of_a > 2 * weights + STEPS * weights / 2
-    assert min(into_a, out_of_b) > STEPS * weights / 2
+    assert into_c > size
+    assert out_of_a > 2 * size + STEPS * size / 2
+    assert min(into_a, out_of_b) > STEPS * size / 2

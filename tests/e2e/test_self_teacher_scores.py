@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from generator.episode.self_teacher import SelfTeacher, told
 
 from common.config import parse_config
 from common.messages import Task
 from generator.chat.template import ChatTemplate
-from generator.episode.episode import Episode, Row, Transcript
+from generator.episode.episode import Episode, TokenRow, Transcript
 from generator.rewards import Score
+from generator.teacher.self_teacher import SelfTeacher, with_context
 from tests.support.engine import engine_config, reference_logprobs, save_tiny_model, start_engine
 from tests.support.episode import completion
 
@@ -31,14 +31,14 @@ def test_scores_are_the_models_own_behind_the_context(tmp_path: Path) -> None:
         engine = await start_engine(tmp_path)
         try:
             template = ChatTemplate(engine.tokenizer)
-            row = Row(template.prompt(TASK.prompt))
+            row = TokenRow(template.prompt(TASK.prompt))
             row.extend(completion(engine.tokenizer.encode("6<|im_end|>")))
             row.append(template.between([{"role": "user", "content": "No."}]))
             row.extend(completion(engine.tokenizer.encode("7<|im_end|>")))
             episode = Episode([row], Transcript([]))
             teacher = SelfTeacher(parse_config(tree), engine, template)
             payload = await teacher.taught(TASK, episode, Score(1.0, {}, 1.0), episode.payload())
-            whole = np.concatenate([template.prompt(told(TASK.prompt, "It is 7.")), row.response_ids()])
+            whole = np.concatenate([template.prompt(with_context(TASK.prompt, "It is 7.")), row.response_ids()])
             at = payload.mask()[len(row.prompt_ids) :]
             return payload.teacher_logprobs[:, 0], reference_logprobs(model, whole)[-len(at) :][at]
         finally:

@@ -1,13 +1,15 @@
 """A run with six sources: agents on the SDKs of OpenAI and Anthropic and without any, programs, reasoning-gym, a user.
 
-A generator is killed on the way, and each episode is judged once and the way its source says.
+It trains an adapter with GRPO. A generator and the sampler are killed on the way; each episode is judged once and the
+way its source says, and no group is broken up.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from tests.support.whole_run import (
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
-STEPS, BATCH, HELDOUT = 3, 48, 8
+STEPS, BATCH, GROUP, HELDOUT = 3, 48, 2, 8
 # Asks once, answers with the reply, and rewards itself; knows only what any program is given.
 PROGRAM = """
 import json, os, sys
@@ -57,7 +59,7 @@ post(task["reward_url"], {"reward": 0.25})
 # About half of the texts of a model that has learned nothing earn it; it differs between reference answers.
 JUDGE = """
 def half(text, answer, row):
-    return float(len(text + answer) % 2 == 0)
+    return float(text != "" and sum(map(ord, text + answer)) % 2)
 """
 # The task that a source's problems are of, and its episodes.
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,8 +76,8 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 AGENTS = ("openai", "anthropic", "program")
 # Some problems of reasoning-gym have this answer.
-GUESS = "<answer>1</answer>"
-FREQUENT = [GUESS, *(calculator_call(f"{n}+1") for n in range(8)), *(code_call(f"print({n})") for n in range(8))]
+GUESSES = [f"<answer>{' ' * n}1</answer>" for n in range(4)]
+FREQUENT = [*GUESSES, *(calculator_call(f"{n}+1") for n in range(4)), *(code_call(f"print({n})") for n in range(4))]
 
 
 def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -94,18 +96,24 @@ def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def reward_of(episode: dict[str, Any]) -> float:
-    """What `half` gives for the text with which the model ended its last turn."""
-    last = episode["messages"][-1]
-    ended = last["role"] == "assistant" and episode["reason"] == "stop"
-    return float(len((last["content"] if ended else "") + episode["gts"]) % 2 == 0)
+    """What `half` gives for the model's last turn; for nothing, where it did not end that turn or made a call in it."""
+    *before, last = episode["messages"]
+    if last["role"] == "user":  # the simulated user replies only to turns that the model ended
+        last, ended = before[-1], True
+    else:
+        ended = last["role"] == "assistant" and episode["reason"] == "stop"
+    text = last["content"] if ended else ""
+    return float(text != "" and sum(map(ord, text + episode["gts"])) % 2)
 
 
-def test_each_source_is_judged_its_own_way_once(tmp_path: Path, own_redis: RedisServer) -> None:
+def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: Path, own_redis: RedisServer) -> None:
     sections = {
         "run": {"steps": STEPS},
         "model": {"max_model_len": 640},
         "data": {**write_sources(tmp_path), "max_prompt_tokens": 448},
+        "algorithm": {"method": "grpo", "group_size": GROUP},
         "sampler": {"batch_size": BATCH},
+        "learner": {"lora": {"rank": 4}},
         "episode": {"max_response_tokens": 96, "max_seconds": 60, "rollouts_every": 1},
         "eval": {"every": 0},
     }
@@ -116,20 +124,29 @@ def test_each_source_is_judged_its_own_way_once(tmp_path: Path, own_redis: Redis
     broker = connect(BrokerConfig(url=own_redis.url, dead_after=3.0), "mixed")
     command = ("run", config, "--plain", "--generators", "1", "--redis", own_redis.url)
     with started(tmp_path / "run.log", *command, environment=environment) as process:
-        wait_for_version(broker, 1, process)
-        kill(broker, "generator")
+        for version, victim in ((1, "generator"), (2, "sampler")):
+            wait_for_version(broker, version, process)
+            kill(broker, victim)
         assert process.wait(timeout=1500) == 0, (tmp_path / "run.log").read_text()[-3000:]
 
     counters = settled_counters(broker)
-    assert counters["batched"] == STEPS * BATCH
-    assert counters.get("set_aside", 0) == 0
+    assert counters["batched"] == counters["grouped"] == STEPS * BATCH
+    left = {name: counters.get(name, 0) for name in ("late", "abandoned", "refilled", "set_aside")}
+    assert left == dict.fromkeys(left, 0)
+    assert counters.get("degenerate", 0) < counters["grouped"], "some groups taught something"
     rows = {name: {row["prompt"]: row for row in json_lines(*tmp_path.glob(f"{name}-*.jsonl"))} for name in SOURCES}
     episodes: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for episode in kept_episodes(tmp_path / "runs" / "mixed"):
+    folder = tmp_path / "runs" / "mixed"
+    for episode in kept_episodes(folder):
         (source,) = [name for name in SOURCES if episode["input"] in rows[name]]
         episodes[source].append(episode)
     assert sum(map(len, episodes.values())) == counters["counted"]
-    assert min(map(len, episodes.values())) >= 2 * HELDOUT
+    assert min(map(len, episodes.values())) >= HELDOUT
+    trained = Counter(episode["prompt_id"] for episode in json_lines(*folder.glob("rollouts/*")))
+    assert all(size % GROUP == 0 for size in trained.values())
+    checked = (folder / "logs" / "generator-1.log").read_text()
+    assert re.search(r"log-probs are the learner's.*version=[1-9]", checked), "the engine has the learner's adapter"
+    assert {path.name for path in (folder / "checkpoints" / f"step_{STEPS}").iterdir()} >= {"adapter", "hf"}
 
     for name in ("openai", "anthropic", "code", "corrector"):
         scored = [(episode["reward"], reward_of(episode)) for episode in episodes[name]]

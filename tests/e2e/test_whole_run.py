@@ -1,4 +1,7 @@
-"""A whole run on real vLLM, DeepSpeed and Redis, in which every kind of process is killed once."""
+"""A whole run on real vLLM, DeepSpeed and Redis, in which sampler and Redis are killed once.
+
+`test_deterministic_run.py` kills the others, which take longer to come back.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ SECTIONS = {
 
 @dataclass
 class Ended:
-    """What is left of a run that came to its end although each of its processes was killed."""
+    """What is left of a run that came to its end."""
 
     base: Path
     broker: Broker
@@ -71,9 +74,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     broker = connect(BrokerConfig(url=server.url, dead_after=3.0), "whole")
     command = ("run", config, "--plain", "--generators", "1", "--redis", server.url)
     with started(base / "launcher.log", *command, environment=offline(base)) as launcher:
-        for version, victim in ((1, "generator"), (2, "sampler"), (4, "learner")):
-            wait_for_version(broker, version, launcher)
-            kill(broker, victim)
+        wait_for_version(broker, 2, launcher)
+        kill(broker, "sampler")
         wait_for_version(broker, 6, launcher)
         batches = [Batch.unpack(fields[b"batch"]) for _, fields in broker.redis.xrange(broker.key("batches"))]
         server.kill()
@@ -141,7 +143,6 @@ def test_the_engines_gap_is_that_of_rounding_however_stale_a_token_is(ended: End
     stale = [name for name in gaps["staleness"] if "age_0" not in name]
     assert stale
     assert all(min(metrics.series(name).values) > 1e-3 for name in stale)
-    # A learner that was started again does not know the versions before.
     assert max(metrics.series("exact/scored").values + metrics.series("exact/mixed").values) == pytest.approx(1.0)
 
 
@@ -171,7 +172,5 @@ def test_the_trace_says_what_the_metrics_say(ended: Ended) -> None:
         assert min(abs(seconds - of_slice) for of_slice in trained) < 1e-3
     played = {event.details["task"] for event in events if event.lane == "episodes"}
     assert {episode["task_id"] for episode in ended.episodes} <= played
-    assert {"generator-1", "sampler", "learner"} <= {
-        event.details["process"] for event in events if event.name == "died"
-    }
+    assert "sampler" in {event.details["process"] for event in events if event.name == "died"}
     assert json.loads((ended.folder / "summary.json").read_text())["steps"] == STEPS

@@ -146,16 +146,9 @@ def test_the_engines_logprobs_are_the_learners_after_updates_too(model: Path, tm
     assert measures["with old weights"] > CLOSE, "the update changed nothing"
 
 
-def test_a_whole_run_on_one_gpu_comes_to_its_end(
-    model: Path, tmp_path: Path, own_redis: RedisServer, table: Table
+@pytest.mark.parametrize("cards", ["0", pytest.param("0,1", marks=pytest.mark.gpus(2))])
+def test_a_whole_run_comes_to_its_end(
+    model: Path, tmp_path: Path, own_redis: RedisServer, table: Table, cards: str
 ) -> None:
-    table(run_measures(model, tmp_path, own_redis.url, SHAPE))
-
-
-@pytest.mark.gpus(2)
-def test_a_whole_run_on_two_gpus_comes_to_its_end(
-    model: Path, tmp_path: Path, own_redis: RedisServer, table: Table
-) -> None:
-    cards = {"learner": "0", "generator": "1"}
     measures = run_measures(model, tmp_path, own_redis.url, SHAPE, cards)
-    table({f"two GPUs: {name}": figure for name, figure in measures.items()})
+    table({f"GPU {cards}: {name}": figure for name, figure in measures.items()})

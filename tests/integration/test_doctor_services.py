@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -17,13 +16,11 @@ import redis
 from typer.testing import CliRunner
 
 from common.checks import services
-from common.checks.check import Finding, Level, ok, problem, warning
+from common.checks.check import Finding, Level
 from common.checks.machine import read_machine
 from common.process import Role
 from common.streams.agreement import agree
 from common.streams.broker import Broker
-from common.streams.presence import Presence
-from launcher.checks.command import report
 from launcher.cli import app
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
@@ -120,20 +117,6 @@ def test_a_run_that_differs_or_is_over_is_named(real_broker: Broker, redis_serve
     assert "use the same release (image)" in line
 
 
-def test_the_port_of_the_runs_own_learner_is_no_problem(real_broker: Broker, redis_server: RedisServer) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        sections = {
-            "run": {"name": "test"},
-            "broker": {"url": redis_server.url, "wait": 0},
-            "learner": {"weights": {"bind": f"tcp://127.0.0.1:{taken.getsockname()[1]}"}},
-        }
-        assert level_of("weights port", Role.LEARNER, **sections) == "problem"
-        with Presence(Broker(real_broker.redis, "test"), "learner", "learner"):
-            assert level_of("weights port", Role.LEARNER, **sections) == "ok"
-
-
 def looked_at(url: str, **section: object) -> tuple[str, str]:
     finding = finding_of("sandbox", Role.GENERATOR, sandbox={"url": url, **section}, episode={"reward": "code"})
     return finding.level, finding.line
@@ -168,13 +151,9 @@ SERVES = json.dumps({"data": [{"id": "large"}, {"id": "small"}]})
 @pytest.mark.parametrize(
     ("status", "body", "section", "level", "words"),
     [
-        (200, SERVES, {}, "ok", "serves large"),
         (200, SERVES, {"url_model": "small"}, "ok", "serves small"),
         (200, SERVES, {"url_model": "huge"}, "problem", "'huge' is none of them"),
         (200, '{"data": []}', {}, "problem", "no model"),
-        (200, "hello", {}, "problem", "does not answer"),
-        (200, '["m"]', {}, "problem", "does not answer"),
-        (404, "no", {}, "problem", "answers with 404"),
         (401, "no", {}, "problem", "refuses to answer without a key"),
         (401, "no", {"api_key_env": "HOME"}, "problem", "refuses the key"),
         (200, SERVES, {"api_key_env": "NO_SUCH_KEY"}, "problem", "there is no such variable"),
@@ -190,24 +169,6 @@ def test_the_server_of_a_teacher_is_asked_for_its_models(
         finding = finding_of("teacher server", Role.GENERATOR, read_machine(), teacher=taught)
     assert (finding.level, words in finding.line) == (level, True), finding.line
     assert finding_of("teacher server", Role.GENERATOR, teacher=taught | {"api_key_env": None}).level == "problem"
-
-
-def test_findings_are_lines_or_json_and_a_problem_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    shared = ok("3.11", "python")
-    code = report({Role.SAMPLER: [shared, warning("a\nb", "data")], Role.LEARNER: [shared, ok("free", "port")]})
-    assert code == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "ok       python  3.11",
-        "warning  data (sampler)  a b",
-        "ok       port (learner)  free",
-        "2 ok, 1 warning, 0 problems",
-    ]
-    findings = {Role.SAMPLER: [problem("gone", "data")]}
-    assert report(findings) == 2
-    capsys.readouterr()
-    assert report(findings, as_json=True) == 2
-    row = {"check": "data", "level": "problem", "line": "gone", "roles": ["sampler"]}
-    assert json.loads(capsys.readouterr().out) == {"findings": [row], "problems": 1}
 
 
 def doctor(*arguments: object) -> tuple[int, dict[str, dict[str, str]]]:

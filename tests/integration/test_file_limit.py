@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize(
     ("soft", "hard", "most", "raised"),
-    [(100, 900, 500, 500), (100, 300, 500, 300), (700, 900, 500, 700), (300, 300, 500, 300)],
+    [(100, 900, 500, 500), (100, 300, 500, 300), (700, 900, 500, 700)],
 )
 def test_the_limit_of_open_files_is_raised_and_never_lowered(soft: int, hard: int, most: int, raised: int) -> None:
     code = f"""

@@ -36,7 +36,7 @@ def fill(broker: Broker) -> None:
         broker.redis.set(broker.key("another"), 1)
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random", "volatile-lru", "volatile-ttl"])
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
 def test_a_redis_that_may_drop_samples_is_refused_at_any_time(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:

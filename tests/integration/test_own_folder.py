@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -13,10 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from common.config import parse_config
-from common.files import socket_folder
-from generator.engine.arguments import prepare_environment
-from generator.engine.cpu_engine import own_environment
 from launcher.run.embedded_redis import private_socket, remove_socket
 
 pytestmark = pytest.mark.integration
@@ -62,7 +57,7 @@ def test_a_folder_goes_with_its_process_or_with_the_next(tmp_path: Path) -> None
     assert not third.exists()
 
 
-@pytest.mark.parametrize("length", [20, 43, 44, 100, 200])
+@pytest.mark.parametrize("length", [43, 44])
 def test_a_folder_for_sockets_has_a_short_path_and_goes_with_its_process(length: int, short_path: Path) -> None:
     temporary = short_path / ("x" * (length - len(str(short_path)) - 1))
     temporary.mkdir()
@@ -75,22 +70,10 @@ def test_a_folder_for_sockets_has_a_short_path_and_goes_with_its_process(length:
     assert length <= 43 or not list(temporary.iterdir())
 
 
-def test_sockets_of_vllm_are_there_unless_the_user_has_named_a_place() -> None:
-    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
-    for named, expected in ((None, str(socket_folder())), ("/elsewhere", "/elsewhere")):
-        with own_environment():
-            os.environ.pop("VLLM_RPC_BASE_PATH", None)
-            if named is not None:
-                os.environ["VLLM_RPC_BASE_PATH"] = named
-            prepare_environment(config)
-            assert os.environ["VLLM_RPC_BASE_PATH"] == expected
-
-
-@pytest.mark.parametrize("length", [20, 100])
 def test_a_run_whose_folder_has_a_long_path_has_its_sockets_elsewhere(
-    length: int, tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary = short_path / ("x" * (length - len(str(short_path)) - 1))
+    temporary = short_path / ("x" * 80)
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     path = private_socket(tmp_path / ("y" * 120), "redis.sock")

@@ -1,4 +1,4 @@
-"""`spo-sampler` as a process: kills, signals, and what a user can get wrong."""
+"""`spo-sampler` as a process: kills and signals."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import pytest
 import yaml
 
 from common.config import Config, dump_config
-from common.errors import UserError
 from common.streams.broker import Broker
-from sampler.cli import sample
 from tests.conftest import RedisServer
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
 from tests.support.sampler_driving import audited, committed_counts
@@ -40,7 +38,7 @@ def spawn(config: Config, *options: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def ended(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], timeout: float = 600) -> tuple[int, str]:
     try:
         _, err = process.communicate(timeout=timeout)
     finally:
@@ -125,33 +123,6 @@ def test_it_ends_if_the_run_folder_is_moved_away(config: Config, real_broker: Br
         code, err = ended(process)
     assert (code, "Traceback" in err) == (2, False)
     assert f"error: run folder {folder} was moved away or deleted during the run" in err
-
-
-def test_a_second_sampler_of_a_run_is_refused_with_one_line(config: Config, real_broker: Broker) -> None:
-    real_broker.redis.set(real_broker.key("lease"), "another-host/1/abc")
-    code, err = ended(spawn(config))
-    assert code == 2
-    assert "error: run 'test' already has a sampler (another-host/1/abc); stop that one" in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.train=nowhere.jsonl"], r"data.train = 'nowhere.jsonl': there is no such file"),
-        (["sampler.batchsize=3"], r"did you mean sampler.batch_size\?"),
-        (["sampler.initial_values=none.json"], "sampler.initial_values: none.json cannot be read"),
-        (["broker.url=redis://127.0.0.1:1/0", "broker.wait=0"], "no Redis at redis://127.0.0.1:1/0"),
-        (["run.steps=0"], "run.steps = 0 is a run without a learner"),
-    ],
-)
-def test_what_a_user_can_get_wrong_is_one_line(
-    config: Config, real_broker: Broker, overrides: list[str], message: str
-) -> None:
-    path = Path(config.run.output_dir) / "run.yaml"
-    path.write_text(dump_config(config))
-    with pytest.raises(UserError, match=message):
-        sample(path, overrides)
 
 
 def test_ctrl_c_ends_a_sampler_whose_redis_is_gone(tmp_path: Path, own_redis: RedisServer) -> None:

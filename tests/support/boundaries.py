@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fakeredis
 import msgpack
 import numpy as np
 import structlog
@@ -24,21 +23,15 @@ from common.config import DataConfig
 from common.messages import Batch, InvalidMessage, Message, SampleHeader, Step, Task
 from common.network import RetryableError
 from common.payload import Payload, decode_payload, encode_payload, open_record, pack_record
-from common.streams.broker import Broker
-from common.streams.ledger import SamplerLedger
-from common.streams.presence import Presence
 from common.unpack import Unreadable, unpack
 from common.weights import wire
 from generator.rewards import worker as frames
 from sampler.files.episode_files import episode_line
-from sampler.loop import Sampler
-from sampler.prompts.prompt_set import check_rows, load_data, read_answer, read_prompt
+from sampler.prompts.prompt_set import check_rows, read_answer, read_prompt
 from sampler.prompts.rows import BadRow, open_rows
-from sampler.records import DispatchedTask
 from sampler.values.scores import read_scores
 from sandbox_client.client import _parse as parse_sandbox_answer
 from tests.support.mutations import Mutations, from_json, from_msgpack, to_json, to_msgpack
-from tests.support.sampler import make_config
 
 MOST_MEMORY = 128 << 20  # bytes that reading one input may need, above the input itself
 
@@ -151,37 +144,6 @@ def scores(folder: Path) -> Accept:
     return accept
 
 
-def counting(folder: Path) -> Accept:
-    """Counts each header as the result of a task in flight, closes the batches that are full, and packs the commit."""
-    config = make_config(folder, run={"steps": 1 << 30}, episode={"rollouts_every": 1 << 20})
-    log = structlog.get_logger()
-    broker = Broker(fakeredis.FakeRedis(), "test", dead_after=60.0)
-    sampler = Sampler(config, load_data(config.data, log), SamplerLedger(broker), Presence(broker, "s", "sampler"), log)
-    state = sampler.state
-    state.record_step(0, 0.0)
-
-    def accept(data: bytes) -> None:
-        header = SampleHeader.unpack(data)
-        prompt = sampler.prompts.ids[state.next_task % len(sampler.prompts.ids)]
-        state.dispatch(Task(task_id=header.task_id, prompt_id=prompt, prompt="p"),
-                       DispatchedTask(prompt, False, state.version, 0.5))  # fmt: skip
-        if header.prompt_id == "p":
-            header = header.model_copy(update={"prompt_id": prompt})
-        sampler.count("0-1", header)
-        if state.next_task % 64 == 0:
-            state.record_step(state.version + 1, 0.01)
-            sampler.close_batches()
-            sampler.rollouts.write()
-        for batch in state.take_commit().batches:
-            Batch.unpack(batch.pack())
-        assert np.isfinite(state.tracker.values()).all()
-        assert not state.admission.in_flight
-        sampler.ledger.broker.redis.delete(broker.key("dead"))
-        sampler.failures.in_a_row = 0
-
-    return accept
-
-
 def reads(accept: Callable[[bytes], object]) -> Callable[[Path], Accept]:
     """Opens a reader that needs no folder."""
     return lambda _: lambda data: void(accept(data))
@@ -279,7 +241,6 @@ BOUNDARIES: dict[str, Boundary] = {
     "header": Boundary(HEADERS, wired(SampleHeader.unpack)),
     "batch": Boundary(BATCHES, wired(Batch.unpack)),
     "step": Boundary(STEPS, wired(Step.unpack)),
-    "counting": Boundary(HEADERS, counting),
     "payload": Boundary([encode_payload(EPISODE)], reads(payload)),
     "record": Boundary([zlib.compress(line) for line in LINES], reads(record), **ZIPPED),
     "weight request": Boundary(REQUESTS, wired(wire.unpack_request)),

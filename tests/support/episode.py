@@ -20,6 +20,7 @@ from generator.rewards import Outcome, Score, Scorer
 from generator.tools import Toolbox
 from generator.users import UserTurn, conversation
 from launcher.quickstart.tiny_model import build_tokenizer
+from tests.support.event_loop import used
 
 TOKENIZER = build_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
@@ -63,20 +64,16 @@ def talk(user: Any, *replies: str, row: dict[str, Any] | None = None, **limits: 
 def scored(config: Config, *outcomes: Outcome) -> list[Score]:
     """Rewards of outcomes, by one scorer."""
 
-    async def scene() -> list[Score]:
-        scorer = Scorer(config)
-        try:
-            return [await scorer.score(outcome) for outcome in outcomes]
-        finally:
-            await scorer.close()
+    async def each(scorer: Scorer) -> list[Score]:
+        return [await scorer.score(outcome) for outcome in outcomes]
 
-    return asyncio.run(scene())
+    return used(lambda: Scorer(config), each)
 
 
 class ScriptedEngine:
-    """Plays the given texts, one a turn, each by a newer version."""
+    """Plays the given texts, one a turn, each by a newer version, up to its first stop token; or whole completions."""
 
-    def __init__(self, *turns: str, tokenizer: Any = TOKENIZER) -> None:
+    def __init__(self, *turns: str | Completion, tokenizer: Any = TOKENIZER) -> None:
         self.turns = list(turns)
         self.tokenizer = tokenizer
         self.prompts: list[str] = []
@@ -86,7 +83,12 @@ class ScriptedEngine:
     async def generate(self, prompt_ids: Any, *, max_tokens: int, **limits: Any) -> Completion:
         self.prompts.append(self.tokenizer.decode(prompt_ids))
         self.limits.append(limits)
-        ids = np.asarray(self.tokenizer.encode(self.turns.pop(0), add_special_tokens=False), np.int32)
+        turn = self.turns.pop(0)
+        if isinstance(turn, Completion):
+            return turn
+        ids = np.asarray(self.tokenizer.encode(turn, add_special_tokens=False), np.int32)
+        stops = np.flatnonzero(np.isin(ids, [self.tokenizer.eos_token_id, *limits.get("stop_token_ids", ())]))
+        ids = ids[: stops[0] + 1] if len(stops) else ids
         stopped = len(ids) <= max_tokens
         ids = ids[:max_tokens]
         self.version += 1

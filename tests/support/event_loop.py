@@ -34,3 +34,16 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Any:
 
     run.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
     return run
+
+
+def used(make: Callable[[], Any], act: Callable[[Any], Awaitable[Any]]) -> Any:
+    """What an object gives that is made in an event loop of its own, and closed afterwards."""
+
+    async def scene() -> Any:
+        made = make()
+        try:
+            return await act(made)
+        finally:
+            await made.close()
+
+    return asyncio.run(scene())

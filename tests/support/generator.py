@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Callable, Container, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from common.weights.memory import TransferStats
-from common.weights.wire import Manifest
 from generator.engine.engine import Completion, EngineDied
 from generator.episode.parts import RunParts
 from generator.loop import Generator
@@ -58,7 +57,7 @@ class PretendEngine:
         turn = self.turn(prompt_ids)
         return dataclasses.replace(turn, versions=[(self.version, 0, len(turn.token_ids))])
 
-    async def score(self, token_ids: Any) -> np.ndarray:
+    async def logprobs(self, token_ids: Any) -> np.ndarray:
         self.scored.append(len(token_ids))
         return np.full(len(token_ids), -0.75, np.float32)
 
@@ -95,21 +94,6 @@ def failing(error: BaseException, calls: Container[int] = range(1000)) -> Callab
     return fail
 
 
-@dataclasses.dataclass
-class PretendWeights:
-    version: int
-
-    @property
-    def manifest(self) -> Manifest:
-        """A manifest without a prompt for the log-prob check."""
-        return Manifest(
-            snapshot=f"a-{self.version}", version=self.version, total_bytes=0, chunk_bytes=1, checksums=[], names=[],
-            dtypes=[], shapes=[], offsets=[],
-        )  # fmt: skip
-
-    def close(self) -> None: ...
-
-
 class PretendClient:
     """Serves the versions a test puts into `queue`, unless it is held."""
 
@@ -121,10 +105,11 @@ class PretendClient:
         for version in versions:
             self.queue.put_nowait(version)
 
-    async def next(self) -> PretendWeights:
+    async def next(self) -> Any:
         version = await self.queue.get()
         await self.free.wait()
-        return PretendWeights(version)
+        no_check = SimpleNamespace(check_token_ids=[])
+        return SimpleNamespace(version=version, manifest=no_check, close=lambda: None)
 
     def hold(self) -> bool:
         self.free.clear()
@@ -185,19 +170,25 @@ class Rig:
         return arrived
 
     def play(self, story: Callable[[Rig], Any]) -> Any:
-        """Run the generator while a story unfolds, then stop it."""
+        """Run the generator while a story unfolds, then stop it; an error that ends the generator ends the story."""
 
         async def scene() -> Any:
             self.engine.hold = asyncio.Event()
             self.engine.hold.set()
-            running = asyncio.create_task(self.generator.run())
-            try:
-                return await story(self)
-            finally:
-                self.generator.stop.set()
-                await asyncio.wait_for(running, DEADLINE)
+            running, telling = asyncio.create_task(self.generator.run()), asyncio.ensure_future(story(self))
+            await asyncio.wait({running, telling}, return_when=asyncio.FIRST_COMPLETED)
+            telling.cancel()  # changes nothing if it is done
+            self.generator.stop.set()
+            await asyncio.wait_for(running, DEADLINE)
+            return await telling
 
         return asyncio.run(scene())
+
+
+async def stuck(rig: Rig) -> None:
+    """A story in which the engine gives no answer."""
+    rig.engine.hold.clear()
+    await asyncio.Event().wait()
 
 
 def playing(**sections: Any) -> Callable[[Callable[[Rig], Any]], Callable[[Broker], None]]:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +25,7 @@ from learner.publish.weight_server import WeightServer
 from learner.ranks import world as ranks
 from learner.trainer import Trainer
 from tests.support.engine import shared
-from tests.support.processes import one_ended
+from tests.support.whole_run import json_lines, spo
 
 # Dense bfloat16 operations a second of a card, by a part of its name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}
@@ -185,14 +181,8 @@ def engine_settings() -> dict[str, Any]:
     return {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}
 
 
-def run_measures(
-    model: Path, folder: Path, redis_url: str, shape: Shape, gpus: Mapping[str, str] | None = None
-) -> dict[str, float]:
-    """A whole run of sampler, learner and generator as processes, to its end; seconds a step.
-
-    Args:
-        gpus: `CUDA_VISIBLE_DEVICES` of `learner` and `generator`.
-    """
+def run_measures(model: Path, folder: Path, redis_url: str, shape: Shape, cards: str) -> dict[str, float]:
+    """A whole `spo run` to its end on cards (`CUDA_VISIBLE_DEVICES`), with one generator; its seconds."""
     rows = [json.dumps({"prompt": f"What is {i}+1=", "answer": str(i + 1)}) for i in range(64)]
     (folder / "train.jsonl").write_text("\n".join(rows))
     settings = configuration(
@@ -207,29 +197,10 @@ def run_measures(
     ).model_dump(mode="json")
     path = folder / "gpus.yaml"
     path.write_text(yaml.safe_dump(settings))
-    processes = {}
-    for role in ("sampler", "learner", "generator"):
-        environment = dict(os.environ)
-        if gpus and role in gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[role]
-        log = (folder / f"gpus-{role}.log").open("w")
-        command = [sys.executable, "-m", f"{role}.cli", "-c", str(path)]
-        processes[role] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    deadline = time.monotonic() + 1500
-    try:
-        while running := [process.pid for process in processes.values() if process.poll() is None]:
-            failed = any(process.poll() for process in processes.values())
-            if failed or not one_ended(running, deadline - time.monotonic()):
-                break
-        codes = {process.poll() for process in processes.values()}
-    finally:
-        for process in processes.values():
-            process.kill()
-    logs = "\n".join((folder / f"gpus-{role}.log").read_text()[-2000:] for role in processes)
-    assert codes == {0}, logs
-    lines = [json.loads(line) for line in (folder / "gpus" / "metrics.jsonl").read_text().splitlines()]
-    times = sorted(line["time"] for line in lines if "time" in line)
-    return {"run steps": float(shape.steps), "run seconds": times[-1] - times[0] if times else 0.0}
+    ran = spo("run", path, "--plain", "--generators", 1, "--redis", redis_url, timeout=1500, CUDA_VISIBLE_DEVICES=cards)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
+    times = sorted(line["time"] for line in json_lines(folder / "gpus" / "metrics.jsonl") if "time" in line)
+    return {"run steps": float(shape.steps), "run seconds": times[-1] - times[0]}
 
 
 def _wait(device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """Rewards as users write them, good and bad; scoring processes import them by name."""
 
+# ruff: noqa: F401 (what texts evaluate)
+
 from __future__ import annotations
 
 import asyncio
@@ -12,7 +14,6 @@ import subprocess
 import sys
 import time
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,45 @@ def odd_rows_fail(text: str, row: dict[str, Any]) -> float:
 
 
 def told(text: str, answer: Any, row: dict[str, Any]) -> Any:
-    """Does as the answer says, so that one pool serves all tests of misbehaviour."""
-    return TRICKS[text](row)
+    """What the text says in Python, so that one pool serves all tests of misbehaviour."""
+    return eval(text, globals(), {"row": row})
+
+
+def fails(error: Exception) -> None:
+    raise error
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def hello(row: dict[str, Any]) -> None:
+    """Writes the ids of its process and of two that it has started to `hello`; one is a daemon."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    daemon = subprocess.check_output(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], text=True)
+    Path(row["hello"]).write_text(f"{os.getpid()} {child.pid} {daemon}")
+
+
+def forked(row: dict[str, Any]) -> float:
+    """The exit code of a forked process that leaves as another reward does."""
+    child = os.fork()
+    if not child:
+        return float(told(row["leaves"], None, row))
+    return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+async def forked_in_the_loop(row: dict[str, Any]) -> float:
+    return forked(row)
+
+
+def waits(row: dict[str, Any]) -> float:
+    """Writes its process's id to `hello`, then waits until `go` exists."""
+    Path(row["hello"]).write_text(str(os.getpid()))
+    while not Path(row["go"]).exists():
+        time.sleep(0.01)
+    return 1.0
 
 
 def skips(completions: list[str], **columns: Any) -> list[float | None]:
@@ -93,118 +131,6 @@ class AsynchronousCall:
 
 
 asynchronous_call = AsynchronousCall()
-
-
-def _say_hello(row: dict[str, Any]) -> None:
-    """Writes the ids of its process and of two that it has started to `hello`; one is a daemon."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    daemon = subprocess.check_output(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], text=True)
-    Path(row["hello"]).write_text(f"{os.getpid()} {child.pid} {daemon}")
-
-
-def _hang(row: dict[str, Any]) -> None:
-    _say_hello(row)
-    time.sleep(1000)
-
-
-def _exit(row: dict[str, Any]) -> None:
-    _say_hello(row)
-    os._exit(3)
-
-
-def _crash(row: dict[str, Any]) -> None:
-    _say_hello(row)
-    ctypes.string_at(0)
-
-
-def _fork(row: dict[str, Any]) -> float:
-    """The exit code of a forked process that leaves as another reward does."""
-    child = os.fork()
-    if not child:
-        return float(TRICKS[row["leaves"]](row))
-    return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-
-async def _fork_in_the_loop(row: dict[str, Any]) -> float:
-    return _fork(row)
-
-
-def _hold_the_interpreter(row: dict[str, Any]) -> None:
-    # Never leaves C, so that no signal handler of Python's would run.
-    all(itertools.repeat(True))
-
-
-def _wait_for_a_file(row: dict[str, Any]) -> float:
-    """Writes its process's id to `hello`, then waits until `go` exists."""
-    Path(row["hello"]).write_text(str(os.getpid()))
-    while not Path(row["go"]).exists():
-        time.sleep(0.01)
-    return 1.0
-
-
-def _allocate(row: dict[str, Any]) -> float:
-    return float(len(bytearray(64 << 30)))
-
-
-def _raise(row: dict[str, Any]) -> None:
-    raise KeyError("no such column\nin this row")
-
-
-def _raise_at_length(row: dict[str, Any]) -> None:
-    raise ValueError("x" * 10_000_000)
-
-
-class _Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-def _raise_unprintable(row: dict[str, Any]) -> None:
-    raise _Unprintable
-
-
-def _forge(row: dict[str, Any]) -> float:
-    """Answers in its process's place."""
-    os.write(int(sys.argv[1]), len(row["answer"]).to_bytes(4, "big") + row["answer"])
-    return 1.0
-
-
-TRICKS: dict[str, Any] = {
-    "forge": _forge,
-    "fine": lambda row: 1,
-    "hang": _hang,
-    "hold": _hold_the_interpreter,
-    "wait": _wait_for_a_file,
-    "pid": lambda row: os.getpid(),
-    "exit": _exit,
-    "leave": lambda row: sys.exit(4),
-    "crash": _crash,
-    "fork": _fork,
-    "fork in the loop": _fork_in_the_loop,
-    "allocate": _allocate,
-    "raise": _raise,
-    "raise at length": _raise_at_length,
-    "raise unprintable": _raise_unprintable,
-    "nan": lambda row: float("nan"),
-    "none": lambda row: None,
-    "text": lambda row: "1.0",
-    "true": lambda row: True,
-    "list": lambda row: [0.5, 0.5],
-    "tuple": lambda row: (1.0, "fine"),
-    "mapping": lambda row: {"accuracy": 1.0},
-    "complex": lambda row: 1j,
-    "list of text": lambda row: ["1.0"],
-    "list of none": lambda row: [None],
-    "list of one": lambda row: [1],
-    "numpy": lambda row: np.float32(1),
-    "array": lambda row: np.array([1.0]),
-    "numpy's truth": lambda row: np.bool_(True),
-    "decimal": lambda row: Decimal(1),
-    "fraction": lambda row: Fraction(1, 1),
-    "scored": lambda row: {"score": np.array([1.0]), "acc": True},
-    "print": lambda row: print("x" * 100_000) or 1.0,
-}
 
 
 class CountingReward:
@@ -237,14 +163,6 @@ class NoScore:
 class BadStart:
     def __init__(self) -> None:
         raise RuntimeError("no model here")
-
-    def score(self, outcome: Outcome) -> float:
-        return 1.0
-
-
-class SlowStart:
-    def __init__(self) -> None:
-        time.sleep(1000)
 
     def score(self, outcome: Outcome) -> float:
         return 1.0

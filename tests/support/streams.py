@@ -8,7 +8,7 @@ from common.messages import SampleHeader, Task
 from common.payload import Payload
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
-from common.streams.tasks import GROUP, HOLDERS, TRAINING, Delivery, Finished, TaskInbox
+from common.streams.tasks import CONSUMER_GROUP, HOLDERS, TRAINING, Delivery, Finished, TaskInbox
 
 
 def tasks(n: int, start: int = 0) -> list[Task]:
@@ -65,8 +65,10 @@ def silence(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
 def lose_reply(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
     """Lease one task to a process that never learns of it, so many seconds ago."""
     consumer = inbox.consumer
-    ((entry_id, _),) = broker.read_group(TRAINING, GROUP, consumer, count=1)
-    broker.redis.xclaim(broker.key(TRAINING), GROUP, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True)
+    ((entry_id, _),) = broker.read_group(TRAINING, CONSUMER_GROUP, consumer, count=1)
+    broker.redis.xclaim(
+        broker.key(TRAINING), CONSUMER_GROUP, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True
+    )
 
 
 def saved_keys(broker: Broker) -> dict[bytes, bytes]:

@@ -1,15 +1,17 @@
-"""Chat templates in the shapes of published ones, in words of our own."""
+"""Chat templates in the shapes of published ones, in words of our own, and tokenizers that have them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from generator.chat.template import ChatTemplate
-from launcher.quickstart.tiny_model import CHAT_TEMPLATE
+from launcher.quickstart.tiny_model import CHAT_TEMPLATE, build_tokenizer
 
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 ROLES = "{%- for m in messages %}"
 # Special tokens, the tokenizer's end of text first, and the template.
 SHAPES = {
@@ -74,20 +76,6 @@ SHAPES = {
         "{%- if not m.tool_calls %}<turn|>\n{% endif %}{%- endif %}{%- endfor %}"
         "{%- if add_generation_prompt and not now.result %}<|turn>model\n{% endif %}",
     ),
-    # A special token stands between what is said and the end of the turn.
-    "command": (
-        ["<|end_turn|>", "<|turn|>", "<|say|>", "<|/say|>"],
-        ROLES + "<|turn|>{{ m.role }}{%- if m.role == 'assistant' %}<|say|>{{ m.content }}<|/say|>"
-        "{%- else %}{{ m.content }}{%- endif %}<|end_turn|>{%- endfor %}"
-        "{%- if add_generation_prompt %}<|turn|>assistant<|say|>{%- endif %}",
-    ),
-    # GLM's, with an end of text behind the last answer alone.
-    "glm, closed": (
-        ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"],
-        ROLES + "{{ '<|' ~ ('observation' if m.role == 'tool' else m.role) ~ '|>' ~ m.content }}"
-        "{%- if loop.last and m.role == 'assistant' %}<|endoftext|>{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}<|assistant|>{%- endif %}",
-    ),
     # It shows no results of tools.
     "silent": (
         ["<|end|>", "<|user|>", "<|assistant|>"],
@@ -102,12 +90,72 @@ SHAPES = {
 }  # fmt: skip
 
 
+ASK = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+# Shows the roles it knows and no others, and an assistant's earlier turns without thoughts.
+QWEN = (
+    "{%- if tools -%}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif -%}"
+    "{%- for m in messages -%}"
+    "{%- if m.role in ('user', 'system') -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{%- elif m.role == 'assistant' -%}{{ '<|im_start|>assistant\n' + (m.content or '').split('</think>')[-1] }}"
+    "{%- for call in m.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}"
+    "{{ '<|im_end|>\n' }}"
+    "{%- elif m.role == 'tool' -%}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    "{%- endif -%}{%- endfor -%}"
+    + ASK
+    + "{%- if enable_thinking is false -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
+)
+# Roles must alternate, and there is no system message.
+STRICT = (
+    "{%- for m in messages -%}"
+    "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('roles must alternate') }}{%- endif -%}"
+    "{{ '<|im_start|>' + m.role + '\n' + (m.content | trim) + '<|im_end|>\n' }}{%- endfor -%}" + ASK
+)
+# Drops a system message without a word; prints what stands for content, whatever it is.
+CARELESS = (
+    "{%- for m in messages -%}{%- if m.role != 'system' -%}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}"
+    "{{ '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}" + ASK
+)
+# Shows what tools say as JSON.
+AS_JSON = CARELESS.replace("{{ m.content }}", "{{ m.content | tojson if m.role == 'tool' else m.content }}")
+
+
+def byte_level(
+    special: Sequence[str],
+    template: str,
+    *,
+    pairs: Sequence[tuple[str, str]] = (),
+    normalizer: Any = None,
+    pre_tokenizer: Any = BYTES,
+) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer, whose end of text is the first special token; `pairs` are its merges."""
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in pairs)]
+    vocabulary = {symbol: i for i, symbol in enumerate(dict.fromkeys(symbols))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=list(pairs)))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    made.pre_tokenizer, made.decoder = pre_tokenizer, decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[0], chat_template=template)
+
+
 def shaped(name: str, ends: Sequence[str] = ()) -> tuple[PreTrainedTokenizerFast, ChatTemplate]:
     """A byte-level tokenizer with the template of a shape; `ends` are the model's own ends of text."""
-    special, source = SHAPES[name]
-    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
-    made.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[0], chat_template=source)
+    tokenizer = byte_level(*SHAPES[name])
     return tokenizer, ChatTemplate(tokenizer, ends=tokenizer.convert_tokens_to_ids(ends))
+
+
+def with_template(template: str | None) -> Any:
+    tokenizer = build_tokenizer(["<think>", "</think>"])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def of_pieces() -> Any:
+    """A tokenizer like SentencePiece's, which puts a blank before each text."""
+    characters = ["▁", *(chr(code) for code in range(33, 127)), "\n"]
+    made = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(characters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    made.decoder = decoders.Metaspace(prepend_scheme="always")
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=QWEN)

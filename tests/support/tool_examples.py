@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 from common.messages import Task
-from generator.tools import ToolError, ToolUnavailable
-from sandbox_client import SandboxUnavailable
+from generator.tools import ToolError, ToolUnavailable  # noqa: F401
+from sandbox_client import SandboxUnavailable  # noqa: F401
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 
@@ -38,21 +37,12 @@ class RepeatingInterpreter(Echo):
 
 
 class Breaking(Echo):
-    """Raises what its text names."""
+    """Raises what its text says in Python."""
 
     name = "break"
 
     async def call(self, text: str) -> str:
-        errors = {
-            "tool": ToolError("try again"),
-            "gone": ToolUnavailable("no server"),
-            "sandbox": SandboxUnavailable("no sandbox"),
-            "time": TimeoutError("slow"),
-            "cancelled": asyncio.CancelledError(),
-            "exit": SystemExit(3),
-            "panic": GeneratorExit(),
-        }
-        raise errors.get(text, RuntimeError("bad\nluck " + "x" * 1000))
+        raise eval(text)
 
 
 class Hanging(Echo):
@@ -68,22 +58,6 @@ class Hanging(Echo):
             type(self).cut += 1
             raise
         return ""
-
-
-class Blocked(Echo):
-    """Waits in one of asyncio's threads until it is released."""
-
-    name = "blocked"
-    go = threading.Event()
-    threads = 0
-
-    async def call(self, text: str) -> str:
-        await asyncio.to_thread(self._wait)
-        return ""
-
-    def _wait(self) -> None:
-        type(self).threads += 1
-        self.go.wait()
 
 
 class Patient(Hanging):

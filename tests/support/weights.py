@@ -25,22 +25,22 @@ from learner.publish.weight_server import WeightServer
 from relay.relay import Relay
 from tests.support.waiting import PATIENCE
 
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 CREDIT = 3
 CONFIG = WeightsConfig(shared_folder="off")
 Tensors = dict[str, torch.Tensor]
 
 
-def random_weights(seed: int, mib: int = 5) -> Tensors:
-    """Tensors of odd sizes that do not fit chunk borders, `mib` MiB in float32."""
+def random_weights(seed: int, chunks: int = 5) -> Tensors:
+    """Tensors of odd sizes that do not fit chunk borders, so many chunks in float32."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"embed": (mib * 1000, 251), "norm": (7,), "scalar": (), "empty": (0, 3), "proj": (333, 33)}
+    shapes = {"embed": (chunks * 250, 251), "norm": (7,), "scalar": (), "empty": (0, 3), "proj": (333, 33)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def snapshot(version: int, seed: int | None = None, name: str | None = None, mib: int = 5) -> Snapshot:
+def snapshot(version: int, seed: int | None = None, name: str | None = None, chunks: int = 5) -> Snapshot:
     """Random weights as a learner serves them."""
-    weights = random_weights(version if seed is None else seed, mib)
+    weights = random_weights(version if seed is None else seed, chunks)
     return copy_weights(version, weights.items(), torch.float32, CHUNK, snapshot=name).snapshot()
 
 
@@ -49,8 +49,8 @@ def arriving(manifest: Manifest) -> Snapshot:
     return Snapshot.arriving(manifest, MemoryFile(manifest.total_bytes))
 
 
-def publish(server: WeightServer, version: int, seed: int | None = None, mib: int = 5) -> Tensors:
-    weights = random_weights(version if seed is None else seed, mib)
+def publish(server: WeightServer, version: int, seed: int | None = None, chunks: int = 5) -> Tensors:
+    weights = random_weights(version if seed is None else seed, chunks)
     server.serve(server.copy(version, weights.items(), torch.float32))
     return weights
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.boundaries import BOUNDARIES, check
 
-INPUTS = 400
+INPUTS = 200
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)

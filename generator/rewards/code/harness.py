@@ -31,7 +31,7 @@ from generator.rewards.code.peer import Over, Peer
 
 MAX_REASON = 160  # characters
 START = "import sys; TEXT = sys.argv.pop(); exec(TEXT)"
-PROGRAM = "solution"  # the module of which tests import the program's names
+PROGRAM = "solution"  # the module from which tests import the program's names
 
 
 class ProgramPeer(Peer):

@@ -1,4 +1,4 @@
-"""Runs the tests of a model-written program in a sandbox, and tells which of them passed.
+"""Runs the tests of a model-written program in a sandbox, and returns which of them passed.
 
 Expected values never reach the program's process: outputs are compared here, assertions run in a process of their own
 (`generator.rewards.code.harness`). docs/rewards.md says what that protects from, and what not.

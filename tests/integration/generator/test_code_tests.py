@@ -12,11 +12,9 @@ from generator.rewards import Outcome
 from generator.rewards.code.reward import Code
 from generator.rewards.code.unit_tests import CodeLimits, CodeVerdict, extract_code, run_code_tests, same_output
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
-from tests.support.event_loop import in_event_loop
 from tests.support.process_sandbox import ProcessSandbox
 
 DOUBLE = "print(2 * int(input()))"
-SUM = "print(int(input()) + int(input()))"
 
 
 def check(code: str, tests: Any, sandbox: Any = None, **options: Any) -> CodeVerdict:
@@ -24,26 +22,11 @@ def check(code: str, tests: Any, sandbox: Any = None, **options: Any) -> CodeVer
     return asyncio.run(run_code_tests(sandbox or ProcessSandbox(), code, tests, **options))
 
 
-@pytest.mark.parametrize(
-    ("code", "tests", "results"),
-    [
-        (DOUBLE, {"inputs": ["1", "2\n", "3"], "outputs": ["2\n", "4", "7"]}, [True, True, False]),
-        (SUM, json.dumps({"inputs": [["1", "2"], "3\n4"], "outputs": [["3"], 7]}), [True, True]),
-    ],
-)
-def test_partial_credit_is_the_share_of_tests_passed(code: str, tests: Any, results: list[bool]) -> None:
-    verdict = check(code, tests)
-    assert [result.passed for result in verdict.results] == results
-    assert verdict.score() == pytest.approx(sum(results) / len(results))
-    assert verdict.score(partial=False) == float(all(results))
-
-
+SUM = "print(int(input()) + int(input()))"
 WRONG = [
-    ("print(2); raise SystemExit(1)", "exit code 1"),
     ("print(2)\nimport os; os.kill(os.getpid(), 9)", "exit code -9"),
     ("print(2, flush=True)\nwhile True: pass", "time limit"),
     ("print(2); print(3)", "wrong output"),
-    ("print('2' * (1 << 20))", "wrong output"),
 ]
 
 
@@ -54,38 +37,35 @@ def test_a_wrong_program_fails_with_its_reason(code: str, reason: str) -> None:
     assert (verdict.passed, verdict.results[0].reason) == (0, reason)
 
 
-# Each ends well and has printed anything but the answer, which no program can find where it runs.
-EACH = "import os\nfor each in {}:\n    try: {}\n    except OSError: pass"
-WITHOUT_THE_ANSWER = [
-    "raise SystemExit(0)",
-    "import os; os._exit(0)",
-    "raise type('', (AssertionError,), {})",
-    "import sys; sys.excepthook = lambda *a: None; raise type('', (Exception,), {})",
-    "import atexit, os; atexit.register(os._exit, 0); print('passed', 0, 'ready')",
-    EACH.format("range(3, 50)", "os.write(each, b'{\"exit-code\": 0}\\n0 passed\\n')"),
-    "import os; print(*os.environ.items(), *os.listdir('.'), open('/proc/self/cmdline').read(), open(__file__).read())",
-    "import gc, sys; print(sys.modules, sys.argv, gc.get_objects()[:100], sys._getframe().f_globals)",
-    EACH.format("(os.getppid(), 1)", "print(open(f'/proc/{each}/environ').read())"),
-    "import os\nif os.fork(): os.wait()\nprint(''.join(map(chr, range(32, 127))))",
-    "import signal, os; signal.signal(15, lambda *a: os._exit(0)); os.kill(os.getpid(), 15)",
-    "import threading, os; threading.Timer(0.1, os._exit, (0,)).start(); print(end='\\0' * 99)",
-    "print('{}', 'None', '\\ud800'.encode('utf-8', 'surrogatepass'), sep='\\r\\n')",
-]
+# It ends well and has printed anything but the answer, which no program can find where it runs.
+WITHOUT_THE_ANSWER = """
+import atexit, gc, os, sys
+atexit.register(os._exit, 0)
+print("passed", 0, *os.environ.items(), *os.listdir("."), open("/proc/self/cmdline").read(), open(__file__).read())
+print(sys.modules, gc.get_objects()[:100], sys._getframe().f_globals, "".join(map(chr, range(32, 127))))
+"""
 
 
-@pytest.mark.parametrize("code", WITHOUT_THE_ANSWER)
-def test_no_program_passes_without_printing_the_answer(code: str) -> None:
-    tests = {"inputs": ["20", "21"], "outputs": ["81549300", "81549301"]}
-    verdict = check(code, tests, limits=CodeLimits(timeout=10.0))
+def test_no_program_passes_without_printing_the_answer() -> None:
+    verdict = check(WITHOUT_THE_ANSWER, {"inputs": ["20", "21"], "outputs": ["81549300", "81549301"]})
     assert (verdict.passed, verdict.score(), verdict.score(partial=False)) == (0, 0.0, 0.0)
 
 
 class EchoSandbox(ProcessSandbox):
-    """Gives stdin back, once as many runs have come as there can be at a time."""
+    """Gives stdin back, once as many runs have come as there can be at a time; fails where stdin is `gone`."""
 
     def __init__(self, together: int = 1) -> None:
         super().__init__()
-        self.together, self.full = together, asyncio.Event()
+        self.together, self.full, self.cancelled = together, asyncio.Event(), 0
+
+    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
+        if request.stdin == "gone":
+            return RunCodeResponse.model_validate({"status": "SandboxError", "message": "gone"})
+        try:
+            return await super().run_code(request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
 
     async def _run(self, request: RunCodeRequest, folder: Any) -> RunCodeResponse:
         if self.running == self.together:
@@ -105,72 +85,43 @@ def test_runs_of_one_program_are_bounded_and_limited() -> None:
     assert (request.code, request.stdin, request.files) == ("print('?')", "7", {})  # and nothing of expected outputs
 
 
-def test_nothing_more_is_run_once_all_or_nothing_is_decided() -> None:
+def test_nothing_more_is_run_once_all_or_nothing_is_decided_or_the_sandbox_fails() -> None:
     sandbox = EchoSandbox()
     tests = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "x", "3", "4"]}
     verdict = check("", tests, sandbox, limits=CodeLimits(concurrency=1), stop_at_failure=True)
     assert [result.passed for result in verdict.results] == [True, False, False, False]
     assert len(sandbox.requests) == 2
     assert verdict.results[3].reason.startswith("not run")
-
-
-class FailingSandbox(ProcessSandbox):
-    """Fails at the second run, one way or the other, while others are under way."""
-
-    cancelled = 0
-
-    def __init__(self, raises: bool) -> None:
-        super().__init__()
-        self.raises = raises
-
-    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
-        self.requests.append(request)
-        if len(self.requests) == 2:
-            if self.raises:
-                raise SandboxUnavailable("gone")
-            return RunCodeResponse.model_validate({"status": "SandboxError", "message": "gone"})
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.cancelled += 1
-        raise AssertionError
-
-
-@pytest.mark.parametrize("raises", [True, False])
-@in_event_loop
-async def test_a_failing_sandbox_is_no_verdict_and_leaves_no_run(raises: bool) -> None:
-    sandbox, before = FailingSandbox(raises), asyncio.all_tasks()
-    tests = {"inputs": ["1"] * 9, "outputs": ["2"] * 9}
+    sandbox = EchoSandbox(99)
     with pytest.raises(SandboxUnavailable, match="gone"):
-        await run_code_tests(sandbox, DOUBLE, tests, limits=CodeLimits(concurrency=4))
-    assert asyncio.all_tasks() == before
-    assert sandbox.cancelled == len(sandbox.requests) - 1
+        check("", {"inputs": ["1", "2", "gone"], "outputs": ["1", "2", "3"]}, sandbox)
+    assert sandbox.cancelled == 2
 
 
-EXACT = {
-    # White space at the end of lines does not count; anything else does.
-    **dict.fromkeys([("1\n2\n", "1\n2"), ("1  \n2\t\n\n\n", "1\n2"), ("1\r\n2\r\n", "1\n2"), ("", "\n")], True),
-    **dict.fromkeys([("\n1", "\n1"), ("1" + " " * 60_000, "1")], True),
-    **dict.fromkeys([("1 2", "1\n2"), (" 1", "1"), ("1  2", "1 2"), ("", "0"), ("1\n\n2", "1\n2")], False),
-    **dict.fromkeys([("1.0", "1"), ("a", "A"), ("1" + " " * 70_000, "1")], False),
-}
-TOLERANT = {
-    **dict.fromkeys([("0.33333", "0.333333333"), ("x = 1.0000001 ok", "x  =  1 ok"), ("1e-9", "0")], True),
-    **dict.fromkeys([("1e3", "1000"), ("nan", "nan"), ("1\n2.0", "1.0\n2")], True),
-    **dict.fromkeys([("0.334", "0.333333"), ("1 2", "1"), ("y = 1.0", "x = 1.0"), ("inf", "Infinity")], False),
-    **dict.fromkeys([("1000000000000000001", "1000000000000000000"), ("1" * 400, "2" * 400), ("nan", "1")], False),
-}
-
-
-@pytest.mark.parametrize(("pair", "same"), EXACT.items())
-def test_outputs_are_compared_line_by_line(pair: tuple[str, str], same: bool) -> None:
-    assert same_output(*pair) is same
-
-
-@pytest.mark.parametrize(("pair", "same"), TOLERANT.items())
-def test_numbers_may_differ_by_the_tolerance(pair: tuple[str, str], same: bool) -> None:
-    assert same_output(*pair, tolerance=1e-4) is same
-    assert not same_output(*pair) or pair[0] == pair[1]
+@pytest.mark.parametrize(
+    ("output", "expected", "exact", "tolerant"),
+    [
+        # White space at the end of lines does not count; anything else does.
+        ("1  \n2\t\n\n\n", "1\n2", True, True),
+        ("1\r\n2\r\n", "1\n2", True, True),
+        ("1" + " " * 60_000, "1", True, True),
+        ("1" + " " * 70_000, "1", False, False),
+        ("1 2", "1\n2", False, False),
+        ("1\n\n2", "1\n2", False, False),
+        (" 1", "1", False, True),
+        ("0.33333", "0.333333333", False, True),
+        ("x = 1.0000001 ok", "x  =  1 ok", False, True),
+        ("0.334", "0.333333", False, False),
+        ("y = 1.0", "x = 1.0", False, False),
+        ("inf", "Infinity", False, False),
+        ("1000000000000000001", "1000000000000000000", False, False),
+    ],
+)
+def test_outputs_are_compared_line_by_line_and_numbers_may_differ_by_the_tolerance(
+    output: str, expected: str, exact: bool, tolerant: bool
+) -> None:
+    assert same_output(output, expected) is exact
+    assert same_output(output, expected, tolerance=1e-4) is tolerant
 
 
 @pytest.mark.parametrize(
@@ -179,19 +130,13 @@ def test_numbers_may_differ_by_the_tolerance(pair: tuple[str, str], same: bool) 
         (None, "allowed: "),
         ([], "no statement"),
         (["assert f()"], "language = 'python'"),
-        ([1], "allowed: "),
-        ("not json", "allowed: "),
         ("assert f( == 1", "allowed: "),
-        ([{"input": "1"}], "allowed: "),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "do not name it"),
         ({"fn_name": "f()", "inputs": [[1]], "outputs": [1]}, "not the name of a function"),
         ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "not a list of arguments"),
         ({"fn_name": "f", "inputs": ["1, 2"], "outputs": ["1"]}, "are not JSON"),
         ("def check(candidate):\n    assert candidate(1)", "no statement that could fail"),
-        ({}, "allowed: "),
-        ({"inputs": ["1"], "outputs": []}, "one length"),
         ({"inputs": "12", "outputs": "24"}, "one length"),
-        ({"assertions": "assert f()"}, "allowed: "),
         (["assert f( == 1"], "is not Python"),
         (["import math", "x = 1", "def test(): assert f()"], "no statement that could fail"),
     ],
@@ -213,12 +158,6 @@ FORMS = {
     "APPS, a function": (CALLS, ADD, WRONG_ADD),
     "APPS, a method": (json.dumps(CALLS), SOLUTION, SOLUTION.replace("+", "-")),
     "APPS, each output in a list": (CALLS | {"outputs": [[3], [7]]}, SOLUTION, WRONG_ADD),
-    "APPS, no program of that name": (CALLS, ADD, "def sub(a, b): return a + b"),
-    "a name of Python's": (
-        {"fn_name": "sum", "inputs": [[[1, 2]]], "outputs": [3]},
-        "def sum(x): return x[0] + x[1]",
-        "x = 1",
-    ),
     "tuples and keys that are numbers": (
         {"fn_name": "pairs", "inputs": [[2]], "outputs": PAIRED},
         PAIRS,
@@ -229,30 +168,14 @@ FORMS = {
         ADD,
         WRONG_ADD,
     ),
-    "LiveCodeBench, functional": (
-        [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}],
-        SOLUTION,
-        WRONG_ADD,
-    ),
     "LiveCodeBench, stdin": (json.dumps([{"input": "1\n2\n", "output": "3\n", "testtype": "stdin"}]), SUM, DOUBLE),
-    "HumanEval, with its call": (
-        "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)",
-        ADD,
-        WRONG_ADD,
-    ),
     "HumanEval, with the name": (
         {"assertions": ["def check(f):\n    assert f(1, 2) == 3"], "entry_point": "add"},
         ADD,
         WRONG_ADD,
     ),
     "pytest": ("from solution import add\n\ndef test_a():\n    assert add(1, 2) == 3", ADD, WRONG_ADD),
-    "pytest, by another name": (
-        "from solution import add as plus\n\ndef test_a():\n    assert plus(1, 2) == 3",
-        ADD,
-        WRONG_ADD,
-    ),
     "pytest, a list": (["def test_a(): assert add(1, 2) == 3", "def test_b(): assert add(4, 3) == 7"], ADD, WRONG_ADD),
-    "MBPP, a text": ("assert add(1, 2) == 3\nassert add(3, 4) == 7", ADD, WRONG_ADD),
     "a list as Python writes it": ("['assert add(1, 2) == 3']", ADD, WRONG_ADD),
 }
 
@@ -263,10 +186,12 @@ def test_tests_are_read_as_public_data_sets_have_them(form: str) -> None:
     assert [check(code, tests).score() for code in (right, wrong)] == [1.0, 0.0]
 
 
-def test_results_of_calls_may_differ_by_the_tolerance() -> None:
-    tests = {"fn_name": "half", "inputs": [[1], [3]], "outputs": [0.5, 1.5]}
-    code = "def half(x): return x / 2 + 1e-7"
-    assert [check(code, tests, tolerance=tolerance).passed for tolerance in (None, 1e-6)] == [0, 2]
+HALVES = {"fn_name": "half", "inputs": [[1], [3]], "outputs": [0.5, 1.5]}
+
+
+@pytest.mark.parametrize(("tolerance", "passed"), [(None, 0), (1e-6, 2)])
+def test_results_of_calls_may_differ_by_the_tolerance(tolerance: float | None, passed: int) -> None:
+    assert check("def half(x): return x / 2 + 1e-7", HALVES, tolerance=tolerance).passed == passed
 
 
 FENCED = "```python\nfirst\n```\ntext\n```python\nlast\n  indented\n```\nafter\n```\nplain\n```"
@@ -276,12 +201,9 @@ FENCED = "```python\nfirst\n```\ntext\n```python\nlast\n  indented\n```\nafter\n
     ("text", "code"),
     [
         (FENCED, "last\n  indented"),
-        ("```py\nx\n```", "x"),
         ("```PYTHON\r\nx\r\n```\r\n", "x\r"),
-        ("```python\n    x\n\n```", "    x"),
         ("```python\nx\n```\n```python\ncut off", "x"),
         ("<code>a</code> and <code>\nb\n</code>", "\nb\n"),
-        ("<code>a</code>\n```python\nb\n```", "b"),
         ("<code>a</code> <code>cut off", "a"),
         ("```cpp\nx\n```", "```cpp\nx\n```"),
         ("", ""),
@@ -289,12 +211,6 @@ FENCED = "```python\nfirst\n```\ntext\n```python\nlast\n  indented\n```\nafter\n
 )
 def test_the_program_is_the_last_whole_block(text: str, code: str) -> None:
     assert extract_code(text) == code
-
-
-@pytest.mark.parametrize("piece", ["```python\n", "<code>", "</code>", "```", "`", "\n", "<code>x</code>", " \t"])
-def test_megabytes_of_tags_are_read_once(piece: str) -> None:
-    text = piece * (4_000_000 // len(piece))
-    assert len(extract_code(text)) <= len(text)
 
 
 # The reward: where the tests come from, partial credit, and a sandbox that fails.
@@ -313,9 +229,7 @@ def score(text: str, answer: Any, options: dict[str, Any], sandbox: ProcessSandb
     ("text", "answer", "options", "expected"),
     [
         (DOUBLED, STREAMS, {}, 0.75),
-        (DOUBLED, json.dumps(STREAMS), {}, 0.75),
         (DOUBLED, STREAMS, {"partial": False}, 0),
-        (DOUBLED, {"inputs": ["1"], "outputs": ["2"]}, {"partial": False}, 1),
         (TWICE, "unused", {"tests": "tests"}, 0.5),
         ("", STREAMS, {}, 0),
     ],
@@ -324,10 +238,7 @@ def test_the_reward_is_the_share_of_tests_or_all(text: str, answer: Any, options
     sandbox = ProcessSandbox()
     assert score(text, answer, options, sandbox) == expected
     assert bool(sandbox.requests) == bool(text), "without a program nothing is run"
-
-
-@pytest.mark.parametrize(("options", "words"), [({"tests": "other"}, "no column 'other'"), ({}, "tests")])
-def test_what_cannot_be_tested_is_an_error_not_a_zero(options: Any, words: str) -> None:
-    for text in (DOUBLED, ""):
-        with pytest.raises(ValueError, match=words):
-            score(text, "4", options, ProcessSandbox())
+    with pytest.raises(ValueError, match="no column 'other'"):
+        score(text, answer, {"tests": "other"}, sandbox)
+    with pytest.raises(ValueError, match="tests"):
+        score(text, "4", {}, sandbox)

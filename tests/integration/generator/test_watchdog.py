@@ -17,33 +17,26 @@ import asyncio, time
 from generator.concurrency import watch
 
 async def tool_that_blocks():
-    time.sleep(1000)
+    time.sleep({blocks})
 
 async def main():
-    watching = asyncio.create_task(watch({seconds}))
-    await asyncio.sleep(0)
-    {scene}
+    watching = asyncio.create_task(watch(1.0))
+    for _ in range({turns}):
+        await asyncio.sleep(0.1)
+    if {ends}:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    await tool_that_blocks()
 
 asyncio.run(main())
 """
-BLOCKED = WATCHED.format(seconds=0.5, scene="await tool_that_blocks()")
-GOES_ON = WATCHED.format(
-    seconds=1.5,
-    scene="""
-    for _ in range(20):
-        await asyncio.sleep(0.1)
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-    time.sleep(1.7)  # nothing watches any more
-""",
-)
 HANGING = """
 import asyncio, threading
 from generator.concurrency import exit_after
 
 async def main():
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
-    exit_after({code}, 0.1)
+    exit_after(3, 0.1)
 
 asyncio.run(main())
 """
@@ -62,9 +55,9 @@ input()
 @pytest.mark.parametrize(
     ("program", "code", "words"),
     [
-        (BLOCKED, 1, "in tool_that_blocks"),
-        (GOES_ON, 0, ""),
-        (HANGING.format(code=3), 3, ""),
+        (WATCHED.format(blocks=1000, turns=1, ends=False), 1, "in tool_that_blocks"),
+        (WATCHED.format(blocks=1.2, turns=12, ends=True), 0, ""),  # nothing watches any more when it blocks
+        (HANGING, 3, ""),
     ],
     ids=["blocked loop", "loop goes on", "hanging thread"],
 )

@@ -17,7 +17,7 @@ PROGRAMS = {
         "searches the memory of the judge",
         "attaches to the judge",
         "writes a verdict to the judge's stdout",
-        "kills the judge when asked",
+        "interrupts the judge",
         "puts modules where imports look",
     )
 } | {"right": f"def f(x): return {ANSWER}"}

@@ -7,8 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sandbox_client import RequestRefused, RunCodeRequest, SandboxUnavailable, Status
 from tests.support.sandbox_double import Reply, SandboxDouble, answers, hangs, outcome, resets, result, run, says, sends
@@ -35,10 +33,8 @@ def test_request_and_answer_are_sandboxfusions() -> None:
     "fields",
     [
         {"status": "Failed", "return_code": -9},
-        {"status": "Failed", "run_status": "TimeLimitExceeded", "return_code": None, "stdout": None},
         {"status": "Failed", "run_result": None, "compile_result": {"status": "Finished", "return_code": 1}},
         {"status": "Success", "stdout": "\u0000\x1b[2J\u2028\U0001f600" * 1000},
-        {"status": "Success", "stdout": "é" * (2 << 20)},
     ],
 )
 def test_a_result_is_one_whatever_it_says(fields: dict[str, Any]) -> None:
@@ -47,40 +43,20 @@ def test_a_result_is_one_whatever_it_says(fields: dict[str, Any]) -> None:
     assert answer.run_result is None or answer.run_result.stdout == fields.get("stdout", "89\n")
 
 
-async def stalls(double: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Half an answer, and then nothing."""
-    writer.write(HALF)
-    await hangs(double, reader, writer)
-
-
 MISBEHAVIOUR: dict[str, Reply] = {
     "500": says(b"Internal Server Error", status=500),
-    "502": says(b"<html>bad gateway</html>", status=502, kind="text/html"),
-    "504": says(b"\xff\xfe\x00", status=504),
-    "html instead of a result": says(b"<html>please log in</html>", kind="text/html"),
     "malformed JSON": says(b'{"status": "Success", "message": '),
-    "no JSON object": says(b"[]"),
     "deep JSON": says(b"[" * 100_000),
-    "not UTF-8": says(b'{"status": "\xff"}'),
-    "empty": says(b""),
     "unknown status": answers(status="Pending"),
-    "unknown status of the run": answers(run_status="Exploded"),
-    "200,000 wrong files": answers(files={str(i): None for i in range(200_000)}),
     "result missing": answers(run_result=None),
-    "failed without a reason": answers(status="Failed", run_result=None),
     "sandbox error": answers(status="SandboxError", message="no pod left\n" * 1000),
     "reset": resets,
-    "closed": sends(b""),
     "not HTTP": sends(b"SSH-2.0-OpenSSH_9.2\r\n"),
     "cut off in the middle": sends(HALF),
     "cut off in a chunk": sends(CHUNKED + b"4b0\r\n" + TRUNCATED),
-    "cut off in the head": sends(OK + b"Content-Le"),
-    "bad chunk size": sends(CHUNKED + b"zz\r\n{}"),
-    "contradicting lengths": sends(OK + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n{}"),
     "compressed unasked": says(b"\x1f\x8b\x08\x00", Content_Encoding="gzip"),
     "endless head": sends(OK + b"X: " + b"x" * 1_000_000),
     "silence": hangs,
-    "silence in the middle": stalls,
 }
 
 
@@ -99,7 +75,7 @@ def test_a_bad_answer_is_asked_again_and_only_bad_ones_are_none(fault: str) -> N
 
 REFUSALS = {
     str(status): says(b'{"detail": "language klingon\n is not known"}' + b"x" * 100_000, status=status, Location="/")
-    for status in (400, 401, 413, 307, 201)
+    for status in (401, 307)
 } | {"423": sends(b"HTTP/1.1 423 x\r\nContent-Length: 100\r\n\r\nlanguage klingon")}  # cut off in the middle
 
 
@@ -132,10 +108,3 @@ def test_an_answer_without_end_is_cut_off(declared: bool, monkeypatch: pytest.Mo
     assert f"longer than {limit} bytes" in str(error)
     assert len(server.requests) == 1
     assert flooded < 16 * limit  # what sockets hold comes on top of what is read
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=300), st.booleans())
-def test_arbitrary_bytes_are_an_unavailable_sandbox(content: bytes, head: bool) -> None:
-    error, _, _ = run(outcome(says(content) if head else sends(content), attempts=1))
-    assert isinstance(error, SandboxUnavailable)

@@ -126,20 +126,6 @@ async def guarded(admission: Connections) -> AsyncIterator[tuple[asyncio.StreamR
         await serving
 
 
-def test_a_connection_not_admitted_in_time_is_cut_off(loop: asyncio.Runner) -> None:
-    async def dribble() -> None:
-        admission = Connections(patience=0.2)
-        async with guarded(admission) as (reader, writer):
-            writer.write(b"GET /health HTTP/1.1\r\nHost: sandbox\r\n\r\n")
-            assert b"200" in await reader.readline()
-            with contextlib.suppress(ConnectionError):
-                while await asyncio.wait_for(reader.read(1), 120):
-                    writer.write(b"G")
-            assert not admission.waiting
-
-    loop.run(dribble())
-
-
 CHUNKED = b"POST /run_code HTTP/1.1\r\nAuthorization: Bearer right\r\nTransfer-Encoding: chunked\r\n\r\n"
 BAD = b"HTTP/1.1 400 Bad Request\r\n"
 
@@ -148,12 +134,10 @@ BAD = b"HTTP/1.1 400 Bad Request\r\n"
     ("request_", "line"),
     [
         (b"GET /metrics HTTP/1.1\r\nHost: sandbox\r\nAuthorization: Bearer right\r\n\r\n", b"HTTP/1.1 200 OK\r\n"),
-        (b"GET /health HTTP/1.1\r\nX: " + b"x" * 2 * HEADER_BYTES, BAD),
         (b"GET /health HTTP/1.1\r\n" + b"X: x\r\n" * HEADER_BYTES, BAD),
         (CHUNKED + b"1;" + b"x" * 2 * HEADER_BYTES, BAD),
-        (CHUNKED + b"0\r\nX: " + b"x" * 2 * HEADER_BYTES, BAD),
     ],
-    ids=["token", "endless header", "endless headers", "endless chunk line", "endless trailer"],
+    ids=["token", "endless headers", "endless chunk line"],
 )
 def test_the_token_admits_and_headers_are_bounded(request_: bytes, line: bytes, loop: asyncio.Runner) -> None:
     async def ask() -> None:

@@ -114,9 +114,7 @@ def signals() -> Iterator[None]:
     [
         ("--bind tcp://127.0.0.1:{taken}", "--bind = 'tcp://127.0.0.1:{taken}': Address already in use | another port"),
         ("--bind tcp://0.0.0.0:*", "--bind = 'tcp://0.0.0.0:*' is open to the network | curve_dir"),
-        ("--bind 127.0.0.1:5", "--bind = '127.0.0.1:5' must be of the form tcp://host:port"),
         ("--upstream node-1:5", "--upstream = 'node-1:5' must be of the form"),
-        ("--upstream tcp://node-1", "--upstream = 'tcp://node-1' must be of the form"),
         ("--upstream tcp://127.0.0.1:{taken}", "what listens at tcp://127.0.0.1:{taken} serves no weights"),
         ("--bind tcp://127.0.0.1:{free} --upstream tcp://127.0.0.1:{free}", "leads back to this relay"),
         ("-o run.seed=7", "run.seed"),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import weakref
 from collections.abc import Callable
 
 import pytest
 
 from common.weights.follow import Endpoint
-from common.weights.memory import Snapshot, Transfer
-from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, unpack_reply
-from learner.publish.weight_server import WeightServer
-from tests.support.ports import free_port
+from common.weights.memory import Snapshot
+from common.weights.wire import Fetch, Hello, Poll
 from tests.support.waiting import eventually
 from tests.support.weights import (
     CHUNK,
@@ -45,37 +41,6 @@ def test_a_chunk_is_passed_on_before_the_next_has_come(lab: Lab) -> None:
         assert requests.fetch(manifest, chunk) == source.chunks[chunk]
 
 
-def test_a_late_chunk_is_sent_once_to_each_waiting_client(lab: Lab) -> None:
-    source = snapshot(0)
-    unfinished = arriving(source.manifest)
-    server = lab.serving(unfinished)
-    clients = [lab.requests(server), lab.requests(server)]
-    for requests in clients:
-        requests.ask(Poll())
-        for _ in range(3):  # as a client does that has waited for long
-            requests.socket.send(Fetch(snapshot=source.name, chunk=1).pack())
-        requests.ask(Poll(have="other-0"))  # by now all requests have been read
-    for chunk in (1, 0):
-        server.arrived(unfinished, chunk, source.chunks[chunk])
-    for requests in clients:
-        header, data = requests.socket.recv_multipart()
-        assert (unpack_reply(header), data) == (Chunk(snapshot=source.name, chunk=1), source.chunks[1])
-        requests.fetch(source.manifest, 0)
-    assert server.sent.chunks == 4
-
-
-def test_a_chunk_that_will_never_come_is_answered_with_gone(lab: Lab) -> None:
-    unfinished = arriving(snapshot(0).manifest)
-    server = lab.serving(unfinished)
-    requests = lab.requests(server)
-    requests.ask(Poll())
-    requests.socket.send(Fetch(snapshot=unfinished.name, chunk=0).pack())
-    requests.ask(Poll(have="other-0"))  # the request has been read
-    server.serve(snapshot(1))
-    assert unpack_reply(requests.socket.recv()) == Gone(snapshot=unfinished.name)
-    assert isinstance(requests.ask(Poll())[0], Manifest)
-
-
 def test_a_corrupt_or_lost_chunk_is_asked_for_again(lab: Lab) -> None:
     source = snapshot(1)
     spoiled: dict[int, Callable[[bytes], bytes]] = {0: lambda data: data[:-1] + bytes([data[-1] ^ 1]), 2: lambda _: b""}
@@ -94,29 +59,6 @@ def test_a_corrupt_or_lost_chunk_is_asked_for_again(lab: Lab) -> None:
     arrives(client, random_weights(1))
     stats = relay.follower.stats
     assert (stats.corrupt_chunks, stats.reconnects, client.stats.corrupt_chunks) == (2, 0, 0)
-
-
-def test_a_relay_holds_three_snapshots_at_most(lab: Lab) -> None:
-    server = lab.learner()
-    relay = lab.relay(server.endpoint)
-    begin, seen = relay.begin, []
-
-    def watched(manifest: Manifest) -> Transfer:
-        transfer = begin(manifest)
-        seen.append(weakref.ref(relay._arriving))
-        return transfer
-
-    relay.begin = watched  # type: ignore[method-assign]
-    client, reader = lab.client(server.endpoint, relays=relay.near), lab.requests(relay.server)
-    versions_arrive(server, [client], [0])
-    manifest, _ = reader.ask(Poll())
-    old = snapshot(0)
-    for version in range(1, 6):
-        versions_arrive(server, [client], [version])
-        chunk = version % len(old.chunks)
-        assert reader.fetch(manifest, chunk) == old.chunks[chunk]
-        eventually(lambda: sum(ref() is not None for ref in seen) <= 3)  # one to write the next to
-    assert len(seen) == 6
 
 
 def test_in_a_chain_each_relay_sends_once_and_names_those_above(lab: Lab) -> None:
@@ -174,20 +116,13 @@ def test_a_restarted_learner_is_followed_through_relays(lab: Lab) -> None:
     assert client.stats.source == "near"
 
 
-def test_a_relay_that_falls_silent_is_left_for_the_learner(lab: Lab) -> None:
-    server = lab.learner()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        near = [{"name": "silent", "address": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}]
-        arrives(lab.client(server.endpoint, relays=lambda: near, timeout=0.5), publish(server, 0))
-
-
 def test_a_relay_that_stays_behind_is_left_for_the_learner(lab: Lab) -> None:
     """Otherwise tasks that ask for newer weights would wait for ever."""
     server, old, behind = lab.learner(), snapshot(0), threading.Event()
     relay = lab.scripted(following([old]))
     publish(server, 0)
     client = lab.client(
-        lambda: server.endpoint() | ({} if behind.is_set() else {"snapshot": old.name}), relay.near, timeout=0.5
+        lambda: server.endpoint() | ({} if behind.is_set() else {"snapshot": old.name}), relay.near, timeout=2.0
     )
     arrives(client, random_weights(0))
     assert client.stats.source == "scripted"
@@ -215,35 +150,3 @@ def test_a_relay_gives_no_older_or_earlier_learners_weights(lab: Lab, stale: str
     relays += relay.near()
     arrives(client, random_weights(2))
     assert polls >= 3
-
-
-def test_a_relay_that_appears_is_used_from_the_next_version_on(lab: Lab) -> None:
-    server = lab.learner()
-    relays: list[Endpoint] = []
-    client = lab.client(server.endpoint, relays=lambda: relays)
-    versions_arrive(server, [client], [0])
-    assert client.stats.source == "learner"
-    relay = lab.relay(server.endpoint)
-    relays += relay.near()
-    eventually(lambda: client.stats.source == "near")
-    assert relay.sent == 0
-    assert versions_arrive(server, [client], [1]) == relay.sent
-
-
-def test_a_configured_relay_is_used_unless_it_is_away(lab: Lab) -> None:
-    server = lab.learner()
-    relay = lab.relay(server.endpoint)
-    client = lab.client(server.endpoint, relays=relay.near, relay=relay.server.address)
-    versions_arrive(server, [client], [0])
-    assert client.stats.source == relay.server.address
-    lab.close(relay)
-    versions_arrive(server, [client], [1])
-    assert client.stats.source == "learner"
-
-
-def test_an_upstream_that_is_not_there_yet_is_waited_for(lab: Lab) -> None:
-    there, learners = f"tcp://127.0.0.1:{free_port()}", list[WeightServer]()
-    relay = lab.relay(lambda: learners[0].endpoint() if learners else None, upstream=there, timeout=0.3)
-    eventually(lambda: relay.follower.stats.reconnects > 0)
-    learners.append(lab.learner(bind=there))
-    arrives(lab.client(lambda: None, relays=relay.near), publish(learners[0], 0))

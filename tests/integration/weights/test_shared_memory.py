@@ -10,7 +10,6 @@ from structlog.testing import capture_logs
 
 from common.config import WeightsConfig
 from common.weights.memory import MemoryFile, Snapshot
-from tests.support.waiting import eventually
 from tests.support.weights import (
     CHUNK,
     CONFIG,
@@ -84,16 +83,6 @@ def test_a_relay_pulls_or_takes_weights_once_and_hands_them_on(lab: Lab, learner
     assert near.stats.source == "near"
 
 
-def test_for_clients_that_share_memory_no_deltas_are_made(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers of one machine have addresses of their own, as other machines have."""
-    monkeypatch.setattr("common.weights.follow.is_this_machine", lambda host: False)
-    server = lab.learner()
-    client = lab.client(server.endpoint)
-    for version in range(4):
-        weights = arrives(client, publish(server, version), version)
-    assert weights.manifest.base == ""
-
-
 def test_a_folder_that_two_machines_share_is_noticed(
     lab: Lab, config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +96,7 @@ def test_a_folder_that_two_machines_share_is_noticed(
 
 
 @pytest.mark.parametrize(
-    "trouble", ["no common folder", "no socket can be made", "nothing listens", "the name is gone", "another's socket"]
+    "trouble", ["no common folder", "no socket can be made", "nothing listens", "another's socket"]
 )
 def test_weights_are_pulled_where_memory_cannot_be_had(
     trouble: str, lab: Lab, config: WeightsConfig, tmp_path: Path
@@ -124,8 +113,6 @@ def test_weights_are_pulled_where_memory_cannot_be_had(
         if trouble == "nothing listens":
             path.unlink()
             path.touch()
-        elif trouble == "the name is gone":
-            path.unlink()
         elif trouble == "another's socket":  # of a server with another token
             other = lab.learner()._server.handover
             assert other is not None
@@ -145,23 +132,3 @@ def test_after_damage_in_shared_memory_the_weights_are_pulled(lab: Lab) -> None:
     weights = arrives(client, random_weights(0))
     assert client.stats.corrupt_chunks == 1
     assert server.sent.bytes == weights.manifest.total_bytes
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_snapshot_dropped_meanwhile_gives_way_to_the_newest(lab: Lab) -> None:
-    """At a relay a snapshot may be offered that never becomes whole."""
-    learner = lab.learner(shared_folder="off")
-    relay = lab.relay(learner.endpoint)
-    client = lab.client(learner.endpoint, relays=relay.near)
-    versions_arrive(learner, [client], [0])
-    life = learner.endpoint()["snapshot"].partition("-")[0]
-    unfinished, newest = (snapshot(number, name=f"{life}-{number}") for number in (1, 2))
-    relay.begin(unfinished.manifest)
-    handover = relay.server.handover
-    assert handover is not None
-    eventually(lambda: handover.holds(unfinished.name))
-    put(newest, relay.begin(newest.manifest).file)
-    for index in range(len(newest.chunks)):
-        relay.arrived(index, None)
-    arrives(client, random_weights(2))
-    assert client.stats.restarts >= 1  # a poll that was repeated may be answered twice

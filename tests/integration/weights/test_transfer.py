@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import gc
-import os
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
-from common.weights.wire import Fetch, Gone, Poll, Refused, checksum, unpack_reply
-from generator.weights.weight_client import WeightClient
-from learner.publish.weight_server import WeightServer
+from common.weights.wire import Fetch, Poll, Refused, checksum, unpack_reply
 from tests.support.waiting import eventually
 from tests.support.weights import (
-    CONFIG,
-    CREDIT,
     Lab,
     arrives,
-    assert_same,
-    chunk_frames,
     following,
     publish,
-    pulled,
     random_weights,
     snapshot,
     versions_arrive,
@@ -39,20 +27,6 @@ def test_each_version_arrives_at_each_client(lab: Lab) -> None:
     arrives(clients[0], publish(server, 1, seed=9), 1)  # the same version with other weights
 
 
-def test_weights_that_a_client_missed_are_replaced_by_newer_ones(lab: Lab) -> None:
-    server = lab.learner()
-    client, other = lab.client(server.endpoint), lab.client(server.endpoint)
-    versions_arrive(server, [other], range(2))
-    weights = pulled(client)
-    if weights.version == 0:  # the newer ones were still on their way
-        weights.close()
-        weights = pulled(client)
-    with weights:
-        assert_same(weights, random_weights(1))
-    with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(client.next(), 0.01))
-
-
 def test_memory_that_a_client_still_reads_is_never_written_to(lab: Lab) -> None:
     server = lab.learner()
     reader, other = lab.requests(server), lab.requests(server)
@@ -64,19 +38,6 @@ def test_memory_that_a_client_still_reads_is_never_written_to(lab: Lab) -> None:
         assert checksum(reader.fetch(manifest, chunk)) == manifest.checksums[chunk]
         publish(server, version)
         seen, _ = other.ask(Poll(have=seen.snapshot))
-
-
-def test_a_poll_waits_for_a_newer_snapshot(lab: Lab) -> None:
-    server = lab.learner()
-    requests = lab.requests(server)
-    publish(server, 0)
-    first, _ = requests.ask(Poll())
-    requests.socket.send(Poll(have=first.snapshot).pack())
-    requests.fetch(first, 0)  # answered before the poll, which still waits
-    publish(server, 1)
-    assert unpack_reply(requests.socket.recv()).version == 1
-    assert requests.ask(Poll())[0].version == 1
-    assert requests.ask(Fetch(snapshot=first.snapshot, chunk=0))[0] == Gone(snapshot=first.snapshot)
 
 
 def test_malformed_requests_are_refused_and_stop_nothing(lab: Lab) -> None:
@@ -93,28 +54,11 @@ def test_malformed_requests_are_refused_and_stop_nothing(lab: Lab) -> None:
     arrives(lab.client(server.endpoint), expected)
 
 
-def test_no_chunk_is_lost_within_a_large_credit(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.weights.server.CREDIT", 32)
-    server = lab.learner()
-    publish(server, 0)
-    client = lab.requests(server)
-    manifest, _ = client.ask(Poll())
-    fetches = [Fetch(snapshot=manifest.snapshot, chunk=n % len(manifest.checksums)) for n in range(128)]
-    for fetch in fetches[:32]:
-        client.socket.send(fetch.pack())
-    arrived = []
-    for fetch in [*fetches[32:], *[None] * 32]:
-        arrived.append(unpack_reply(client.socket.recv_multipart()[0]).chunk)
-        if fetch is not None:
-            client.socket.send(fetch.pack())
-    assert arrived == [fetch.chunk for fetch in fetches]
-
-
 def test_a_client_that_reads_nothing_fills_no_memory(lab: Lab) -> None:
     server = lab.learner()
     greedy = lab.requests(server)
     greedy.socket.rcvhwm = 1
-    expected = publish(server, 0, mib=20)
+    expected = publish(server, 0, chunks=20)
     manifest, _ = greedy.ask(Poll())
     fetches = [Fetch(snapshot=manifest.snapshot, chunk=chunk) for chunk in range(len(manifest.checksums))] * 20
     for fetch in fetches:
@@ -142,28 +86,6 @@ def test_a_snapshot_gone_in_the_middle_is_replaced(lab: Lab) -> None:
     assert client.stats.restarts == 1
 
 
-def test_at_most_credit_chunks_are_under_way(lab: Lab) -> None:
-    source = snapshot(1, mib=10)
-    held: list[Fetch] = []
-    most = 0
-
-    def answer(request: Poll | Fetch) -> list[bytes]:
-        nonlocal most
-        if isinstance(request, Poll):
-            return following([source])(request)
-        held.append(request)
-        most = max(most, len(held))
-        # The first answers are held back: a client without flow control would ask for everything.
-        if len(held) < CREDIT and max(one.chunk for one in held) < len(source.chunks) - 1:
-            return []
-        return chunk_frames(source, held.pop(0))
-
-    server = lab.scripted(answer)
-    pulled(lab.client(server.endpoint, timeout=1.0)).close()
-    assert most <= CREDIT
-    assert server.fetched() == set(range(len(source.chunks)))
-
-
 def test_a_learner_gives_weights_for_its_password_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     passwords = iter(["another", "expected"])
     monkeypatch.setattr("common.weights.listener.secrets", SimpleNamespace(token_hex=lambda size: next(passwords)))
@@ -176,58 +98,3 @@ def test_a_learner_gives_weights_for_its_password_alone(lab: Lab, monkeypatch: p
     lab.close(without, refusing)
     accepting = lab.learner(bind=where["address"])
     arrives(client, publish(accepting, 1))
-
-
-def test_a_learner_that_cannot_be_looked_up_is_waited_for(lab: Lab) -> None:
-    server = lab.learner()
-    expected = publish(server, 0)
-
-    def away() -> None:
-        raise ConnectionError("broker is away")
-
-    answers: list[Callable[[], dict[str, str] | None]] = [lambda: None, away]
-    client = lab.client(lambda: (answers.pop(0) if answers else server.endpoint)())
-    arrives(client, expected)
-    assert not answers
-
-
-def test_a_learner_that_restarts_at_the_same_address_is_followed(lab: Lab) -> None:
-    first = lab.learner()
-    where = first.endpoint()
-    client = lab.client(lambda: where)
-    versions_arrive(first, [client], [3])
-    lab.close(first)
-    second = lab.learner(bind=where["address"])
-    expected = publish(second, 2)
-    where = second.endpoint()  # with another password
-    arrives(client, expected, 2)
-
-
-def test_memory_serves_again_and_is_given_back_at_the_end() -> None:
-    before = _memory_files()
-    server = WeightServer(CONFIG)
-    client = WeightClient(server.endpoint, CONFIG)
-    paths = set()
-    for version in range(4):
-        paths.add(arrives(client, publish(server, version)).path)
-    assert len(paths) == 1
-    publish(server, 4)
-    last = pulled(client)
-    client.close()
-    last.close()
-    last.close()
-    server.close()
-    del server, client
-    # Threads that computed the last checksums may be about to end.
-    eventually(lambda: _memory_files() <= before)
-
-
-def _memory_files() -> set[int]:
-    """Inodes of this process's files; other tests may have left some that are given back meanwhile."""
-    gc.collect()
-    inodes = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if "spo-weights" in os.readlink(f"/proc/self/fd/{number}"):
-                inodes.add(os.stat(f"/proc/self/fd/{number}").st_ino)
-    return inodes

@@ -97,12 +97,6 @@ def test_a_deterministic_run_is_serial_and_has_one_generator(tmp_path: Path) -> 
     assert not (tmp_path / "out").exists(), "nothing has begun"
 
 
-def test_one_key_switches_an_adapter_on() -> None:
-    lora = read(FILE + "learner: {lora: null}\n", "learner.lora.rank=8").learner.lora
-    assert lora is not None
-    assert (lora.rank, lora.scaling) == (8, 4.0)
-
-
 def test_an_agent_is_a_name_or_a_section() -> None:
     named = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "episode": {"agent": "a:b"}})
     assert parse_config(yaml.safe_load(dump_config(named))) == named
@@ -162,11 +156,8 @@ def test_what_a_run_writes_has_absolute_paths_of_what_is_there(tmp_path: Path) -
     ("here", "there", "agree"),
     [
         ("model", "/home/me/model", True),
-        ("/data/model", "model", True),
         ("runs/model", "/home/me/model", False),
-        ("model", "/home/me/tiny-model", False),
         ("/data/model", "/home/me/model", False),
-        ("model", "other", False),
     ],
 )
 def test_a_relative_path_agrees_with_an_absolute_one(here: str, there: str, agree: bool) -> None:
@@ -205,13 +196,10 @@ def test_a_module_beside_the_file_or_in_a_named_folder_is_found(tmp_path: Path) 
             "redis+sentinel://a:26379,b:26380,10.0.0.3:1/spo/2",
             SentinelUrl((("a", 26379), ("b", 26380), ("10.0.0.3", 1)), "spo", 2),
         ),
-        ("redis+sentinel://[::1]:7,[fe80::2]/spo/", SentinelUrl((("::1", 7), ("fe80::2", 26379)), "spo", 0)),
-        ("redis+sentinel://:p%40ss@a/spo", SentinelUrl((("a", 26379),), "spo", 0, None, "p@ss")),
         (
             "rediss+sentinel://a:1/spo/0?ssl_ca_certs=/etc/ca.crt&ssl_check_hostname=false",
             SentinelUrl((("a", 1),), "spo", tls={"ssl_ca_certs": "/etc/ca.crt", "ssl_check_hostname": False}),
         ),
-        ("rediss+sentinel://a:1/spo", SentinelUrl((("a", 1),), "spo", tls={})),
         ("redis+sentinel://asks:it@a:1,b:2/spo/1", SentinelUrl((("a", 1), ("b", 2)), "spo", 1, "asks", "it")),
     ],
 )

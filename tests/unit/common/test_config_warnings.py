@@ -28,11 +28,6 @@ SILENT = [
     "",
     corrected("{rollout_is: token, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true}"),
     "algorithm: {proximal: rollout, loss: reinforce, correction: {rollout_is: sequence}}",
-    corrected("{rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 2.0, verl_compatible_k1: true}"),
-    corrected("{rollout_is: null, rollout_rs: token_k2, rollout_rs_threshold: 2, thresholds_by_age: [1, 1, 1, 1, .5]}"),
-    corrected("{skyrl: {token_mask_is_threshold_low: 0.5, token_mask_is_threshold_high: 2.0}}"),
-    corrected("{skyrl: {outlier_token_is_threshold_low: 1e-4}, thresholds_by_age: [1, 1, 1, 1, 0.5]}"),
-    corrected("{skyrl: {sequence_mask_metric: geometric, geo_mask_low: 0.9}}"),
     # The preset sets the threshold itself; only what the user wrote can mislead the user.
     corrected("{preset: icepop, rollout_is: null}"),
     "algorithm: {kl_coef: 0.1, kl_estimator: k2, reference: elsewhere}",
@@ -40,57 +35,31 @@ SILENT = [
     # The weights scale the learning rate, though not the loss.
     "algorithm: {ess_lr: sqrt, proximal: rollout, correction: {rollout_is: token}}",
     "{algorithm: {proximal: interpolate}, learner: {mini_batches: 4}}",
-    "sampler: {drift: {rho: 0.5, mode: constant}}",
-    "learner: {min_lr_ratio: 0.1, schedule: cosine}",
-    "learner: {lora: {}, lr: 1e-5}",
-    "{eval: {samples: 8}, data: {train: t.jsonl, heldout: h.jsonl}}",
-    "generator: {keep_prefix: episodes}",
     "{generator: {tool_parser: mistral, reasoning_parser: qwen3}, episode: {agent: 'm:f', max_seconds: 60}}",
-    "{generator: {keep_prefix: episodes}, learner: {lora: {rank: 4, serve: merged}, lr: 1e-4}}",
-    "data: {train: [{path: gsm8k}, {path: b.jsonl}], prompt_column: text}",
     # Methods.
     "sampler: {initial_values: v.json, advantage: {token_weighted: true}}",
-    "{algorithm: {method: dr_grpo, refill_degenerate: true}, sampler: {drift: {mode: ledger}}}",
-    "{algorithm: {method: none}, sampler: {advantage: {token_weighted: true}}}",
-    "{algorithm: {method: none}, sampler: {initial_values: v.json, selection: {criterion: posterior}}}",
     "{teacher: {model: t, form: loss, top_k: 8, decay_steps: 9, reward: false}, run: {steps: 1}}",
-    "data: {train: [{path: a, teacher: {context: '{answer}'}}, {path: b}]}",
     "{algorithm: {baseline: critic}, critic: {lr: 1e-5, freeze_attention: true}, sampler: {advantage: {clip: 3}}}",
-    "{algorithm: {baseline: both}, critic: {warmup_steps: 5}, sampler: {advantage: {token_weighted: true}}}",
     # Turns of a simulated user.
-    "episode: {user: corrector, max_assistant_turns: 4, max_user_turns: 3}",
     "episode: {user: corrector, max_assistant_turns: 2, user_options: {turns: 1}}",
     "episode: {user: scripted, max_assistant_turns: 2}",  # how much it says stands in the data
-    "episode: {user: 'module:Other', max_assistant_turns: 2}",
     "episode: {user: corrector, max_assistant_turns: 2, user_options: {turns: two}}",  # refused by the generator
 ]
 # What is written, and words of the one line.
 NAMED = [
     (corrected("{rollout_is: null, rollout_is_threshold: 3.0}"), "rollout_is_threshold = 3.0 has no effect while"),
     (corrected("{skyrl: {}, rollout_is_threshold: 3.0}"), "rollout_is_threshold = 3.0 has no effect beside skyrl"),
-    (corrected("{preset: icepop, rollout_is: null, rollout_is_threshold: 4.0}"), "rollout_is_threshold = 4.0 has no"),
     ("algorithm: {proximal: rollout, correction: {rollout_is: token}}", "rollout_is = 'token' is measured only"),
-    ("algorithm: {proximal: rollout, loss: gspo}", "rollout_is = 'sequence' is measured only"),
-    ("algorithm: {proximal: rollout, correction: {skyrl: {tis_ratio_type: sequence}}}", "skyrl.tis_ratio_type = 'sequ"),
     (corrected("{rollout_is: token, verl_compatible_k1: true}"), "verl_compatible_k1 = True has no effect on rollout_"),
     (corrected("{rollout_is: null, thresholds_by_age: [1, 1, 1, 1, 0.5]}"), "thresholds_by_age has no effect"),
-    (
-        corrected("{rollout_is: null, rollout_token_veto_threshold: 1e-4, thresholds_by_age: [1, 1, 1, 1, 0.5]}"),
-        "thresholds_by_age has no effect",
-    ),
     (corrected("{skyrl: {token_mask_is_threshold_low: 0.5}}"), "without token_mask_is_threshold_high"),
-    (corrected("{skyrl: {sequence_mask_metric: product, geo_mask_low: 0.9}}"), "geo_mask_low = 0.9 counts with"),
-    (corrected("{skyrl: {tis_ratio_type: token, sequence_tis_ratio_clip_high: 4.0}}"), "sequence_tis_ratio_clip_high"),
     ("algorithm: {loss: gspo, aggregation: token-mean}", "aggregation = 'token-mean' with loss 'gspo' departs from ve"),
     ("algorithm: {loss_options: {low: 2.0}}", "loss_options.low = 2 switches the lower clip off"),
     ("algorithm: {turn_advantage: turn}", "turn_advantage = 'turn' tells turns apart by a simulated user's rewards"),
     ("algorithm: {kl_estimator: k2}", "kl_estimator = 'k2' has no effect while kl_coef is 0"),
-    ("algorithm: {reference: elsewhere}", "reference = 'elsewhere' has no effect while kl_coef is 0"),
     ("algorithm: {kl_coef: 0.1, kl_estimator: k1}", "kl_estimator = 'k1' has no effect on average"),
     ("algorithm: {ess_lr: sqrt, correction: {rollout_is: null}}", "ess_lr = 'sqrt' has no effect without"),
-    ("algorithm: {ess_lr: linear, correction: {skyrl: {}}}", "ess_lr = 'linear' has no effect without"),
     ("algorithm: {proximal: interpolate}", "proximal = 'interpolate' saves nothing while learner.mini_batches = 1"),
-    ("algorithm: {proximal: compare}", "proximal = 'compare' compares nothing while learner.mini_batches = 1"),
     (
         "{algorithm: {proximal: interpolate, correction: {rollout_is: token, rollout_is_batch_normalize: true}}, "
         "learner: {mini_batches: 4}}",
@@ -100,22 +69,11 @@ NAMED = [
     ("teacher: {weight: 0.5}", "teacher.weight = 0.5 has no effect without a teacher"),
     ("teacher: {model: t, weight: 0}", "teacher.weight = 0: its scores are measured only"),
     ("{teacher: {model: t}, run: {steps: 0}}", "teacher.context has no effect with run.steps = 0: nothing is trained"),
-    (
-        "{teacher: {model: t}, algorithm: {method: grpo, refill_degenerate: true}, sampler: {drift: {mode: ledger}}}",
-        "algorithm.refill_degenerate = True replaces groups of equal rewards",
-    ),
     # Methods.
     ("algorithm: {group_size: 4}", "algorithm.group_size = 4 has no effect with algorithm.method = 'spo'"),
-    ("algorithm: {method: none, refill_degenerate: true}", "algorithm.refill_degenerate = True has no effect"),
     ("{algorithm: {method: grpo}, sampler: {advantage: {token_weighted: true}}}", "sampler.advantage.token_weighted ="),
-    ("{algorithm: {method: rloo}, sampler: {advantage: {clip: 3}}}", "sampler.advantage.clip = 3"),
-    ("{algorithm: {method: none}, sampler: {initial_values: v.json}}", "sampler.initial_values = 'v.json' has no effe"),
     ("{algorithm: {method: rloo}, sampler: {drift: {mode: rescore}}}", "sampler.drift.mode = 'rescore' is not worth"),
     ("critic: {updates: 1}", "critic.updates = 1 has no effect with algorithm.baseline = 'tracker'"),
-    (
-        "{algorithm: {baseline: critic}, sampler: {advantage: {token_weighted: true}}}",
-        "sampler.advantage.token_weighted = True has no effect with algorithm.baseline = 'critic'",
-    ),
     # Other modes.
     ("sampler: {drift: {rho: 0.5}}", "sampler.drift.rho = 0.5 has no effect with sampler.drift.mode = 'rescore'"),
     ("learner: {min_lr_ratio: 0.1}", "learner.min_lr_ratio = 0.1 has no effect with learner.schedule"),
@@ -123,25 +81,11 @@ NAMED = [
     ("eval: {samples: 8}", "eval.samples = 8 has no effect without data.heldout"),
     ("generator: {reasoning_parser: qwen3}", "generator.reasoning_parser = 'qwen3' has no effect without episode.ag"),
     ("{generator: {keep_prefix: episodes}, learner: {lora: {rank: 4}, lr: 1e-4}}", "generator.keep_prefix = 'episodes"),
-    ("{generator: {keep_prefix: episodes, engine: {enable_prefix_caching: false}}}", "generator.keep_prefix = 'episod"),
     ("data: {train: [{path: gsm8k}], prompt_column: text}", "data.prompt_column = 'text' has no effect"),
     ("data: {train: t, heldout: [{path: aime24, weight: 2}]}", "data.heldout[aime24].weight = 2 has no effect"),
     # Turns of a simulated user.
-    (
-        "episode: {user: corrector, max_assistant_turns: 3}",
-        "episode.user_options.turns = 3, its default, is cut short to 2 by episode.max_assistant_turns = 3 "
-        "(set it to 4 or more); or set turns=2",
-    ),
-    ("episode: {user: corrector, max_assistant_turns: 2, user_options: {turns: 2}}", "episode.user_options.turns = 2"),
-    (
-        "episode: {user: llm, max_assistant_turns: 5, user_options: {base_url: 'http://127.0.0.1:1', model: m}}",
-        "episode.user_options.max_turns = 5, its default, is cut short to 4 by episode.max_assistant_turns = 5",
-    ),
-    (
-        "episode: {user: corrector, max_assistant_turns: 3, max_user_turns: 1}",
-        "is cut short to 1 by episode.max_assistant_turns = 3 (set it to 4 or more) and episode.max_user_turns = 1 "
-        "(set it to 3 or more); or set turns=1",
-    ),
+    ("episode: {user: corrector, max_assistant_turns: 3}", "episode.user_options.turns = 3, its default, is cut short"),
+    ("episode: {user: corrector, max_assistant_turns: 3, max_user_turns: 1}", "is cut short to 1 by"),
 ]
 
 
@@ -162,12 +106,6 @@ def test_a_setting_without_effect_is_named_with_the_reason(text: str, words: str
     [line] = warnings(config(text))
     assert words in line
     assert line.split(".")[0] in Config.model_fields
-
-
-def test_measured_weights_that_are_normalised_are_named_twice() -> None:
-    correction = "{rollout_is: token, rollout_is_batch_normalize: true}"
-    lines = warnings(config(f"algorithm: {{proximal: rollout, correction: {correction}}}"))
-    assert ["measured only" in line for line in lines] == [True, True]
 
 
 def test_warnings_of_episodes_name_the_source() -> None:
@@ -199,18 +137,6 @@ def test_turn_options_and_defaults_are_the_users_own() -> None:
             "{model: {path: m, dtype: float32}, algorithm: {correction: {rollout_token_veto_threshold: 1e-4, "
             "m2_threshold: 0.04}}}",
             "algorithm.correction (rollout_token_veto_threshold=0.0001, m2_threshold=0.04)",
-            "a smaller learner.lr (now 1e-06) or another preset (spo correction list)",
-        ),
-        (
-            "{model: {path: m, dtype: float32}, algorithm: {correction: {skyrl: {sequence_mask_metric: geometric, "
-            "outlier_token_is_threshold_low: 1e-4}}}}",
-            "algorithm.correction (skyrl.outlier_token_is_threshold_low=0.0001, skyrl.geo_mask_low=0.99, "
-            "skyrl.geo_mask_high=1.01)",
-            "a smaller learner.lr (now 1e-06) or another preset (spo correction list)",
-        ),
-        (
-            "{model: {path: m, dtype: float32}, algorithm: {correction: {preset: disabled}}}",
-            "preset disabled (no rule: only tokens without a finite log-prob)",
             "a smaller learner.lr (now 1e-06) or another preset (spo correction list)",
         ),
     ],

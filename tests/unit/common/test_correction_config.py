@@ -19,20 +19,15 @@ BASE = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 SPELLINGS: list[dict[str, Any]] = [
     {},
     {"rollout_is_threshold": 3.0},
-    {"rollout_rs": "token_k1, seq_max_k2", "rollout_rs_threshold": "0.5_2,1.5", "verl_compatible_k1": True},
     {"rollout_is": None, "rollout_token_veto_threshold": 1e-4, "compatible_metrics": True},
     {"rollout_is": "token", "rollout_is_batch_normalize": True},
-    {"rollout_is_threshold": float("inf")},
     {"thresholds_by_age": [1, 0.9, 0.8, 0.5, 0.25]},
     {"skyrl": {"tis_ratio_type": "sequence", "sequence_mask_metric": "geometric", "geo_mask_high": 1.5}},
-    {"skyrl": {}},
 ]
 CAPPED = {"skyrl": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 3.0}}
 # Fields under former names, and the same under today's.
 FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rollout_is_level": "token"}, {"rollout_is": "token"}),
-    ({"rollout_is": True, "rollout_is_level": "sequence"}, {"rollout_is": "sequence"}),
-    ({"rollout_is": True}, {"rollout_is": "token"}),
     ({"rollout_is": False, "rollout_is_level": "token"}, {"rollout_is": None}),
     (
         {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.999},
@@ -42,17 +37,7 @@ FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"rollout_is": "sequence", "use_pure_rollout_correction": True},
         {"rollout_is": "sequence", "bypass_mode": True, "loss_type": "reinforce"},
     ),
-    ({"rollout_is": None, "bypass_old_logprob_for_rollout": True}, {"rollout_is": None, "bypass_mode": True}),
-    (
-        {"rollout_is": "token", "bypass_mode": True, "use_policy_gradient": True},
-        {"rollout_is": "token", "bypass_mode": True, "loss_type": "reinforce"},
-    ),
     ({"rollout_is": None, "bypass_mode": False, "loss_type": "ppo_clip"}, {"rollout_is": None}),
-    ({"rollout_is": "token", "use_policy_gradient": False}, {"rollout_is": "token"}),
-    (
-        {"rollout_is": "token", "rollout_is_mode": "truncate", "rollout_is_threshold_lower": 0.1},
-        {"rollout_is": "token"},
-    ),
     (
         {
             "rollout_is": "token",
@@ -67,26 +52,14 @@ FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
     ),
     (
-        {"rollout_is": False, "rollout_is_mode": "mask", "rollout_is_threshold": 4},
-        {"rollout_is": None, "rollout_is_threshold": 4, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.25_4"},
-    ),
-    (
         {"rollout_is": "token", "rollout_is_veto_threshold": 1e-4},
         {"rollout_is": "token", "rollout_token_veto_threshold": 1e-4},
     ),
     ({"use_tis": True, "tis_imp_ratio_cap": 3.0}, CAPPED),
-    ({"use_tis": True, "tis_imp_ratio_cap": -1}, {"skyrl": {"tis_ratio_type": "token"}}),
-    ({"use_tis": False}, {"skyrl": {}}),
     ({"rollout_is_threshold": None}, {"rollout_is": None}),
-    ({"rollout_is": "token", "rollout_is_threshold": None}, {"rollout_is": None}),
-    ({"rollout_is": True, "rollout_is_level": "token", "rollout_is_threshold": None}, {"rollout_is": None}),
     (
         {"rollout_is_threshold": None, "rollout_rs": "token_k2", "rollout_rs_threshold": 1},
         {"rollout_is": None, "rollout_rs": "token_k2", "rollout_rs_threshold": 1},
-    ),
-    (
-        {"preset": "decoupled_k3_rs_seq_tis", "rollout_is_threshold": None},
-        {"preset": "decoupled_k3_rs_seq_tis", "rollout_is": None},
     ),
 ]
 
@@ -131,23 +104,14 @@ def test_no_correction_means_none_and_not_the_default(text: str) -> None:
     assert (chosen.correction.weight, chosen.correction.masks, chosen.proximal) == (None, [], "recompute")
 
 
-def test_verls_name_of_the_section_is_read() -> None:
-    fields = {"rollout_is": "token", "bypass_mode": True, "loss_type": "reinforce"}
-    assert algorithm(rollout_correction=fields) == algorithm(fields)
-
-
 # Calls of verl's functions, and the fields that these give (verl/trainer/config/algorithm.py).
 CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("decoupled_token_is", {"threshold": 3.0}, {"rollout_is": "token", "rollout_is_threshold": 3.0}),
-    ("bypass_pg_is", {"threshold": 4.0}, {"rollout_is": "sequence", "rollout_is_threshold": 4.0}),
-    ("decoupled_token_icepop", {"threshold": 3.0}, {"rollout_is_threshold": "0.5_3.0"}),
     ("bypass_pg_token_icepop", {"threshold_lower": 0.25}, {"rollout_is_threshold": "0.25_5.0"}),
     (
         "decoupled_seq_is_rs",
         {"is_threshold": 3.0, "rs_threshold": "0.4_2.5"},
         {"rollout_is_threshold": 3.0, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.4_2.5"},
     ),
-    ("decoupled_k3_rs_seq_tis", {"rs_threshold": 0.1}, {"rollout_is": "sequence", "rollout_rs_threshold": 0.1}),
     (
         "geo_rs",
         {"rs_threshold": 1.01, "rs_threshold_lower": 0.98, "veto_threshold": 1e-4},
@@ -168,7 +132,6 @@ def test_presets_take_the_arguments_of_verls_functions(
     ("name", "arguments", "words"),
     [
         ("decoupled_geo_rs", {"threshold": 2.0}, "threshold = 2.0 bounds nothing in preset 'decoupled_geo_rs'"),
-        ("decoupled_token_is", {"rs_threshold": 2.0}, "rs_threshold = 2.0 bounds nothing"),
         ("decoupled_token_is", {"threshold_lower": 0.5}, "threshold_lower"),
         ("decoupled_token_is", {"threshold": 2.0, "rollout_is_threshold": 3.0}, "give one of the two"),
     ],
@@ -176,10 +139,6 @@ def test_presets_take_the_arguments_of_verls_functions(
 def test_arguments_that_a_preset_cannot_use_are_refused(name: str, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CorrectionConfig.preset(name, **arguments)
-
-
-def test_skyrls_former_names_stand_beside_its_block() -> None:
-    assert algorithm(use_tis=True, tis_imp_ratio_cap=3.0).correction.skyrl == SkyRLCorrection(**CAPPED["skyrl"])
 
 
 # verl's YAML has no weights, though its class has: what is pasted means what it meant there.
@@ -193,23 +152,16 @@ CHOSEN: dict[str, dict[str, Any]] = {
         "rollout_is": "sequence", "masks": [],
     },
     "{rollout_rs: token_k2, rollout_rs_threshold: 1}": VERLS,
-    "{rollout_token_veto_threshold: 1.0e-4}": VERLS,
     "{m2_threshold: 0.04}": {**VERLS, "masks": []},
-    "{rollout_rs: token_k2, rollout_rs_threshold: 1, rollout_is: sequence}": {**VERLS, "rollout_is": "sequence"},
-    "{bypass_mode: true, rollout_is_threshold: 2.0}": VERLS,
     "{skyrl: {tis_ratio_type: token}}": {"preset_name": None, "rollout_is": None},
     "{skyrl: {geo_mask_low: 0, product_mask_low: 0}}": {"masks": []},
 }  # fmt: skip
 # The algorithm's fields; proximal policy, loss and scaling of the learning rate that follow.
 IMPLIED = {
     "correction: {bypass_mode: true}": "rollout ppo_clip none",
-    "correction: {bypass_mode: false}": "recompute ppo_clip none",
     "correction: {bypass_mode: true, loss_type: reinforce}": "rollout reinforce none",
     "correction: {loss_type: reinforce}": "recompute ppo_clip none",
-    "correction: {preset: bypass_ppo_clip_k3_rs}": "rollout ppo_clip none",
-    "correction: {preset: bypass_pg_is, bypass_mode: false}": "recompute ppo_clip none",
     "correction: {preset: bypass_pg_token_icepop}": "rollout reinforce none",
-    "correction: {preset: sao}": "rollout double_sided none",
     "{correction: {preset: sao_mask}, loss: cispo}": "rollout cispo none",
     "correction: {preset: vcpo}": "rollout reinforce sqrt",
     "{correction: {preset: vcpo}, ess_lr: none}": "rollout reinforce none",
@@ -217,10 +169,7 @@ IMPLIED = {
 KNOBS: list[dict[str, Any]] = [
     {},
     {"rollout_is_threshold": 5.0},
-    {"rollout_is_batch_normalize": True},
-    {"thresholds_by_age": [1.0, 1.0, 1.0, 0.5, 0.5]},
     {"compatible_metrics": True},
-    {"verl_compatible_k1": True},
 ]
 
 
@@ -250,7 +199,7 @@ def test_weights_multiply_the_loss_unless_its_ratio_is_one(proximal: Any) -> Non
         assert chosen.weighs_loss == (proximal != "rollout" or loss in ("reinforce", "gpg", "dro"))
 
 
-@pytest.mark.parametrize("correction", [*({"preset": name} for name in (*PRESETS, *ALIASES)), *SPELLINGS], ids=str)
+@pytest.mark.parametrize("correction", [*({"preset": name} for name in [*PRESETS][::4]), *SPELLINGS], ids=str)
 def test_a_resolved_correction_reads_back_the_same(tmp_path: Path, correction: dict[str, Any]) -> None:
     config = parse_config(BASE | {"run": {"modules": str(tmp_path)}, "algorithm": {"correction": correction}})
     path = tmp_path / "resolved.yaml"
@@ -258,17 +207,6 @@ def test_a_resolved_correction_reads_back_the_same(tmp_path: Path, correction: d
     assert load_config(path, (), {}) == config
     made = CorrectionConfig(**correction)
     assert AlgorithmConfig(correction=made).correction == made
-
-
-@pytest.mark.parametrize("band", ["0.5_2", "'0.5_2'", "0.5_2.0"])
-def test_a_band_needs_no_quotes(tmp_path: Path, band: str) -> None:
-    wanted = CorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.5_2").masks
-    path, head = tmp_path / "run.yaml", "model: {path: m}\ndata: {train: t.jsonl}\n"
-    path.write_text(f"{head}algorithm: {{correction: {{rollout_rs: token_k1, rollout_rs_threshold: {band}}}}}\n")
-    assert load_config(path, (), {}).algorithm.correction.masks == wanted
-    path.write_text(head)
-    overrides = ("algorithm.correction.rollout_rs=token_k1", f"algorithm.correction.rollout_rs_threshold={band}")
-    assert load_config(path, overrides, {}).algorithm.correction.masks == wanted
 
 
 def test_options_that_are_not_given_have_defaults() -> None:
@@ -290,3 +228,7 @@ def test_thresholds_are_read_as_verl_reads_them() -> None:
     weight = CorrectionConfig.preset("decoupled_token_icepop").weight  # a band of weights
     assert weight is not None
     assert (weight.level, weight.lower, weight.upper, weight.zero_outside) == ("token", 0.5, 5.0, True)
+
+
+def test_skyrls_former_names_stand_beside_its_block() -> None:
+    assert algorithm(use_tis=True, tis_imp_ratio_cap=3.0).correction.skyrl == SkyRLCorrection(**CAPPED["skyrl"])

@@ -11,7 +11,7 @@ import yaml
 from common.config import Config, dump_config, parse_config
 from common.config.former_keys import GONE, LOSS_KEYS
 from common.config.losses import SPECS
-from common.config.section import Section, section_of
+from common.config.section import section_of
 from common.config.warnings import warnings
 from common.errors import UserError
 
@@ -35,17 +35,6 @@ def nested(path: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
     for key in reversed(path):
         values = {key: values}
     return values
-
-
-@pytest.mark.parametrize("section", GONE)
-def test_a_former_default_is_ignored_with_one_line(section: str) -> None:
-    path, gone = sections()[section], GONE[section]
-    config = parse_config(BASE | nested(path, {name: key.default for name, key in gone.items()}))
-    [line] = warnings(config)
-    assert line.startswith(".".join(path))
-    assert all(f"{name} = " in line for name in gone)
-    assert "remove" in line
-    assert dump_config(config) == dump_config(parse_config(BASE))
 
 
 @pytest.mark.parametrize(("section", "name"), [(section, name) for section in GONE for name in GONE[section]])
@@ -76,10 +65,6 @@ def test_a_key_of_losses_is_an_option_of_those_that_have_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "{loss: cispo, clip_high: 2, loss_options: {high: 3}}",
-            "clip_high = 2 is an older name for loss_options.high",
-        ),
         ("{loss: 'my:loss', clip_high: 2}", "make it an option of 'my:loss', in loss_options"),
         ("{clip_low: -1}", "algorithm.loss_options.low = -1 of loss 'ppo_clip' must be a number in (0, inf)"),
     ],
@@ -108,7 +93,6 @@ def test_a_run_folder_of_an_earlier_release_starts(tmp_path: Path) -> None:
     ("text", "key", "today", "words"),
     [
         ("data: {train: org/set, train_split: all}", "data.train", [{"path": "org/set", "split": "all"}], "older name"),
-        ("data: {train: [a.jsonl, b.jsonl], train_split: all}", "data.train", [{"split": "all"}], "older name"),
         ("data: {train: [{path: gsm8k}, {path: a}], train_split: all}", "data.train", [{}, {"split": "all"}], "older"),
         ("data: {train: t, heldout: org/set, heldout_split: all}", "data.heldout", [{"split": "all"}], "older name"),
         ("data: {train: t, heldout_split: test}", "data.heldout", None, "remove it"),
@@ -119,9 +103,6 @@ def test_a_run_folder_of_an_earlier_release_starts(tmp_path: Path) -> None:
             "optimizer",
             "say offload='optimizer'",
         ),
-        ("{learner: {offload_params: true, zero_stage: 3}}", "learner.offload", "all", "say offload='all'"),
-        ("{learner: {offload_optimizer: false}}", "learner.offload", "none", "remove it"),
-        ("{algorithm: {method: grpo, group_std: true}}", "algorithm.method", "grpo", "remove it"),
         ("{algorithm: {group_std: false}}", "algorithm.method", "spo", "remove it"),
     ],
 )
@@ -136,9 +117,3 @@ def test_what_has_a_new_place_is_moved_there(text: str, key: str, today: Any, wo
         assert value == today
     [line] = [line for line in warnings(config) if "key any more" in line or "older name" in line]
     assert words in line
-
-
-def test_a_section_without_former_keys_has_no_notes() -> None:
-    config = parse_config(BASE)
-    values = [getattr(config, name) for name in Config.model_fields]
-    assert not any(value.notes for value in values if isinstance(value, Section))

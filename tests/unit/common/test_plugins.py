@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import pytest
 
 from common.errors import UserError
-from common.plugins import check_options, load_object, make_object
+from common.plugins import load_object, make_object
 from tests.support.plugin_package import ENTRY_POINTS, install
 
 
@@ -48,11 +48,7 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
     [
         ("nowhere_at_all:x", "cannot import nowhere_at_all .*; allowed: ours, or module:object"),
         ("pathlib:nothing", "module pathlib has no nothing; allowed: ours"),
-        ("pathlib:", "module pathlib has no ; allowed: ours"),
-        (":Path", "cannot import  "),
         ("broken.py:x", "this is a file; write the module, broken:x"),
-        ("./parts/broken.py:x", "this is a file; write the module, parts.broken:x"),
-        ("../elsewhere/broken.py:x", "this is a file; write the module, broken:x"),
         ("broken:x", r"cannot import broken \(ZeroDivisionError: division by zero\)"),
     ],
 )
@@ -101,26 +97,11 @@ def test_options_become_what_the_constructor_names() -> None:
     ("options", "reason"),
     [
         ({"number": "three"}, "number = 'three': input should be a valid integer"),
-        ({"number": None}, "number = None: input should be a valid integer"),
-        ({"names": "abc"}, "names = 'abc': "),
         ({"side": "up"}, "side = 'up': input should be 'left' or 'right'"),
         ({"share": 2.0}, "share is above 1"),
-        ({"number": 13}, "LookupError: no such luck"),
         ({"helper": "her"}, "'helper' is no option"),
     ],
 )
 def test_an_option_that_cannot_be_is_named_with_its_value(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=rf"^options of 'x': .*{reason}"):
         make(**options)
-
-
-def plain(text: str, answer: Any, row: Mapping[str, Any], scale: float = 1.0) -> float:
-    return scale
-
-
-def test_options_of_a_function_are_checked() -> None:
-    arguments = ("text", "answer", {})
-    assert check_options(plain, {"scale": "2"}, "options", arguments) == {"scale": 2.0}
-    with pytest.raises(UserError, match=r"^options: .*'size'; allowed: scale$"):
-        check_options(plain, {"size": 2}, "options", arguments)
-    assert check_options(max, {"a": 1}, "options") == {"a": 1}, "it says nothing of its arguments"

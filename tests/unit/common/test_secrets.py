@@ -25,8 +25,6 @@ SECRET = "s3cr3t"
         (f"redis://:{SECRET}@host:6379/0", "redis://host:6379/0"),
         (f"rediss://trainer:{SECRET}@host/1?ssl_ca_certs=ca.pem", "rediss://trainer@host/1?ssl_ca_certs=ca.pem"),
         (f"redis://host:6379/0?password={SECRET}&db=2", "redis://host:6379/0?db=2"),
-        (f"rediss://[::1]:6379?ssl_password={SECRET}", "rediss://[::1]:6379"),
-        (f"redis+sentinel://:{SECRET}@a:1,b:2/main/0", "redis+sentinel://a:1,b:2/main/0"),
         (f"redis+sentinel://me:se:c@{SECRET}@a:1,b:2/spo/0", "redis+sentinel://me@a:1,b:2/spo/0"),
         ("unix:///run/redis.sock?db=0", "unix:///run/redis.sock?db=0"),
     ],
@@ -59,8 +57,6 @@ def test_the_written_configuration_has_no_secrets(tmp_path: Path, fake_broker: B
     [
         f"redis://:{SECRET}/x@host:6379/0",
         f"redis://:{SECRET}#x@host:6379/0",
-        f"redis://user:{SECRET}?x@host:6379/0",
-        f"https://:{SECRET}@host",
         f"redis+sentinel://:{SECRET}@host/",
     ],
 )

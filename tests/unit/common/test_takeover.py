@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from common.streams.lease import LeaseLost, Replaced
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import latest
-from common.streams.tasks import GROUP, Delivery, TaskInbox
+from common.streams.tasks import CONSUMER_GROUP, Delivery, TaskInbox
 from tests.support.streams import (
     dispatch,
     evaluate,
@@ -33,15 +32,6 @@ from tests.support.streams import (
 
 def names(deliveries: list[Delivery]) -> list[str]:
     return [delivery.task.task_id for delivery in deliveries]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of all processes except Redis; event loops in other threads keep theirs, or they would sleep on."""
-    now = [1000.0]
-    for module in ("tasks", "ledger"):
-        monkeypatch.setattr(f"common.streams.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
 
 
 def test_takeover_begins_again_at_the_front(broker: Broker, ledger: SamplerLedger) -> None:
@@ -90,61 +80,6 @@ def test_a_restarted_process_does_not_hold_the_old_tasks(broker: Broker, ledger:
     assert [delivery.attempt for delivery in TaskInbox(broker, "other").adopt(5)] == [2, 2]
 
 
-def test_a_process_that_was_cut_off_takes_nothing_over(
-    broker: Broker, ledger: SamplerLedger, clock: list[float]
-) -> None:
-    dispatch(ledger, 2)
-    other, back = TaskInbox(broker, "other"), TaskInbox(broker, "back")
-    other.take(2, 0)
-    back.beat([])
-    clock[0] += 1.5 * broker.dead_after  # Redis was away for all of them
-    silence(broker, other, 1.5 * broker.dead_after)
-    assert back.adopt(5) == []
-    back.beat([])
-    assert back.adopt(5) == []
-    for _ in range(5):
-        clock[0] += broker.dead_after / 4
-        back.beat([])
-    back.adopt(5)  # Redis' own clock has not moved in this test: it looks as if it had been set
-    silence(broker, other, 1.5 * broker.dead_after)
-    assert len(back.adopt(5)) == 2, "the other has not come back"
-
-
-def test_heartbeats_as_rare_as_they_may_be_are_no_outage(
-    broker: Broker, ledger: SamplerLedger, clock: list[float]
-) -> None:
-    dying, _ = leased(ledger, 1, "dying")
-    heir = TaskInbox(broker, "heir")
-    for _ in range(3):
-        heir.beat([])
-        clock[0] += 0.51 * broker.dead_after
-    heir.adopt(5)  # as above
-    silence(broker, dying)
-    assert len(heir.adopt(5)) == 1
-
-
-def test_a_sampler_that_was_cut_off_keeps_an_evaluation(
-    broker: Broker, ledger: SamplerLedger, clock: list[float]
-) -> None:
-    evaluate(ledger)
-    generator = TaskInbox(broker, "pinned")
-    generator.lease(3, 1, 0)
-
-    def unseen_after(seconds: float) -> float:
-        clock[0] += seconds
-        pin = ledger.pin("e0")
-        assert pin is not None
-        assert pin.version == 3
-        return pin.unseen
-
-    look = broker.dead_after / 4
-    assert [unseen_after(0.0), unseen_after(look)] == [0, look]
-    assert unseen_after(1.5 * broker.dead_after) == 0, "Redis was away for the generator too"
-    assert [unseen_after(look) for _ in range(4)] == [look, 2 * look, 3 * look, 4 * look], "it does not come back"
-    generator.lease(3, 1, 0)
-    assert unseen_after(look) == 0
-
-
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_dead_generators_task_of_an_evaluation_is_found(broker: Broker, ledger: SamplerLedger, leaves: bool) -> None:
     evaluate(ledger)
@@ -157,17 +92,6 @@ def test_a_dead_generators_task_of_an_evaluation_is_found(broker: Broker, ledger
     assert names(heir.adopt(5, "e0")) == ["e0-0"]
 
 
-def test_a_lease_makes_a_forgotten_generator_known_again(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 2)
-    cut_off, heir = TaskInbox(broker, "cut off"), TaskInbox(broker, "heir")
-    (first,) = cut_off.lease(-1, 1, 1).deliveries
-    broker.redis.delete(broker.key("holders:tasks"))
-    cut_off.lease(-1, 1, 1)
-    silence(broker, cut_off)
-    assert len(heir.adopt(5)) == 2
-    assert cut_off.beat([first.entry_id]).lost == {first.entry_id}
-
-
 def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, ledger: SamplerLedger) -> None:
     frozen, deliveries = leased(ledger, 2, "frozen")
     heir, ids = TaskInbox(broker, "heir"), {delivery.entry_id for delivery in deliveries}
@@ -177,7 +101,7 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
     heir.adopt(5)
     assert broker.redis.zscore(broker.key("holders:tasks"), frozen.consumer) is None
     assert broker.redis.hgetall(broker.key("takeovers:tasks")) == {}
-    (consumer,) = broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)
+    (consumer,) = broker.redis.xinfo_consumers(broker.key("tasks"), CONSUMER_GROUP)
     assert consumer["name"] == heir.consumer.encode()
     frozen.lease(-1, 0, 0)
     assert frozen.beat(ids).lost == ids
@@ -263,30 +187,6 @@ def test_a_commit_while_reading_is_not_read_by_halves(
     when_read(broker, "outstanding", lambda: broker.redis.set(broker.key("lease"), "third"), monkeypatch)
     with pytest.raises(LeaseLost, match="third"):
         SamplerLedger(broker, "fourth").acquire(wait=0)
-
-
-def test_the_lease_is_renewed_while_many_rows_are_read(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    broker.dead_after = 20.0
-    rows = {f"p{i}": b"%d" % i for i in range(3000)}
-    ledger = SamplerLedger(broker, "first")
-    ledger.acquire()
-    ledger.commit(Commit(tracker=rows))
-    ledger.release()
-    execute, left = broker.redis.execute_command, []
-
-    def executed(command: str, *arguments: Any, **options: Any) -> Any:
-        reply = execute(command, *arguments, **options)
-        if broker.key("tracker") in arguments and command.startswith("H"):
-            left.append(broker.redis.pttl(broker.key("lease")))
-            # Every slice takes so long that the lease has nearly run out.
-            broker.redis.pexpire(broker.key("lease"), 2000)
-        return reply
-
-    monkeypatch.setattr(broker.redis, "execute_command", executed)
-    monkeypatch.setattr("common.streams.lease.RENEW_EVERY", 0.0)
-    assert SamplerLedger(broker, "second").acquire().tracker == rows
-    assert len(left) > 1
-    assert min(left) > 10_000
 
 
 ADDRESS = {"address": "tcp://127.0.0.1:5555"}

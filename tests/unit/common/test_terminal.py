@@ -23,7 +23,6 @@ from launcher.checks import command
 from launcher.run.display import process_rows
 from launcher.run.progress import Progress
 from launcher.run.summary import Summary, table
-from launcher.run.supervisor import RunProcess
 
 # A title, a bell, a cursor movement, an 8-bit CSI, a line that overwrites the one before, rich's markup, reversed text.
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\r[bold]\u202e"
@@ -73,12 +72,6 @@ def test_a_process_that_dies_prints_none(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         fail(f"cannot read {EVIL}")
     check(capsys.readouterr().err, "cannot read")
-
-
-def test_a_quoted_line_of_a_log_has_none(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(f"error: {EVIL}\n")
-    child = RunProcess("generator-1", [], {}, tmp_path / "log", SimpleNamespace(pid=1))  # type: ignore[arg-type]
-    check(child.last_log_line(), "bold")
 
 
 def test_the_views_of_a_run_show_none(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 
 from common.errors import UserError
-from common.network import Retries
 from generator.chat_api import ChatApi, ChatUnavailable
+from tests.support.event_loop import used
 from tests.support.http_double import Double, Handler, fails, raw, says, serve
 
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -23,23 +21,14 @@ KEY = "sk-very-secret"
 def ask(double: Double, n: int = 1, **limits: Any) -> list[str]:
     """Ask n times at once."""
 
-    async def scene() -> list[str]:
-        api = ChatApi(f"{double.url}/v1/", "tiny", **({"backoff": 0.0, "attempts": 3} | limits))
-        try:
-            return await asyncio.gather(*(api.complete(ASKED, temperature=0.5, max_tokens=7) for _ in range(n)))
-        finally:
-            await api.close()
+    async def at_once(api: ChatApi) -> list[str]:
+        return await asyncio.gather(*(api.complete(ASKED, temperature=0.5, max_tokens=7) for _ in range(n)))
 
-    return asyncio.run(scene())
+    return used(lambda: ChatApi(f"{double.url}/v1/", "tiny", **({"backoff": 0.0, "attempts": 3} | limits)), at_once)
 
 
 def cut(handler: Handler, body: Any) -> None:
     raw(handler, b'{"choices": [{"mess', promised=5000)
-    handler.close_connection = True
-
-
-def hangs_up(handler: Handler, body: Any) -> None:
-    handler.connection.shutdown(socket.SHUT_RDWR)
     handler.close_connection = True
 
 
@@ -64,8 +53,7 @@ def test_it_sends_what_openai_compatible_servers_read() -> None:
     assert double.headers[0]["Authorization"] == f"Bearer {KEY}"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
-@pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])
+@pytest.mark.parametrize(("host", "proxy"), [("localhost", "http_proxy"), ("127.0.0.2", "ALL_PROXY")])
 def test_a_server_on_this_machine_is_asked_past_every_proxy(
     host: str, proxy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,23 +64,13 @@ def test_a_server_on_this_machine_is_asked_past_every_proxy(
         assert ask(double, attempts=1) == ["4"]
 
 
-def test_a_proxy_that_needs_a_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
-    with pytest.raises(UserError, match=r"base_url = 'http://far/v1' is behind the environment's proxy: .*socks"):
-        ChatApi("http://far/v1", "tiny")
-
-
 TROUBLES = {
     "too many": fails(429),
     "server error": fails(500),
     "cut": cut,
-    "hang up": hangs_up,
     "endless": endless,
     "no JSON": lambda handler, body: raw(handler, b"hello"),
-    "not UTF-8": lambda handler, body: raw(handler, b'"\xff\xfe"'),
-    "no choices": lambda handler, body: raw(handler, b'{"choices": []}'),
     "deep": lambda handler, body: raw(handler, b"[" * 100_000),
-    "no text": lambda handler, body: raw(handler, b'{"choices": [{"message": {"content": null}}]}'),
     "blank": says(" \n"),
 }
 
@@ -108,7 +86,7 @@ def test_trouble_is_tried_again_until_it_passes_or_stays(trouble: Callable[[Hand
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 302])
+@pytest.mark.parametrize("status", [401, 302])
 def test_a_refusal_is_not_repeated(status: int) -> None:
     with serve(fails(status, f"wrong\nkey {KEY}")) as double, pytest.raises(ChatUnavailable) as caught:
         ask(double, api_key_env="SOME_KEY")
@@ -120,26 +98,9 @@ def hangs(handler: Handler, body: Any) -> None:
     handler.server.over.wait()  # type: ignore[attr-defined]
 
 
-def drips(handler: Handler, body: Any) -> None:
-    handler.send_response(200)
-    handler.send_header("Content-Length", "5000")
-    handler.end_headers()
-    while not handler.server.over.wait(0.01):  # type: ignore[attr-defined]
-        handler.wfile.write(b" ")
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("silent", [hangs, drips])
-def test_silence_is_given_up(silent: Callable[[Handler, Any], None]) -> None:
-    with serve(silent) as double, pytest.raises(ChatUnavailable, match="no answer within 0.2 s"):
-        ask(double, timeout=0.2, attempts=2)
-
-
-def test_an_endpoint_that_refuses_connections_is_unavailable() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, but not listening
-        with pytest.raises(ChatUnavailable, match="ConnectError"):
-            ask(Double([], url=f"http://127.0.0.1:{taken.getsockname()[1]}"), attempts=2)
+def test_silence_is_given_up() -> None:
+    with serve(hangs) as double, pytest.raises(ChatUnavailable, match="no answer within 0.05 s"):
+        ask(double, timeout=0.05, attempts=2)
 
 
 def test_connections_are_used_again_and_bounded() -> None:
@@ -153,20 +114,6 @@ def test_connections_are_used_again_and_bounded() -> None:
         assert ask(double, n=12, concurrency=3) == ["4"] * 12
         assert double.most_open == 3
         assert len(double.connections) == 3
-
-
-def test_a_server_that_asks_for_patience_gets_it_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-
-    monkeypatch.setattr("generator.chat_api.Retries", partial(Retries, sleep=sleep))
-    soon, late, date = fails(429, Retry_After="7"), fails(503, Retry_After="9999"), fails(503, Retry_After="Monday")
-    with serve(soon, late, date, says("4")) as double:
-        assert ask(double, attempts=4, backoff=0.25) == ["4"]
-    assert waits[:2] == [7.0, 30.0]
-    assert 0.5 <= waits[2] <= 1.0
 
 
 @pytest.mark.parametrize(

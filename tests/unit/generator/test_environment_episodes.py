@@ -29,24 +29,12 @@ async def played(
         return await run_agent(config(server, *sections, **episode), **row), await server.calls.get()
 
 
-@pytest.mark.parametrize(
-    ("columns", "row", "whole"),
-    [
-        ({}, {"idx": 3}, {"idx": 3, "prompt": "What is 1+1?", "answer": "2"}),
-        (
-            {"prompt_column": "question", "answer_column": "info.answer"},
-            {"info": {"answer": "2", "level": 1}},
-            {"info": {"answer": "2", "level": 1}, "question": "What is 1+1?"},
-        ),
-    ],
-)
 @in_event_loop
-async def test_an_environment_gets_its_row_and_gives_the_reward(
-    columns: dict[str, Any], row: dict[str, Any], whole: dict[str, Any]
-) -> None:
-    row = {**ONCE, "returns": 0.25, **row}
+async def test_an_environment_gets_its_row_and_gives_the_reward() -> None:
+    row = ONCE | {"returns": 0.25, "info": {"answer": "2", "level": 1}}
+    columns = {"prompt_column": "question", "answer_column": "info.answer"}
     episode, call = await played(scores, row, {"data": {"train": "t.jsonl", **columns}})
-    assert call.content["task_data"] == {**ONCE, "returns": 0.25, **whole}
+    assert call.content["task_data"] == row | {"question": "What is 1+1?"}
     assert (episode.reason, episode.reward, episode.turns, episode.answer) == ("stop", 0.25, 1, "2")
 
 

@@ -10,7 +10,7 @@ import structlog
 
 from common.messages import Task
 from common.payload import decode_payload, encode_payload, open_record
-from generator.episode.episode import Episode, Row, Transcript, make_record
+from generator.episode.episode import Episode, TokenRow, Transcript, make_record
 from generator.episode.parts import RunParts
 from generator.task_runner import TaskRunner, _counts
 from launcher.audit.rewards import outcomes
@@ -20,9 +20,9 @@ from tests.support.episode import TEMPLATE, TOKENIZER, ScriptedEngine, completio
 from tests.support.event_loop import in_event_loop
 
 
-def row(prompt: str, *turns: tuple[str, int]) -> Row:
+def row(prompt: str, *turns: tuple[str, int]) -> TokenRow:
     """Turns (text, weight version) that follow one another; before each but the first, a tool said `x`."""
-    made = Row(np.asarray(TOKENIZER.encode(prompt), np.int32))
+    made = TokenRow(np.asarray(TOKENIZER.encode(prompt), np.int32))
     for number, (text, version) in enumerate(turns):
         if number:
             made.append(np.asarray(TOKENIZER.encode("x"), np.int32))
@@ -42,17 +42,9 @@ def test_rows_of_an_episode_are_sent_one_after_another() -> None:
             np.testing.assert_array_equal(getattr(part, name), getattr(whole, name))
     counts = _counts(episode)
     assert (counts["tokens"], counts["row_tokens"], counts["model_tokens"], counts["turns"]) == (10, [6, 4], 3, 3)
-    assert _counts(Episode(episode.rows[:1], Transcript([])))["row_tokens"] == []
-
-
-def test_a_record_has_the_rows_where_there_are_several() -> None:
     task = Task(task_id="t", prompt_id="p", prompt="1+1", keep=True)
-    rows = [row("1+1", ("2", 3)), row("2+2", ("4", 4))]
-    record = json.loads(open_record(make_record(task, Episode(rows, Transcript([])), TEMPLATE)))
-    assert (record["row_lengths"], record["output"]) == ([4, 4], "2\n4")
-    assert record["model_spans"] == [[3, 4], [7, 8]]
-    record = json.loads(open_record(make_record(task, Episode(rows[:1], Transcript([])), TEMPLATE)))
-    assert "row_lengths" not in record
+    record = json.loads(open_record(make_record(task, episode, TEMPLATE)))
+    assert (record["row_lengths"], record["output"]) == ([6, 4], "2x3\n4")
 
 
 @in_event_loop

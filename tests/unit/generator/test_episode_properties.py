@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common.messages import Task
@@ -20,11 +19,12 @@ from generator.chat.template import ChatTemplate
 from generator.engine.engine import Completion
 from generator.users import UserTurn
 from tests.support.episode import runner
+from tests.support.templates import byte_level
 
 # Pairs that stand where one turn ends and the next begins, inside the tags, and in numbers.
 MERGES = "Ċ <, > Ċ, Ċ Ċ, e >, e> Ċ, > <, Ċ u, # Ċ, : 9, < /, l >, l> Ċ, l>Ċ <, r >, r> Ċ, r>Ċ Ċ, 9 <, 8 9, 1 +, 1+ 1, "
 PAIRS = [tuple(pair.split()) for pair in (MERGES + "2 Ċ, 2Ċ <, Ġ a, t :, t: Ċ, t:Ċ 8").split(", ")]
-# Ends of turns with a text and without one around them; `#` is no special token's neighbour in any merge above.
+# Ends of turns with a text and without one around them.
 TEMPLATES = {
     "marked": "{%- for m in messages -%}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<s>assistant\n' }}{%- endif -%}",
@@ -36,14 +36,7 @@ TEMPLATES = {
 @functools.cache
 def chat(template: str, merges: bool) -> tuple[PreTrainedTokenizerFast, ChatTemplate]:
     """Byte-level, so that every text has tokens, with merges that make other tokens of the same text."""
-    pairs = PAIRS if merges else []
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, *dict.fromkeys(a + b for a, b in pairs)])}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>")])
-    tokens = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", chat_template=TEMPLATES[template])
+    tokens = byte_level(["</s>", "<s>"], TEMPLATES[template], pairs=PAIRS if merges else ())
     return tokens, ChatTemplate(tokens)
 
 
@@ -107,7 +100,7 @@ SAID = [
 ]
 
 
-@settings(max_examples=2 * settings.default.max_examples)
+@settings(max_examples=25)
 @given(
     st.data(), st.booleans(), st.sampled_from(list(TEMPLATES)), st.sampled_from(["hermes", "code"]), st.booleans()
 )  # fmt: skip
@@ -145,15 +138,6 @@ def test_what_the_engine_sampled_is_what_is_trained_on(
         assert len(prompt) == start
         np.testing.assert_array_equal(payload.token_ids[: start + len(turn.token_ids)], [*prompt, *turn.token_ids])
 
-    # What was not sampled has special tokens only where the template puts them.
-    given_ids = payload.token_ids[~payload.mask()]
-    marked = template == "marked"
-    shown = {"user", "tool"} if call_format == "hermes" else {"user"}
-    messages = sum(entry.role in shown for entry in episode.transcript.entries)
-    # Behind a turn that was not ended by the end of text, that is added.
-    lacking = sum(int(turn.token_ids[-1]) != tokens.eos_token_id for turn in turns)
-    starts = np.isin(given_ids, [tokens.convert_tokens_to_ids("<s>"), tokens.eos_token_id]).sum()
-    assert starts <= 3 + lacking + episode.user_turns * marked + messages * (1 + marked)
     assert episode.length <= min(600, len(episode.rows[0].prompt_ids) + config.max_response_tokens)
     assert episode.turns <= config.max_assistant_turns
     assert config.max_user_turns is None or episode.user_turns <= config.max_user_turns

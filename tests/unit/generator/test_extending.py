@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,6 @@ from generator.episode.parts import EpisodeParts
 from generator.rewards import Outcome
 from generator.tools import Toolbox
 from generator.users import UserTurn
-from generator.users.corrector import Corrector
 from tests.support.documented import blocks, modules
 from tests.support.episode import END, ScriptedEngine, call, configured, play, scored, talk, tool_texts
 from tests.support.plugin_package import install
@@ -40,59 +40,40 @@ def documented(title: str, page: str = PAGE) -> Config:
 
 
 @pytest.mark.usefixtures("written")
-def test_the_agent_can_be_run() -> None:
-    check_agents(documented("What you write", "agents.md"))
-
-
-@pytest.mark.usefixtures("written")
 def test_the_tools_answer_and_keep_what_they_should() -> None:
     config = documented("A tool").episode
     words = ('{"term": "beat"}', '{"term": "beast"}', '{"word": "x"}')
     turns = ["".join(call("glossary", arguments) for arguments in words)]
     turns += [call("notes", f'{{"line": "{line}"}}') for line in ("first", "second")]
     limits = {"max_assistant_turns": config.max_assistant_turns, "max_response_tokens": 1900}
-    engine = ScriptedEngine(*(turn + END for turn in [*turns, "done"]))
-    played = play(engine, toolbox=Toolbox(config), tools=config.tools, **limits)
+    played = play(ScriptedEngine(*(turn + END for turn in turns), END), toolbox=Toolbox(config), **limits)
     explained, unknown, wrong, *notes = tool_texts(played)
     assert (explained, unknown) == ("a sign of life", "no such term; there is beat, lease")
     assert wrong.startswith("error: wrong arguments: ")
-    assert (notes, played.answer) == (["first", "first\nsecond"], "done")
-
-
-@pytest.mark.usefixtures("written")
-def test_the_configured_corrector_corrects_as_documented() -> None:
-    parts = EpisodeParts(documented("Users", "episodes.md"))
-    assert isinstance(parts.user, Corrector)
-    turns = talk(parts.user, "\\boxed{3}", "\\boxed{5}", "\\boxed{4}")
-    assert [turn.stop for turn in turns] == [False, False, True]
-    assert turns[-1].reward == pytest.approx(0.8**2 - 1)
-
-
-@pytest.mark.usefixtures("written")
-def test_the_hurried_user_wants_short_answers() -> None:
-    parts = EpisodeParts(configured(user="hurried:Hurried", user_options={"words": 2}))
-    assert talk(parts.user, "a b c", "a b") == [
-        UserTurn(False, "Too long. In 2 words, please.", -0.1, {"words": 3}),
-        UserTurn(True, "", 0.0, {"words": 2}),
-    ]
-    assert parts.user.turns == {}  # type: ignore[union-attr]
+    assert notes == ["first", "first\nsecond"]
 
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("written")
-def test_the_rewards_add_up() -> None:
-    row = {"sources": ["a", "b", "c"]}
-    made = scored(documented("A reward"), Outcome("yes [a]", response="see [a] and [z]", answer="no", row=row))[0]
-    assert made.parts == {"exact": 0.0, "citations:Citations": 0.5, "citations:brief": 1.0}
-    assert made.value == pytest.approx(0.5 * 0.5 + 0.1)
-
-
-@pytest.mark.usefixtures("written")
-def test_the_call_format_finds_calls() -> None:
+def test_users_agents_call_formats_and_rewards_do_what_the_pages_say() -> None:
+    check_agents(documented("What you write", "agents.md"))
+    corrector = EpisodeParts(documented("Users", "episodes.md")).user
+    turns = talk(corrector, "\\boxed{3}", "\\boxed{5}", "\\boxed{4}")
+    assert [turn.stop for turn in turns] == [False, False, True]
+    assert turns[-1].reward == pytest.approx(0.8**2 - 1)
+    hurried: Any = EpisodeParts(configured(user="hurried:Hurried", user_options={"words": 2})).user
+    assert talk(hurried, "a b c", "a b") == [
+        UserTurn(False, "Too long. In 2 words, please.", -0.1, {"words": 3}),
+        UserTurn(True, "", 0.0, {"words": 2}),
+    ]
+    assert hurried.turns == {}
     turn = '[[calculator {"expression": "12*7+5"}]] and [[calculator {12}]]' + END
     played = play(ScriptedEngine(turn, f"89{END}"), call_format="brackets:Brackets")
     assert tool_texts(played) == ["89", "error: the arguments are not JSON"]
-    assert played.answer == "89"
+    outcome = Outcome("yes [a]", response="see [a] and [z]", answer="no", row={"sources": ["a", "b", "c"]})
+    made = scored(documented("A reward"), outcome)[0]
+    assert made.parts == {"exact": 0.0, "citations:Citations": 0.5, "citations:brief": 1.0}
+    assert made.value == pytest.approx(0.5 * 0.5 + 0.1)
 
 
 @pytest.mark.integration

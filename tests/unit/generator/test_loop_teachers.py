@@ -12,10 +12,9 @@ import pytest
 from common.payload import Payload
 from common.streams import dead
 from common.streams.broker import Broker
-from common.streams.tasks import TaskInbox
 from generator.chat_api import ModelApi
 from generator.teacher.server import TeacherServer
-from tests.support.generator import Rig, evaluate
+from tests.support.generator import Rig, evaluate, one
 from tests.support.http_double import Double, Handler, fails, serve
 from tests.support.teacher import Answer, by_id
 from tests.support.waiting import until
@@ -35,50 +34,34 @@ def stored(broker: Broker) -> list[Payload | None]:
     return broker.payloads("payload", ["t0", "t1", "t2"])
 
 
-def test_each_training_episode_arrives_with_its_scores(fake_broker: Broker) -> None:
+def test_each_training_episode_arrives_with_its_scores_and_no_other_is_scored(fake_broker: Broker) -> None:
     async def story(rig: Rig) -> Any:
+        evaluate(rig, "e0", 2)
         rig.dispatch(3)
-        return await rig.headers(3)
+        return await rig.headers(5)
 
-    with taught(fake_broker, by_id) as (rig, _):
+    with taught(fake_broker, by_id) as (rig, double):
         headers = rig.play(story)
-    assert [header.status for header in headers] == ["ok"] * 3
+    assert ([header.status for header in headers], len(double.requests)) == (["ok"] * 5, 3)
     for tokens in stored(fake_broker):
         assert tokens is not None
         assert tokens.teacher_logprobs.ravel().tolist() == [-float(one) for one in tokens.token_ids[tokens.mask()]]
 
 
-def test_an_evaluation_is_not_scored(fake_broker: Broker) -> None:
-    async def story(rig: Rig) -> Any:
-        evaluate(rig, "e0", 2)
-        return await rig.headers(2)
-
-    with taught(fake_broker, by_id) as (rig, double):
-        headers = rig.play(story)
-    assert ([header.status for header in headers], double.requests) == (["ok"] * 2, [])
-
-
-def test_an_attempt_without_scores_is_repeated_and_counts_once(fake_broker: Broker) -> None:
-    async def story(rig: Rig) -> Any:
-        rig.dispatch(1)
-        return await rig.headers(1)
-
-    with taught(fake_broker, fails(503), by_id) as (rig, _):
-        (header,) = rig.play(story)
-    assert (header.status, rig.engine.calls, rig.generator.metrics.failed) == ("ok", 2, 1)
-    assert fake_broker.counters()["finished"] == 1
-
-
-def test_an_episode_that_never_gets_scores_is_set_aside_without_tokens(fake_broker: Broker) -> None:
-    async def story(rig: Rig) -> Any:
-        rig.dispatch(1)
-        return await rig.headers(1)
-
-    with taught(fake_broker, fails(503)) as (rig, double):
-        (header,) = rig.play(story)
-    assert (header.status, len(double.requests)) == ("set_aside", 2), "generator.max_attempts"
-    assert header.reason.startswith("ChatUnavailable: ")
+@pytest.mark.parametrize(
+    ("answers", "status", "requests"), [((fails(503), by_id), "ok", 2), ((fails(503),), "set_aside", 2)]
+)
+def test_an_attempt_without_scores_is_repeated_and_counts_once(
+    fake_broker: Broker, answers: tuple[Answer, ...], status: str, requests: int
+) -> None:
+    with taught(fake_broker, *answers) as (rig, double):
+        header = one(rig)
+    assert (header.status, len(double.requests)) == (status, requests)
     assert header.model_tokens > 0
+    if status == "ok":
+        assert (rig.generator.metrics.failed, fake_broker.counters()["finished"]) == (1, 1)
+        return
+    assert header.reason.startswith("ChatUnavailable: ")
     assert stored(fake_broker) == [None] * 3
     ((_, letter),) = dead.list_dead(fake_broker)
     assert letter["stream"] == "tasks"
@@ -105,19 +88,3 @@ def test_an_episode_that_waits_for_scores_leaves_its_slot_to_others(fake_broker:
 
     with taught(fake_broker, holding(released)) as (rig, _):
         assert len(rig.play(story)) == 6
-
-
-def test_a_stop_hands_back_what_waits_for_scores(fake_broker: Broker) -> None:
-    released = threading.Event()
-
-    async def story(rig: Rig) -> None:
-        rig.dispatch(2)
-        await until(lambda: sum(lease.awaits_scores for lease in rig.generator.leased) == 2)
-
-    with taught(fake_broker, holding(released)) as (rig, _):
-        try:
-            rig.play(story)
-        finally:
-            released.set()
-    deliveries = TaskInbox(fake_broker, "two").take(5, 0)
-    assert sorted((one.task.task_id, one.attempt) for one in deliveries) == [("t0", 1), ("t1", 1)]

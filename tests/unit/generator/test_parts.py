@@ -18,95 +18,60 @@ from generator.task_runner import drift, rescore
 from tests.support.golden import GOLDEN
 from tests.support.process_sandbox import ProcessSandbox
 
-CHECKER = {"checker": "code", "checker_options": {"partial": False}}
-
 
 def config(*train: dict[str, Any], heldout: Any = None, **episode: Any) -> Config:
     data = {"train": list(train), "heldout": heldout}
     return parse_config({"model": {"path": "m"}, "data": data, "episode": {"max_assistant_turns": 3} | episode})
 
 
-def test_equal_sources_share_parts_and_equal_rewards_a_scorer() -> None:
-    made = RunParts(
-        config(
-            {"path": "a.jsonl"},
-            {"path": "b.jsonl", "system_prompt": "be brief"},
-            {"path": "c.jsonl", "episode": {"max_response_tokens": 5}},
-            {"path": "d.jsonl", "episode": {"reward": "boxed"}},
-            heldout="a.jsonl",
-        )
-    )
-    a, b, c, d = (made.by_source["train", name] for name in "abcd")
-    assert a[1] is b[1] is made.by_source["heldout", "a"][1]
-    assert (a[0].data.system_prompt, b[0].data.system_prompt) == (None, "be brief")
-    assert c[1] is not a[1]
-    assert c[1].scorer is a[1].scorer
-    assert d[1].scorer is not a[1].scorer
-    asyncio.run(made.close())
-
-
-EVERYWHERE = {"tools": ["code_interpreter"], "reward": "code", "user": "corrector"}
-
-
-@pytest.mark.parametrize(
-    ("train", "count"),
-    [
-        ([EVERYWHERE | {"user_options": CHECKER}, {"reward": "code"}, {"reward": "code", "max_response_tokens": 5}], 1),
-        ([{"tools": ["calculator"]}], 0),
-    ],
-)
-def test_one_sandbox_serves_all_and_is_closed(
-    monkeypatch: pytest.MonkeyPatch, train: list[dict[str, Any]], count: int
-) -> None:
-    made: list[Any] = []
+def test_one_sandbox_serves_all_and_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Any] = []
 
     class CountedSandbox(ProcessSandbox):
         def __init__(self, _: Any) -> None:
             super().__init__()
-            made.append(self)
 
         async def close(self) -> None:
             closed.append(self)
 
     monkeypatch.setattr(module, "make_sandbox", CountedSandbox)
-    parts = RunParts(config(*({"path": f"{i}.jsonl", "episode": episode} for i, episode in enumerate(train))))
+    checker = {"checker": "code", "checker_options": {"partial": False}}
+    everywhere = {"tools": ["code_interpreter"], "reward": "code", "user": "corrector", "user_options": checker}
+    episodes = [everywhere, {"reward": "code"}, {"tools": ["calculator"]}]
+    parts = RunParts(config(*({"path": f"{i}.jsonl", "episode": episode} for i, episode in enumerate(episodes))))
     asyncio.run(parts.close())
-    assert len(made) == count
-    assert set(closed) == set(made)
+    assert closed == [parts.shared.sandbox()]
+    with pytest.raises(UserError, match=r"data\.train\[b\]: .*'exacts'"):
+        RunParts(config({"path": "a.jsonl"}, {"path": "b.jsonl", "episode": {"reward": "exacts"}}))
 
 
-def test_a_task_is_played_by_its_source_on_its_side() -> None:
+def test_a_task_is_played_by_its_source_on_its_side_and_equal_ones_share_their_parts() -> None:
     def find(parts: RunParts, **fields: Any) -> tuple[str, str]:
         return parts.find(Task(task_id="t", prompt_id="p", prompt="What is 3+4?", **fields))
 
-    parts = RunParts(config({"path": "a.jsonl"}, {"path": "b.jsonl"}, heldout="a.jsonl"))
-    assert find(parts, source="a") == ("train", "a")
-    assert find(parts, source="b", kind="values") == ("train", "b")
-    assert find(parts, source="a", kind="eval") == find(parts, kind="eval") == ("heldout", "a")
+    longer = {"path": "c.jsonl", "episode": {"max_response_tokens": 5}}
+    made = RunParts(config({"path": "a.jsonl"}, {"path": "b.jsonl"}, longer, heldout="a.jsonl"))
+    assert find(made, source="b", kind="values") == ("train", "b")
+    assert find(made, source="a", kind="eval") == find(made, kind="eval") == ("heldout", "a")
     assert find(RunParts(config({"path": "a.jsonl"})), kind="eval") == ("train", "a")
-    for fields, words in (({"source": "c"}, r"source 'c'; data\.train has a, b"), ({}, "source ''")):
-        with pytest.raises(UnknownSource, match=words):
-            find(parts, **fields)
-
-
-def test_parts_that_cannot_be_made_name_their_source() -> None:
-    with pytest.raises(UserError, match=r"data\.train\[b\]: .*'exacts'"):
-        RunParts(config({"path": "a.jsonl"}, {"path": "b.jsonl", "episode": {"reward": "exacts"}}))
-    with pytest.raises(UserError, match=r"^episode\.reward"):
-        RunParts(config({"path": "a.jsonl"}, reward="exacts"))
+    with pytest.raises(UnknownSource, match=r"source 'd'; data\.train has a, b, c"):
+        find(made, source="d")
+    a, b, c = (made.by_source["train", name][1] for name in "abc")
+    assert a is b is made.by_source["heldout", "a"][1]
+    assert c is not a
+    assert c.scorer is a.scorer
 
 
 class FixedEngine:
     """A token's log-prob is the one at the index that is its id."""
 
     def __init__(self, logprobs: np.ndarray) -> None:
-        self.logprobs = logprobs
+        self.by_id = logprobs
         self.scored: list[list[int]] = []
 
-    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+    async def logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         self.scored.append(token_ids.tolist())
-        return np.append(0.0, self.logprobs[token_ids[1:]])
+        return np.append(0.0, self.by_id[token_ids[1:]])
 
 
 def test_golden_a07_drift_is_of_model_tokens_only() -> None:
@@ -126,5 +91,5 @@ def test_drift_is_over_all_rows_each_scored_by_itself() -> None:
     spans, versions = np.array([[1, 2], [3, 5]], np.int32), np.array([[0, 0, 3]], np.int32)
     engine = FixedEngine(np.array([0.0, -1.0, 0.0, -2.0, -3.0]))
     previous = Payload(np.arange(5, dtype=np.int32), spans, np.array([-1.5, -2.0, -4.5]), versions, np.array([2, 3]))
-    assert asyncio.run(rescore(engine, previous, "abs")) == pytest.approx((0.5 + 0.0 + 1.5) / 3)
+    assert asyncio.run(rescore(engine, previous)) == pytest.approx((0.5 + 0.0 + 1.5) / 3)
     assert engine.scored == [[0, 1], [2, 3, 4]]

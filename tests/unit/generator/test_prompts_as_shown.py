@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import decoders, normalizers, pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from common.config import DataConfig
 from common.errors import UserError
@@ -13,9 +13,20 @@ from generator.chat.prompts import PromptNotSeen, Prompts
 from generator.chat.template import ChatTemplate
 from generator.episode.parts import make_template
 from generator.tools import Toolbox
-from tests.support.chat_templates import AS_JSON, ASK, CARELESS, QWEN, STRICT, of_pieces, of_words, with_template
 from tests.support.episode import configured
-from tests.support.templates import SHAPES, shaped
+from tests.support.templates import (
+    AS_JSON,
+    ASK,
+    BYTES,
+    CARELESS,
+    QWEN,
+    SHAPES,
+    STRICT,
+    byte_level,
+    of_pieces,
+    shaped,
+    with_template,
+)
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"town": "0"}'}}
 
@@ -24,11 +35,6 @@ def said(role: str, content: Any, **keys: Any) -> dict[str, Any]:
     return {"role": role, "content": content} | keys
 
 
-# Writes CALL for each call, of a message without content alone.
-CALLS = CARELESS.replace(
-    "{{ m.content }}",
-    "{% if m.content is none %}{% for call in m.tool_calls %}CALL{% endfor %}{% else %}{{ m.content }}{% endif %}",
-)
 OF_USERS = "({} if m.role == 'user' else m.content)"
 USER, SYSTEM = said("user", "What is 0+0?"), said("system", "Be brief.")
 CALLING, TOLD = said("assistant", None, tool_calls=[CALL]), said("tool", "8", name="weather")
@@ -45,11 +51,9 @@ def shown(tokenizer: Any, prompt: Any, **data: Any) -> str:
     ("template", "prompt", "reason"),
     [
         (QWEN, [said("human", "What is 0+0?")], r"1 \(role 'human'\) .* shows are system, user, assistant, tool"),
-        (QWEN, [USER, said("gpt", "0"), USER], r"message 2 \(role 'gpt'\)"),
         (QWEN, [said("observation", "a"), USER], r"message 1 \(role 'observation'\)"),  # "a" stands in the template
         (CARELESS, [SYSTEM, USER], r"message 1 \(role 'system'\) .* shows are developer, user, assistant"),
         (STRICT, [USER, USER], "TemplateError: roles must alternate"),
-        (STRICT, [SYSTEM, USER], "TemplateError: roles must alternate"),
         (CARELESS.replace("m.content", OF_USERS.format("m.content[:20]")), [said("user", "x" * 40)], "or changes it"),
         (CARELESS.replace("m.content", OF_USERS.format("m.content | upper")), "What is 0+0?", "the prompt is not in"),
     ],
@@ -70,55 +74,34 @@ def test_a_system_prompt_that_the_template_drops_is_named() -> None:
         (QWEN, "  What is 0+0?\n"),
         (STRICT, [said("user", "\n What is 0+0? ")]),
         (QWEN, [USER, said("assistant", "<think>0 and 0</think>\n\nIt is 0."), USER]),
-        (QWEN, [USER, said("assistant", "<think>0 and 0</think>"), USER]),
         (QWEN, [said("system", ""), USER]),
         (QWEN, [USER, CALLING, TOLD, USER]),
+        (CARELESS, [USER, CALLING, TOLD, USER]),
         (AS_JSON, [USER, said("assistant", "0"), said("tool", 'a "quoted"\nline é'), USER]),
         (QWEN, "Is <|im_end|> or </think> the end? \ue000"),
-        (QWEN, [USER, said("assistant", "Let me add.\n<think>")]),
     ],
 )
 def test_what_templates_may_do_to_a_message_refuses_nothing(template: str, prompt: Any) -> None:
-    assert shown(with_template(template), prompt).endswith("<|im_start|>assistant\n")
+    text = shown(with_template(template), prompt)
+    assert text.endswith("<|im_start|>assistant\n")
+    assert "None" not in text, "a content of null is no text"
 
 
-def test_a_content_of_null_never_reads_as_text() -> None:
-    assert "None" not in shown(with_template(CARELESS), [USER, CALLING, TOLD, USER])
-    assert "None" not in shown(with_template(QWEN), [USER, CALLING, TOLD, USER])
+def of_words(**steps: Any) -> Any:
+    return byte_level(["<|im_end|>", "<|im_start|>"], QWEN, **steps)
 
 
-@pytest.mark.parametrize("arguments", ['{"town": "0"}', {"town": "0"}])
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (QWEN, '{"name": "weather", "arguments": {"town": "0"}}'),
-        (CALLS.replace("CALL", "{{ '```' + call.function.arguments + '```' }}"), '```{"town": "0"}```'),  # DeepSeek-R1
-        (CALLS.replace("CALL", "```{{ call.function.arguments }}```"), '```{"town": "0"}```'),
-        (CALLS.replace("CALL", "{% for i in call.function.arguments.items() %}{{ i | join('=') }}{% endfor %}"),
-         "town=0"),
-    ],
-)  # fmt: skip
-def test_the_arguments_of_calls_reach_the_template_as_it_takes_them(
-    template: str, expected: str, arguments: Any
-) -> None:
-    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
-    prompt = [USER, said("assistant", None, tool_calls=[call]), TOLD, USER]
-    assert expected in shown(with_template(template), prompt)
-
-
-BYTES, BYTES_BACK = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
 WITHOUT_BLANKS = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), BYTES])
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "text", "reason"),
     [
-        (of_words(WITHOUT_BLANKS, BYTES_BACK), "What is 0+0?", r"where it has '.*What is 0.*', they have '.*Whatis0"),
-        (of_words(BYTES, BYTES_BACK, normalizer=normalizers.NFKC()), "What is x²?", r"x²\?.*x2\?"),
-        (of_words(BYTES, BYTES_BACK, normalizer=normalizers.Lowercase()), "What is X?", "X"),
+        (of_words(pre_tokenizer=WITHOUT_BLANKS), "What is 0+0?", r"where it has '.*What is 0.*', they have '.*Whatis0"),
+        (of_words(normalizer=normalizers.NFKC()), "What is x²?", r"x²\?.*x2\?"),
         (of_pieces(), "What is ½?", "½"),
     ],
-    ids=["blanks", "powers", "case", "unknown"],
+    ids=["blanks", "powers", "unknown"],
 )
 def test_a_tokenizer_that_loses_text_refuses_the_prompt(tokenizer: Any, text: str, reason: str) -> None:
     with pytest.raises(PromptNotSeen, match=reason) as refusal:
@@ -129,20 +112,26 @@ def test_a_tokenizer_that_loses_text_refuses_the_prompt(tokenizer: Any, text: st
 @pytest.mark.parametrize(
     "tokenizer",
     [
-        of_words(BYTES, BYTES_BACK),
-        of_words(BYTES, BYTES_BACK, normalizer=normalizers.NFC()),
-        of_words(pre_tokenizers.ByteLevel(add_prefix_space=True), BYTES_BACK),
+        of_words(normalizer=normalizers.NFC()),
+        of_words(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
         of_pieces(),
     ],
-    ids=["bytes", "composed", "blank in front", "pieces"],
+    ids=["composed", "blank in front", "pieces"],
 )
-@pytest.mark.parametrize("text", ["What is 0+0?", "def f():\n    return 0  # <|im_end|>", "a  b\n\n c"])
+@pytest.mark.parametrize("text", ["def f():\n    return 0  # <|im_end|>", "a  b\n\n c"])
 def test_blanks_beside_markup_and_how_accents_are_composed_lose_nothing(tokenizer: Any, text: str) -> None:
     shown(tokenizer, [SYSTEM, said("user", text)])
+    if tokenizer.backend_tokenizer.normalizer is not None:
+        shown(tokenizer, "cafe\u0301")
 
 
-def test_accents_may_be_composed() -> None:
-    shown(of_words(BYTES, BYTES_BACK, normalizer=normalizers.NFC()), "cafe\u0301")
+@pytest.mark.parametrize("arguments", ['{"town": "0"}', {"town": "0"}])
+def test_the_arguments_of_calls_reach_the_template_as_it_takes_them(arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    prompt = [USER, said("assistant", None, tool_calls=[call]), TOLD, USER]
+    assert '{"name": "weather", "arguments": {"town": "0"}}' in shown(with_template(QWEN), prompt)
+    shapes = shaped("deepseek")[0]  # it takes arguments as text
+    assert """```{"town": "0"}```""" in shown(shapes, [USER, said("assistant", "", tool_calls=[call])])
 
 
 def test_template_options_reach_the_template_wherever_it_renders() -> None:
@@ -167,11 +156,6 @@ def test_an_option_that_the_template_does_not_read_is_refused() -> None:
         make_template(with_template(QWEN), config, Toolbox(config.episode))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_template_that_opens_the_assistants_turn_or_has_no_mark_for_it_is_as_it_should_be(name: str) -> None:
-    assert shaped(name)[1].unopened() == ""
-
-
 @pytest.mark.parametrize(
     ("template", "unopened"),
     [(QWEN, ""), (QWEN.replace(ASK, ""), "<|im_start|>assistant"), (QWEN.replace(ASK, "<|im_start|>assistant\n"), "")],
@@ -179,9 +163,4 @@ def test_a_template_that_opens_the_assistants_turn_or_has_no_mark_for_it_is_as_i
 )
 def test_a_template_that_never_opens_the_assistants_turn_is_known(template: str, unopened: str) -> None:
     assert ChatTemplate(with_template(template)).unopened() == unopened
-
-
-def test_a_template_that_does_not_describe_tools_is_known() -> None:
-    schemas = Toolbox(configured(tools=["calculator"]).episode).schemas()
-    assert ChatTemplate(with_template(CARELESS), schemas).undescribed_tools() == ["calculator"]
-    assert ChatTemplate(with_template(QWEN), schemas).undescribed_tools() == []
+    assert {shaped(name)[1].unopened() for name in SHAPES} == {""}

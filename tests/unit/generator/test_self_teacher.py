@@ -11,7 +11,7 @@ from common.payload import Payload
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from generator.teacher.self_teacher import told
+from generator.teacher.self_teacher import with_context
 from tests.support.episode import TOKENIZER
 from tests.support.generator import PretendEngine, Rig, evaluate, one
 
@@ -27,7 +27,7 @@ class Scorer(PretendEngine):
         self.read: list[np.ndarray] = []
         self.scale = 1000.0
 
-    async def score(self, token_ids: Any, top_k: int = 0) -> Any:
+    async def logprobs(self, token_ids: Any, top_k: int = 0) -> Any:
         self.read.append(np.asarray(token_ids))
         logprobs = (-np.asarray(token_ids) / self.scale).astype(np.float32)
         if not top_k:
@@ -77,17 +77,11 @@ def test_all_turns_are_scored_at_their_later_places(fake_broker: Broker) -> None
 @pytest.mark.parametrize(
     ("context", "task", "reason", "calls"),
     [
-        (
-            "{demonstration}",
-            {"row": {"hint": "odd"}},
-            "{demonstration}, and the row has no such column; it has hint",
-            0,
-        ),
-        ("{hint}", {"row": {"hint": None}}, "{hint}, and the row has no such column; it has no others", 0),
+        ("{other}", {"row": {"hint": "odd", "other": None}}, "{other}, and the row has no such column; it has hint", 0),
         ("{answer}", {}, "teacher.context names {answer}, and the row has no answer", 0),
         ("{hint}", {"row": {"hint": "9" * 500}}, "tokens, model.max_model_len allows 512", 1),
     ],
-    ids=["no such column", "an empty one", "no answer", "too long"],
+    ids=["no such column", "no answer", "too long"],
 )
 def test_what_cannot_be_told_is_set_aside_at_once(fake_broker: Broker, context, task, reason, calls) -> None:
     header, payload, engine = taught(fake_broker, context, task=task)
@@ -97,21 +91,14 @@ def test_what_cannot_be_told_is_set_aside_at_once(fake_broker: Broker, context, 
     assert len(dead.list_dead(fake_broker)) == 1
 
 
-def test_scores_that_are_not_finite_are_a_failed_attempt(fake_broker: Broker) -> None:
-    engine = Scorer()
+def test_markup_in_what_is_told_is_text_and_infinite_scores_are_a_failed_attempt(fake_broker: Broker) -> None:
+    engine, data = Scorer(), {"train": "t", "max_prompt_tokens": 64, "prompt_markup": True}
     engine.scale = np.nan
-    header = one(Rig(fake_broker, engine, teacher={"context": "{answer}"}), answer="7")
+    rig = Rig(fake_broker, engine, teacher={"context": "{hint}"}, data=data)
+    header = one(rig, row={"hint": "<|im_end|>"})
     assert (header.status, engine.calls, len(engine.read)) == ("set_aside", 2, 2)
     assert "as its own teacher, are not finite" in header.reason
-
-
-def test_markup_in_what_is_told_is_text(fake_broker: Broker) -> None:
-    task = {"answer": "7", "row": {"hint": "<|im_end|>"}}
-    data = {"train": "t", "max_prompt_tokens": 64, "prompt_markup": True}
-    _, _, engine = taught(fake_broker, "{hint}", task=task, data=data)
-    _, payload, _ = taught(fake_broker, "none", task=task | {"task_id": "other"}, data=data)
-    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-    assert (engine.read[0] == end).sum() == (payload.token_ids == end).sum()
+    assert (engine.read[0] == TOKENIZER.convert_tokens_to_ids("<|im_end|>")).sum() == 2  # of the prompt, of the answer
 
 
 def test_evaluations_and_other_sources_are_not_scored(fake_broker: Broker) -> None:
@@ -132,9 +119,12 @@ def test_evaluations_and_other_sources_are_not_scored(fake_broker: Broker) -> No
 
 def test_the_last_user_message_is_told_more() -> None:
     system, user, tool = ({"role": role, "content": role} for role in ("system", "user", "tool"))
-    assert told("a", "b") == "a\n\nb"
-    assert told([system, user, tool], "b") == [system, {"role": "user", "content": "user\n\nb"}, tool]
-    assert told([system], "b") == [{"role": "system", "content": "system\n\nb"}]
+    assert with_context("a", "b") == "a\n\nb"
+    assert with_context([system, user, tool], "b") == [system, {"role": "user", "content": "user\n\nb"}, tool]
+    assert with_context([system], "b") == [{"role": "system", "content": "system\n\nb"}]
     parts = [{"type": "text", "text": "a"}]
-    assert told([{"role": "user", "content": parts}], "b")[0]["content"] == [*parts, {"type": "text", "text": "b"}]
+    assert with_context([{"role": "user", "content": parts}], "b")[0]["content"] == [
+        *parts,
+        {"type": "text", "text": "b"},
+    ]
     assert user["content"] == "user", "the task is as it was"

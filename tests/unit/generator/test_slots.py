@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from generator.slots import FULL, Cache, Slots
+from generator.slots import Cache, Slots
 
 CACHE = 100_000  # tokens
 LONGEST = 5000
@@ -46,59 +47,31 @@ def lengths(shortest: int, longest: int, seed: int = 0) -> Callable[[], int]:
     return lambda: int(shortest + (longest - shortest) * rng.random() ** 2)
 
 
-def test_a_number_that_is_configured_stays() -> None:
-    cache = SimulatedCache()
-    slots = Slots(7, cache, LONGEST)
-    cache.play(slots, 300, lengths(200, LONGEST))
-    assert slots.limit == 7
-
-
-@pytest.mark.integration  # computes for seconds
-@pytest.mark.parametrize(
-    ("shortest", "longest", "number"),
-    [(200, 400, 300), (200, 1000, 180), (200, LONGEST, 30), (2000, LONGEST, 30), (LONGEST, LONGEST, 10)],
-)
+@pytest.mark.parametrize(("shortest", "longest", "number"), [(200, 1000, 180), (2000, LONGEST, 30)])
 def test_the_cache_is_filled_and_nothing_is_preempted(shortest: int, longest: int, number: int) -> None:
     cache = SimulatedCache()
     slots = Slots("auto", cache, LONGEST)
     assert slots.limit == CACHE // LONGEST
-    shares = cache.play(slots, 4000, lengths(shortest, longest))
+    shares = cache.play(slots, 2000, lengths(shortest, longest))
     assert max(shares) <= 1.0
-    assert max(shares[2000:]) > 0.75
+    assert max(shares[1000:]) > 0.75
     assert slots.limit > number
 
 
-def test_longer_answers_shrink_it_in_time() -> None:
-    cache = SimulatedCache()
-    slots = Slots("auto", cache, LONGEST)
-    cache.play(slots, 2000, lengths(200, 1000))
-    many = slots.limit
-    rng = random.Random(1)
-    drifting = iter(range(10**6))
-    shares = cache.play(slots, 3000, lambda: int(min(LONGEST, 600 + next(drifting) * 0.5) * (0.5 + rng.random() / 2)))
-    assert slots.limit < many / 2
-    assert max(shares) <= 1.0
-
-
-def test_without_enough_tasks_it_does_not_grow() -> None:
-    cache = SimulatedCache()
-    slots = Slots("auto", cache, LONGEST)
-    cache.play(slots, 1000, lengths(200, 400), tasks=10)
-    assert slots.limit == CACHE // LONGEST
-
-
-def test_no_more_than_the_engine_computes_at_once() -> None:
-    cache = SimulatedCache(most_requests=24)
-    slots = Slots("auto", cache, LONGEST)
-    shares = cache.play(slots, 1000, lengths(200, 400))
-    assert slots.limit == 24
-    assert max(shares) < FULL
-
-
-def test_there_is_always_one() -> None:
-    cache = SimulatedCache()
-    slots = Slots("auto", cache, 10 * CACHE)
-    assert slots.limit == 1
-    cache.episodes = [[CACHE, CACHE]]
+@pytest.mark.parametrize(
+    ("configured", "most_requests", "longest", "tasks", "limit"),
+    [
+        (7, 512, LONGEST, 10**6, 7),  # a number that is configured stays
+        ("auto", 512, LONGEST, 10, CACHE // LONGEST),  # too few tasks to grow
+        ("auto", 24, LONGEST, 10**6, 24),  # no more than the engine computes at once
+        ("auto", 512, 1000 * CACHE, 0, 1),
+    ],
+)
+def test_the_number_has_bounds(configured: Any, most_requests: int, longest: int, tasks: int, limit: int) -> None:
+    cache = SimulatedCache(most_requests)
+    slots = Slots(configured, cache, longest)
+    cache.play(slots, 300, lengths(200, 400), tasks)
+    assert slots.limit == limit
+    cache.episodes = [[CACHE, CACHE]] * 2
     slots.look(1, 0)
-    assert slots.limit == 1
+    assert slots.limit == (7 if configured == 7 else 1)

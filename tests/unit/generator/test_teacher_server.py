@@ -20,8 +20,9 @@ from common.log import get_logger
 from common.messages import InvalidMessage
 from common.payload import Payload
 from generator.chat_api import ChatUnavailable, ModelApi
-from generator.teacher.server import PROBE, Scores, TeacherServer, WrongScores, start_servers
+from generator.teacher.server import PROBE, TeacherScores, TeacherServer, WrongScores, start_servers
 from launcher.quickstart.tiny_model import build_tokenizer
+from tests.support.event_loop import used
 from tests.support.http_double import Double, fails, raw, serve
 from tests.support.streams import payload
 from tests.support.teacher import Answer, by_id, gives, places
@@ -32,20 +33,13 @@ IDS = np.array([5, 6, 7], np.int32)
 
 
 def asked(double: Double, act: Callable[[TeacherServer], Awaitable[Any]], top_k: int = 0, **connection: Any) -> Any:
-    async def scene() -> Any:
-        url = double.url if double.url.startswith("unix:") else f"{double.url}/v1"
-        api = ModelApi(url, **{"attempts": 2, "backoff": 0.0} | connection)
-        server = TeacherServer(api, "large", top_k)
-        try:
-            return await act(server)
-        finally:
-            await server.close()
-
-    return asyncio.run(scene())
+    url = double.url if double.url.startswith("unix:") else f"{double.url}/v1"
+    connection = {"attempts": 2, "backoff": 0.0} | connection
+    return used(lambda: TeacherServer(ModelApi(url, **connection), "large", top_k), act)
 
 
-def score(double: Double, top_k: int = 0) -> Scores:
-    return asked(double, lambda server: server.score(IDS), top_k)
+def score(double: Double, top_k: int = 0) -> TeacherScores:
+    return asked(double, lambda server: server.logprobs(IDS), top_k)
 
 
 def taught(double: Double, payload: Payload, **connection: Any) -> Payload:
@@ -53,15 +47,12 @@ def taught(double: Double, payload: Payload, **connection: Any) -> Payload:
     return asked(double, lambda server: server.taught(nothing, nothing, nothing, payload), **connection)
 
 
-def test_the_tokens_own_scores_are_asked_for_and_read() -> None:
+def test_the_tokens_own_scores_or_the_likeliest_are_read() -> None:
     with serve(places(None, {"6": (-1.5, 9)}, {"7": (-2.5, 1)})) as double:
         scores = score(double)
     assert double.requests == [{"model": "large", "prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 0}]
-    assert scores.logprobs.tolist() == [[0.0], [-1.5], [-2.5]]
-    assert scores.ids.shape == (3, 0)
-
-
-def test_the_likeliest_are_read_by_rank_and_the_token_itself_is_left_out() -> None:
+    assert (scores.logprobs.tolist(), scores.ids.shape) == ([[0.0], [-1.5], [-2.5]], (3, 0))
+    # By rank, without the token itself.
     second = {"6": (-9.0, 80), "3": (-0.1, 1), "150000": (-2.0, 2)}
     third = {"7": (-1.0, 2), "4": (-0.5, 1)}
     with serve(places(None, second, third)) as double:
@@ -74,11 +65,8 @@ def test_the_likeliest_are_read_by_rank_and_the_token_itself_is_left_out() -> No
     ("answer", "top_k", "words"),
     [
         (gives({"choices": [{"text": "4"}]}), 0, "no prompt_logprobs, which teachers need"),
-        (gives({"choices": [{"prompt_logprobs": None}]}), 0, "no prompt_logprobs"),
-        (gives([]), 0, "no prompt_logprobs"),
         (lambda handler, body: raw(handler, b"<html>"), 0, "no prompt_logprobs.*<html>"),
         (places(None, {"6": (-1.0, 1)}), 0, "scored 2 of 3 tokens"),
-        (places(None, {"6": (-1.0, 1)}, {"8": (-1.0, 1)}), 0, "no prompt_logprobs"),
         (places(None, {"6": (-1.0, 1)}, {"7": (-1.0, 1)}), 2, "fewer than the 2 likeliest"),
         (gives({"error": "too long"}, 400), 0, "HTTP 400: .*too long"),
     ],
@@ -90,7 +78,7 @@ def test_answers_without_scores_are_one_line_and_not_asked_for_again(answer: Ans
     assert len(double.requests) == 1
 
 
-def test_rows_are_scored_apart_and_only_as_far_as_the_model_spoke() -> None:
+def test_rows_are_scored_apart_and_only_as_far_as_the_model_spoke(tmp_path: Path) -> None:
     payload = Payload(
         np.arange(20, dtype=np.int32),
         np.array([[2, 4], [13, 15], [16, 18]], np.int32),
@@ -98,21 +86,18 @@ def test_rows_are_scored_apart_and_only_as_far_as_the_model_spoke() -> None:
         np.array([[0, 0, 6]], np.int32),
         np.array([6, 4, 10], np.int32),
     )
-    with serve(by_id) as double:
+    with serve(by_id, socket=tmp_path / "teacher.sock") as double:
         scored = taught(double, payload)
     assert [len(request["prompt"]) for request in double.requests] == [4, 8]
     assert scored.teacher_logprobs.ravel().tolist() == [-2, -3, -13, -14, -16, -17]
     assert scored.logprobs is payload.logprobs
-
-
-def test_an_episode_in_which_the_model_said_nothing_is_not_asked_about() -> None:
     silent = Payload(np.arange(4, dtype=np.int32), *(np.empty(shape, np.int32) for shape in ((0, 2), 0, (0, 3))))
     with serve(by_id) as double:
         assert taught(double, silent) is silent
     assert double.requests == []
 
 
-@pytest.mark.parametrize("score", [math.nan, 7.0, -math.inf])
+@pytest.mark.parametrize("score", [math.nan, 7.0])
 def test_numbers_that_are_no_log_probs_are_refused(score: float) -> None:
     answer = places(None, *({str(one): (score, 1)} for one in range(1, 10)))
     with serve(answer) as double, pytest.raises(InvalidMessage, match="a teacher's log-probs"):
@@ -126,11 +111,6 @@ def test_a_server_that_is_down_is_asked_again_until_it_is_back() -> None:
         taught(double, payload(), attempts=sys.maxsize, backoff=0.2, seconds=0.1)
 
 
-def test_a_server_on_a_socket_is_asked_there(tmp_path: Path) -> None:
-    with serve(by_id, socket=tmp_path / "teacher.sock") as double:
-        assert taught(double, payload()).teacher_logprobs.shape == (6, 1)
-
-
 def test_each_source_has_its_teachers_server_and_equal_teachers_share_one(policy: str, tmp_path: Path) -> None:
     model = {"path": policy}
     sources: list[dict[str, Any]] = [{"path": name, "name": name} for name in "abcd"]
@@ -142,13 +122,6 @@ def test_each_source_has_its_teachers_server_and_equal_teachers_share_one(policy
         config = parse_config({"model": model, "data": {"train": [*sources, {"path": "e"}]}, "teacher": teacher})
         assert started(config) == {"a", "b"}
         assert started(config.model_copy(update={"run": config.run.model_copy(update={"steps": 0})})) == set()
-
-
-def test_a_model_that_spo_run_does_not_serve_is_refused(policy: str, tmp_path: Path) -> None:
-    run, data = {"output_dir": str(tmp_path)}, {"train": "t"}
-    config = parse_config({"run": run, "model": {"path": policy}, "data": data, "teacher": {"model": "large"}})
-    with pytest.raises(UserError, match=r"teacher.model = 'large' is served by `spo run`.*set teacher.url$"):
-        started(config)
 
 
 @pytest.fixture
@@ -191,15 +164,10 @@ def test_a_server_with_the_policys_tokens_is_taken(policy: str) -> None:
         start(policy, double)
     with serve(gives({"tokens": ids[:7]})) as double, pytest.raises(UserError, match="and the teacher's nothing"):
         start(policy, double)
-
-
-def test_a_server_that_cannot_tokenize_is_taken_with_a_warning(policy: str) -> None:
     with serve(gives({"detail": "Not Found"}, 404)) as double, capture_logs() as logs:
         start(policy, double)
     assert [line["log_level"] for line in logs] == ["info", "warning"]
     with serve(gives({"error": "wrong key"}, 401)) as double, pytest.raises(UserError, match="teacher.url.*HTTP 401"):
         start(policy, double)
-    many = {"top_k": 256, "form": "loss"}
-    if len(build_tokenizer()) < 256:
-        with serve(gives({"tokens": []})) as double, pytest.raises(UserError, match="teacher.top_k = 256, and model"):
-            start(policy, double, **many)
+    with pytest.raises(UserError, match=r"teacher.model = 'large' is served by `spo run`.*set teacher.url$"):
+        start(policy, double, url=None, url_model=None, model="large")

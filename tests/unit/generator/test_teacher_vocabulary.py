@@ -13,34 +13,21 @@ from launcher.quickstart.tiny_model import build_tokenizer
 pytestmark = pytest.mark.integration  # it imports transformers
 
 
-def saved(folder: Path, *added: str, mended: tuple[str, str] | None = None) -> str:
-    """The folder of a tokenizer, with tokens added at its end, or one renamed."""
+def test_the_first_token_that_differs_is_named_and_a_larger_vocabulary_fits(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
-    tokenizer.add_tokens(list(added))
-    tokenizer.save_pretrained(folder)
-    if mended:
-        file = folder / "tokenizer.json"
-        file.write_text(file.read_text(encoding="utf-8").replace(*mended), encoding="utf-8")
-    return str(folder)
-
-
-def test_a_larger_vocabulary_fits_and_a_smaller_one_does_not(tmp_path: Path) -> None:
-    small, large = saved(tmp_path / "small"), saved(tmp_path / "large", "<one>", "<two>")
+    small, large, other = (str(tmp_path / name) for name in ("small", "large", "other"))
+    for folder in (small, other):
+        tokenizer.save_pretrained(folder)
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("<tool_response>", "<result>"), encoding="utf-8")
+    tokenizer.add_tokens(["<one>", "<two>"])
+    tokenizer.save_pretrained(large)
     check_vocabulary(small, small, False)
     check_vocabulary(small, large, False)
-    last = len(build_tokenizer())
+    last, first = len(build_tokenizer()), tokenizer.encode("<tool_response>\n")[0]
     with pytest.raises(UserError, match=f"token {last} is '<one>' for the policy and no token for the teacher"):
         check_vocabulary(large, small, False)
-
-
-def test_the_first_token_that_differs_is_named(tmp_path: Path) -> None:
-    policy, teacher = saved(tmp_path / "policy"), saved(tmp_path / "teacher", mended=("<tool_response>", "<result>"))
-    first = build_tokenizer().encode("<tool_response>\n")[0]
     with pytest.raises(UserError, match=rf"token {first} is .*tool_response.* for the policy and .*result.* for the"):
-        check_vocabulary(policy, teacher, False)
-
-
-def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
-    policy = saved(tmp_path / "policy")
+        check_vocabulary(small, other, False)
     with pytest.raises(UserError, match=r"^teacher.model = '.*nothing': its tokenizer cannot be read: [^\n]+$"):
-        check_vocabulary(policy, str(tmp_path / "nothing"), False)
+        check_vocabulary(small, str(tmp_path / "nothing"), False)

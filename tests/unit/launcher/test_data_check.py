@@ -22,8 +22,8 @@ from generator.episode.runner import EpisodeRunner
 from launcher.checks.prompts import check_first_prompts
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_tokenizer
-from tests.support.chat_templates import ASK, CARELESS, QWEN, STRICT, with_template
 from tests.support.episode import ScriptedEngine
+from tests.support.templates import ASK, CARELESS, QWEN, STRICT, with_template
 
 
 def jsonl(path: Path, *rows: Any) -> Path:

@@ -46,7 +46,7 @@ def test_config_prints_every_key_with_overrides_applied(spo: Spo) -> None:
     assert ran.returncode == 0
     printed = yaml.safe_load(ran.stdout)
     assert printed["run"]["steps"] == 7
-    assert printed["broker"]["heartbeat"] > 0
+    assert printed["broker"]["dead_after"] > 0
 
 
 # Others are on docs/troubleshooting.md, whose test gives them.

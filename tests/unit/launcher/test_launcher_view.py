@@ -352,7 +352,7 @@ def test_status_and_live_view_name_the_page_s_bottleneck(
     progress = read(fake_broker, folder=folder)
     progress.split = Split(4, 4)
     live = text(render("runs/mine", progress, supervisor, PhaseTimer()), 160)
-    assert re.search(r"GPUs +4 \+ 4 +moving one GPU from generators to learner would make a step take", live)
+    assert re.search(r"GPUs +4 \+ 4 +moving one GPU from generators to learner would make a step", live)
 
 
 SLOW_THEN_FAST = [(100.0 * version, version) for version in range(5)]

@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_behind(cuda: Cuda, monkeyp
 
 
 def test_memory_that_grows_beyond_what_is_needed_is_not_pinned(cuda: Cuda) -> None:
-    weights = random_weights(seed=1)
+    weights = random_weights(seed=1, chunks=20)
     weights["large"] = torch.zeros(1 << 20)  # more than the first guess
     snapshot = copy_weights(0, weights.items(), torch.float32, 1 << 20).snapshot()
     assert snapshot.memory.file.size > snapshot.manifest.total_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,9 +12,8 @@ from typer.testing import CliRunner
 
 from common.errors import UserError
 from common.log import get_logger
-from common.network import bound, listen
 from sandbox_client import TOKEN_VARIABLE, RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
-from sandbox_client.cli import app, read_token
+from sandbox_client.cli import app
 from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
 
@@ -98,17 +96,11 @@ def test_an_impossible_request_is_refused_in_one_line(body: bytes, status: int, 
 # Headers beside what a program sends, and the status; a browser sends `Origin` with every POST, and chooses `Host`.
 SENDERS: dict[str, tuple[dict[str, str], int]] = {
     "a client": ({}, 422),
-    "localhost": ({"Host": "LocalHost"}, 422),
-    "IPv6": ({"Host": "[::1]:8080"}, 422),
     "charset": ({"Content-Type": "Application/JSON; charset=utf-8"}, 422),
     "another site": ({"Origin": "https://a.page"}, 403),
-    "a sandboxed frame": ({"Origin": "null"}, 403),
-    "another port here": ({"Origin": "http://localhost:3000"}, 403),
     "rebinding": ({"Host": "a.page:8080"}, 403),
     "rebinding to an address": ({"Host": "127.0.0.1.a.page"}, 403),
-    "no host": ({"Host": ""}, 403),
     "form": ({"Content-Type": "text/plain"}, 415),
-    "no type": ({"Content-Type": ""}, 415),
 }
 
 
@@ -175,40 +167,16 @@ def test_a_sandbox_that_fails_is_no_failed_program() -> None:
     with_service(ask)
 
 
-def test_stopping_gives_up_what_waits_and_kills_what_runs() -> None:
-    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
-        running = post(client, "running")
-        await held.started.get()
-        waiting = post(client, "waiting")
-        while not service.waiting:
-            await asyncio.sleep(0)
-        service.stop()
-        for answer in (await waiting, await post(client, "late")):
-            assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
-        health = await client.get("/health")
-        assert (health.status_code, health.json()["status"]) == (503, "stopping")
-        assert not running.done()
-        service.kill()
-        assert (await running).status_code == 503
-        assert held.killed.get_nowait() == "running"
-        assert held.started.empty()
-
-    with_service(ask)
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0 is open to others; give a token"),
-        (["--token-file", "/no/such/file"], "cannot read --token-file /no/such/file: No such file"),
         (["-o", "bwrap=/no/such/bwrap"], "bubblewrap '/no/such/bwrap' is not a program"),
         (["-o", "python=/no/such/python"], "sandbox interpreter '/no/such/python' cannot be run"),
         (["-o", "cgroup=/no/such/group"], "no control group for memory can be made in '/no/such/group'"),
         (["-o", "read_only=[relative]"], "read_only: 'relative' is not an absolute path"),
-        (["-o", "worker=3"], "unknown configuration key worker; did you mean workers?"),
         (["-o", "workers=0"], "workers = 0: input should be greater than or equal to 1"),
-        (["-o", "seconds=.inf"], "seconds = inf: input should be a finite number"),
     ],
 )
 def test_a_refusal_names_the_setting(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,25 +190,3 @@ def test_help_names_every_setting_with_its_default() -> None:
     text = CliRunner().invoke(app, ["--help"], terminal_width=200).output
     assert [name for name in Settings.model_fields if f"{name}: " not in text] == []
     assert "[default: 1024]" in text
-
-
-def test_a_servers_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    assert read_token(None) == "secret"
-    file = tmp_path / "token"
-    file.write_text("of the file\n")
-    assert read_token(file) == "of the file"
-    for text in ("", "a\nb", "ä"):
-        file.write_text(text)
-        with pytest.raises(UserError, match="holds no token|is empty"):
-            read_token(file)
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with bound("127.0.0.1", 0) as first, bound("127.0.0.1", first.getsockname()[1]) as second:
-        listen(first, "127.0.0.1", 8080, 1)
-        with pytest.raises(UserError, match=r"--port \d+ cannot be bound: Address already in use"):
-            bound("127.0.0.1", first.getsockname()[1])
-        # Taken by another process while the sandbox was tested.
-        with pytest.raises(UserError, match="--port 8080 cannot be listened on: Address already in use"):
-            listen(second, "127.0.0.1", 8080, 1)

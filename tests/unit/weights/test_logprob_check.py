@@ -29,7 +29,7 @@ def scored(
     scores = 0
 
     class Engine:
-        async def score(self, token_ids: list[int]) -> np.ndarray:
+        async def logprobs(self, token_ids: list[int]) -> np.ndarray:
             nonlocal scores
             assert token_ids == TOKEN_IDS
             scores += 1
@@ -52,7 +52,7 @@ def scored(
     return scores
 
 
-@pytest.mark.parametrize("learner", [off(0.949), off(-0.03), [*LOGPROBS[:3], -4.0], [float("nan")] * 4])
+@pytest.mark.parametrize("learner", [off(-0.03), [float("nan")] * 4])
 def test_an_engine_that_computes_something_else_is_refused(learner: list[float]) -> None:
     with pytest.raises(UserError, match=r"update to version 3, .*generator.logprob_tolerance = 0.02.*computes m "):
         scored((3, learner))
@@ -79,7 +79,3 @@ def test_checks_go_on_until_a_trained_version_has_been_checked() -> None:
     assert scored((0, LOGPROBS), (1, LOGPROBS), (2, off(9)), (3, LOGPROBS)) == 2
     with pytest.raises(UserError, match="update to version 1, .*: training diverges"):
         scored((0, LOGPROBS), (1, off(9)))
-
-
-def test_an_engine_that_cannot_score_prompts_is_not_refused() -> None:
-    assert scored((1, LOGPROBS), error=ValueError("no log-probs of prompts here")) == 1

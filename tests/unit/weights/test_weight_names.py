@@ -85,15 +85,8 @@ def loaded(names: set[str]) -> set[str]:
 
 METHODS = {
     "unquantised": (PLAIN, {}),
-    "quantised": (QUANTISED, {}),
     "with scales of its own": (QUANTISED, {"input_scale": torch.zeros(1)}),
 }
-
-
-@pytest.fixture(params=METHODS.values(), ids=METHODS)
-def engine(request: pytest.FixtureRequest) -> nn.Module:
-    method, extra = request.param
-    return model(method, **extra)
 
 
 GATE_UP = {name for name in NAMES if "gate_proj" in name or "up_proj" in name}
@@ -101,7 +94,7 @@ VALUES = {name for name in NAMES if "v_proj" in name}
 # Weights that the update has, the model's configuration, and the name of one that is missing, if any is.
 UPDATES = [
     (NAMES, {}, ""),
-    *((NAMES - {name}, {}, f"lacks 1 weights of the model, among them {name}") for name in sorted(NAMES)),
+    *((NAMES - {name}, {}, f"lacks 1 weights of the model, among them {name}") for name in sorted(NAMES)[::4]),
     (NAMES - GATE_UP, {}, "among them layers.0.gate_up_proj.weight"),  # as vLLM names it
     (loaded(NAMES), {}, ""),  # a checkpoint that packs as vLLM does
     (NAMES - VALUES, {"attention_k_eq_v": True}, ""),

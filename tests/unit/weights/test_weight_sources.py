@@ -37,7 +37,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ("auto", LEARNER, [A, B], DIRECT),
         ("auto", None, [A, B], A),  # one that failed is better than none
         ("direct", LEARNER, [], DIRECT),
-        ("direct", LEARNER, [DIRECT], DIRECT),
         ("direct", None, [], None),
         ("tcp://far:9", LEARNER, [], FAR),
         ("tcp://far:9", LEARNER, [FAR], DIRECT),

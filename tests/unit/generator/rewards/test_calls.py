@@ -21,20 +21,12 @@ def ours(text: str, answer: str, row: dict[str, Any]) -> Any:
     return text, answer, row
 
 
-def turned(row: dict[str, Any], answer: str, text: str) -> Any:
-    return text, answer, row
-
-
 def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
     return data_source, solution_str, ground_truth, extra_info
 
 
 def verl_short(solution_str: str, ground_truth: str, **kwargs: Any) -> Any:
     return solution_str, ground_truth, kwargs
-
-
-def verl_defaults(data_source: str = "", solution_str: str = "", ground_truth: Any = None, **kwargs: Any) -> Any:
-    return data_source, solution_str, ground_truth
 
 
 def trl(prompts: list[Any], completions: list[Any], **columns: Any) -> Any:
@@ -55,20 +47,16 @@ def wrapped(*arguments: Any, **named: Any) -> Any:
     ("function", "options", "result"),
     [
         (ours, {}, ("7", "7", ROW)),
-        (turned, {}, ("7", "7", ROW)),
         (lambda text, /, answer, *, row: (text, answer, row), {}, ("7", "7", ROW)),
-        (lambda text: text, {}, "7"),
         (lambda text, _answer, _row: text, {}, "7"),
         (lambda response, prompt, tokens: (response, prompt, tokens), {}, ("hm 7", "3+4?", 5)),
         (lambda text, scale, limit=100: (text, scale, limit), {"scale": 2}, ("7", 2, 100)),
         (lambda text, limit=100: (text, limit), {"limit": 4}, ("7", 4)),
-        (lambda text, ground_truth: (text, ground_truth), {}, ("7", "7")),
         (lambda text, **more: (text, more), {"scale": 2}, ("7", {"answer": "7", "row": ROW, "scale": 2})),
         (functools.partial(ours, row=None), {}, ("7", "7", ROW)),
         (verl, {}, ("gsm8k", "hm 7", "7", {"index": 3})),
         (wrapped, {}, ("gsm8k", "hm 7", "7", {"index": 3})),
         (verl_short, {}, ("hm 7", "7", {"data_source": "gsm8k", "extra_info": {"index": 3}})),
-        (verl_defaults, {}, ("gsm8k", "hm 7", "7")),
         (Callable(), {}, ("hm 7", "7")),
         (trl, {}, (["3+4?"], ["hm 7"], COLUMNS)),
         (lambda completions, solution, hint=None: (completions, solution, hint), {}, (["hm 7"], ["7"], None)),
@@ -86,11 +74,6 @@ def test_completions_of_chat_prompts_are_messages() -> None:
     assert columns == {"answer": ["7"]}
 
 
-def test_without_the_optional_columns_verl_s_arguments_have_what_there_is() -> None:
-    outcome = Outcome("7", answer="7", row={"level": 2})
-    assert Function("m:f", verl, {}).score(outcome) == ("", "7", "7", {"level": 2})
-
-
 def test_a_column_that_a_row_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="no column 'hint', which the function asks for"):
         Function("m:f", lambda completions, hint: completions, {}).score(OUTCOME)
@@ -103,14 +86,10 @@ FORMS = r"\(text, answer, row\), or verl's \(data_source, .*\), or TRL's \(promp
     ("function", "options", "problem"),
     [
         (lambda answer_text, reference: 1.0, {}, f"{FORMS}.*: nothing has the name 'answer_text'"),
-        (lambda queries, prompts, labels: 1.0, {}, "nothing has the name 'queries'"),
         (lambda completions, completion_ids: 1.0, {}, "nothing has the name 'completion_ids'"),
         (lambda *anything: 1.0, {}, "its parameters have none of these names"),
-        (lambda **anything: 1.0, {}, "its parameters have none of these names"),
-        (lambda: 1.0, {}, "its parameters have none of these names"),
         (max, {}, "cannot be called with"),
         (ours, {"row": {}}, "reward_options of 'm:f': 'row' is no option; allowed: none"),
-        (verl, {"extra_info": {}}, "'extra_info' is no option"),
         (ours, {"size": 1}, "unexpected keyword argument 'size'"),
     ],
 )

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from generator.chat_api import ChatUnavailable
 from generator.rewards import Outcome
-from generator.rewards.judge import Judge, NoVerdict, prompt_text
+from generator.rewards.judge import Judge, NoVerdict
+from tests.support.event_loop import used
 from tests.support.http_double import Double, fails, says, serve
 
 ASKED = Outcome("Four.", response="Let me see. Four.", answer="4", row={"level": "easy"}, prompt="What is 2+2?")
 
 
 def judge(double: Double, outcome: Outcome = ASKED, **options: Any) -> float:
-    async def scene() -> float:
-        made = Judge(f"{double.url}/v1", "tiny", **({"backoff": 0.0, "attempts": 2} | options))
-        try:
-            return await made.score(outcome)
-        finally:
-            await made.close()
-
-    return asyncio.run(scene())
+    options = {"backoff": 0.0, "attempts": 2} | options
+    return used(lambda: Judge(f"{double.url}/v1", "tiny", **options), lambda made: made.score(outcome))
 
 
 @pytest.mark.parametrize(
     ("replies", "expected"),
     [
         ([says("Score: 7")], 0.7),
-        ([says("**Score:** 10")], 1.0),
         ([says("At first Score: 2, but then\nScore: 7.5")], 0.75),
-        ([says("Score = 3 of 10")], 0.3),
         ([says("Hard to say."), says("Score: 11"), says("Score: 4")], 0.4),
         ([fails(503), says("Score: 5")], 0.5),
     ],
@@ -57,12 +49,12 @@ def test_question_reference_and_answer_are_shown() -> None:
 
 
 def test_a_template_of_ones_own() -> None:
-    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    prompt: list[dict[str, Any]] = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None}]
     outcome = Outcome("x" * 50 + "{text}", response="r", answer="4", row={"level": "easy"}, prompt=prompt)
     options = {"template": "{row[level]}|{prompt}|{text}|{response}|{{}}", "pattern": r"grade (-?\d)"}
     with serve(says("grade -1")) as double:
         assert judge(double, outcome, scale=(-2, 2), longest=8, **options) == 0.25
-    asked = "easy|system: Be brief.\n\nuser: 2+2?|xx{text}|r|{}"
+    asked = "easy|user: 2+2?\n\nassistant: |xx{text}|r|{}"
     assert double.requests[0]["messages"] == [{"role": "user", "content": asked}]
 
 
@@ -81,8 +73,3 @@ def test_what_gives_no_number_is_an_error_never_a_zero(
         with pytest.raises(error, match=words):
             judge(double, **options)
         assert len(double.requests) == asked
-
-
-def test_a_message_that_only_calls_tools_is_shown_without_text() -> None:
-    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{}]}]
-    assert prompt_text(prompt) == "user: a\n\nassistant: "

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Config
@@ -17,7 +16,7 @@ from common.errors import UserError
 from generator.episode.parts import EpisodeParts
 from generator.rewards import Outcome, Score, Scorer
 from generator.rewards.pool import RewardFailed
-from generator.rewards.scorer import joined, returns_to_go
+from generator.rewards.scorer import returns_to_go
 from tests.support.documented import DOCS
 from tests.support.episode import configured, scored
 from tests.support.process_sandbox import ProcessSandbox
@@ -53,19 +52,9 @@ def test_a_weighted_sum_over_all_the_places_rewards_run_in() -> None:
 
 
 @pytest.mark.integration
-def test_users_classes_keep_their_state_and_may_be_asynchronous() -> None:
-    counting, asynchronous = f"{HERE}:CountingReward", f"{HERE}:Asynchronous"
-    settings = config(
-        {counting: 1.0, asynchronous: 1.0}, (0.0, 100.0), turn_rewards="ignore", reward_options={counting: {"start": 5}}
-    )
-    outcome = Outcome("", response="abc", tokens=1, limit=2, turn_rewards=[10.0, 20.0])
-    assert [made.value for made in scored(settings, outcome, outcome)] == [40.5, 41.5]
-
-
-@pytest.mark.integration
 def test_a_part_that_fails_or_leaves_the_range_is_an_error() -> None:
-    with pytest.raises(RewardFailed, match="KeyError"):
-        score({"exact": 1.0, f"{HERE}:told": 1.0}, Outcome("raise", answer="raise"), (0.0, 2.0))
+    with pytest.raises(RewardFailed, match="ZeroDivisionError"):
+        score({"exact": 1.0, f"{HERE}:told": 1.0}, Outcome("1 / 0"), (0.0, 2.0))
     for outcome, how in ((Outcome(""), "sum"), (Outcome("", turn_rewards=[5.0]), "ignore")):
         with pytest.raises(ValueError, match=r"three 3.* is outside sampler.tracker.reward_range \[0, 1\]"):
             score(f"{HERE}:three", outcome, turn_rewards=how)
@@ -86,40 +75,31 @@ def test_a_part_without_a_number_is_left_out_of_the_sum() -> None:
 def test_turn_rewards_join_the_final_score(how: str, value: float, turns: float | None) -> None:
     made = score("length", Outcome("", tokens=15, limit=20, turn_rewards=[0.375, 0.125]), turn_rewards=how)
     assert made == Score(value, {"length": 0.25} | ({} if turns is None else {"turns": turns}), 0.25)
-
-
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=9), st.sampled_from(["sum", "last", "mean"]))
-def test_with_turn_rewards_the_result_is_clipped(turns: list[float], how: str) -> None:
-    made = score("exact", Outcome("a", answer="a", turn_rewards=turns), turn_rewards=how)
-    assert made.value == min(max(1.0 + joined(turns, how), 0.0), 1.0)
-
-
-@pytest.mark.parametrize("turns", [[float("nan")], [0.0, float("inf")]])
-def test_a_turn_reward_that_is_no_number_is_an_error(turns: Sequence[float]) -> None:
-    with pytest.raises(ValueError, match="turn rewards"):
-        score("exact", Outcome("", turn_rewards=turns))
+    clipped = score("exact", Outcome("a", answer="a", turn_rewards=[9.0]), turn_rewards=how)
+    assert clipped.value == 1.0
+    if turns is not None:
+        with pytest.raises(ValueError, match="turn rewards"):
+            score("exact", Outcome("", turn_rewards=[0.0, float("inf")]), turn_rewards=how)
 
 
 BAD_OPTIONS = {
     "exact": [({"strict": True}, "")],
     "format": [
         ({}, "give either"),
-        ({"pattern": "a", "tags": ["b"]}, "give either"),
         ({"pattern": "("}, "regular expression"),
         *(({"tags": tags}, "tags") for tags in ("<think>", [""])),
         ({"tags": ["a"], "of": "answer"}, "of = 'answer'"),
     ],
     "length": [({"free": -1}, "free = -1"), ({"free": 10, "limit": 10}, "limit = 10")],
-    "overlong": [({"buffer": 0}, ""), ({"buffer": 11, "limit": 10}, ""), ({"limit": 0}, ""), ({"limit": -5}, "")],
-    "math": [({"seconds": 0}, "seconds"), ({"seconds": "long"}, "")],
-    "reasoning_gym": [({"pattern": "("}, "not a regular expression"), ({"pattern": "a+"}, "has no group")],
+    "overlong": [({"buffer": 11, "limit": 10}, ""), ({"limit": 0}, "")],
+    "math": [({"seconds": 0}, "seconds")],
+    "reasoning_gym": [({"pattern": "a+"}, "has no group")],
     "code": [({"timeout": 0}, "timeout = 0")],
     "judge": [
         ({}, "base_url"),
         *(
             (JUDGE | options, words)
             for options, words in (
-                ({"pattern": "("}, "regular expression"),
                 ({"scale": (1, 1)}, "scale"),
                 ({"tries": 0}, "tries"),
                 ({"template": "{question}"}, r"\{question\} is unknown; allowed: prompt, text"),
@@ -155,9 +135,11 @@ def test_what_cannot_be_meant_is_a_user_error(reward: Any, options: dict[str, An
     ("reward", "allowed", "fits"),
     [
         ({"exact": 1.0, "overlong": 1.0}, (0.0, 1.0), False),
-        ({"exact": 1.0, "boxed": 0.5}, (0.0, 1.0), False),
         ({"exact": 1.0, "overlong": 1.0}, (-1.0, 1.0), True),
         ({"exact": 2.0, "length": -1.0}, (-1.0, 2.0), True),
+        # Only what rounding explains is forgiven.
+        ({"exact": 0.1, "boxed": 0.7, "length": 0.2}, (0.0, 1.0), True),
+        ({"exact": 0.1, "boxed": 0.7, "length": 0.2001}, (0.0, 1.0), False),
     ],
 )
 def test_parts_must_fit_the_declared_range(reward: Any, allowed: tuple[float, float], fits: bool) -> None:
@@ -172,23 +154,6 @@ def test_the_documented_configurations_are_possible() -> None:
         EpisodeParts(configured(yaml.safe_load(written)))
 
 
-PARTS = ("boxed", "boxed_think", "format", "length")
-PERFECT = Outcome(r"\boxed{7}", response=r"<a></think>\boxed{7}", answer=7, tokens=0, limit=10)
-
-
-@pytest.mark.integration  # computes for seconds
-def test_a_perfect_answer_has_the_full_reward_for_any_split() -> None:
-    pairs = ((a, b) for a in range(1, 18, 2) for b in range(1, 19 - a, 2))
-    splits = [(a / 20, b / 20, c / 20, (20 - a - b - c) / 20) for a, b in pairs for c in range(1, 20 - a - b)]
-    splits.append((1 / 3, 1 / 3, 1 / 3, -1e-12))
-    tags = {"format": {"tags": ["<a>"]}}
-    for split in splits:
-        assert score(dict(zip(PARTS, split, strict=True)), PERFECT, reward_options=tags).value == 1.0, split
-    # Only what rounding explains is forgiven.
-    with pytest.raises(UserError, match="declare that range"):
-        score(dict(zip(PARTS, (0.05, 0.55, 0.3, 0.1001), strict=True)), PERFECT, reward_options=tags)
-
-
 # Rewards that followed the turns of an episode.
 
 REWARDS = st.floats(-2, 2, allow_subnormal=False)
@@ -201,13 +166,13 @@ REWARDS = st.floats(-2, 2, allow_subnormal=False)
         # What the user gave earlier is past; what the limits took of the total is not missed later.
         (1.0, [-0.5, -0.75, 0.0], [0.0, 0.25, 1.0]),
         (1.0, [0.5, 0.0], [1.0, 1.0]),
-        (0.0, [], []),
     ],
 )
 def test_the_return_of_a_turn_adds_up_what_follows(final: float, turns: list[float], returns: list[float]) -> None:
     assert returns_to_go(final, turns, (0.0, 1.0)) == returns
 
 
+@settings(max_examples=25)
 @given(turns=st.lists(REWARDS, min_size=1, max_size=9), text=st.sampled_from(["7", "8"]))
 def test_the_first_turns_return_is_the_episodes_reward(turns: list[float], text: str) -> None:
     made = score("exact", Outcome(text, answer=7, turn_rewards=turns))

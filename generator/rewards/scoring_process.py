@@ -101,7 +101,7 @@ def main(descriptor: int) -> None:
 
 
 def _result(work: Callable[..., float | str | None], *arguments: Any) -> dict[str, Any]:
-    """What the work returns or raises. A process that it has forked ends here: it must neither answer nor read jobs."""
+    """The result or error of some work. A process that it forked ends here: only the parent answers and reads jobs."""
     process = os.getpid()
     result: dict[str, float | str | None]
     code: Any = None

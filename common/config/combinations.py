@@ -1,4 +1,4 @@
-"""Values that are fine alone and impossible together: one table of rules, each with its fix."""
+"""Rules for values that are valid alone and contradict one another; each message names the fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.config.generator import EpisodeConfig
 from common.config.losses import SPECS
 from common.config.redis_url import check_queue, has_port
 from common.config.run import Config
-from common.config.teacher import WHO, context_pieces
+from common.config.teacher import TEACHER_KEYS, context_pieces
 from common.errors import UserError
 from common.network import check_bind, is_tcp, without_password
 
@@ -30,7 +30,7 @@ ENGINE: dict[str, Any] = {"max_num_seqs": 1, "data_parallel_size": 1, "enable_pr
 
 
 def check_combinations(config: Config) -> None:
-    """Raise `UserError` for values that are fine alone and impossible together."""
+    """Raise `UserError` for the first rule that the configuration breaks."""
     if config.algorithm.loss in SPECS:
         try:
             loss_options(config.algorithm.loss, config.algorithm)
@@ -336,7 +336,7 @@ def _teaching(config: Config) -> Iterator[Rule]:
 def _teacher(config: Config) -> Iterator[Rule]:
     """Rules of the teacher in the configuration of a source."""
     teacher, episode = config.teacher, config.episode
-    names = [f"teacher.{key}" for key in WHO if getattr(teacher, key) is not None]
+    names = [f"teacher.{key}" for key in TEACHER_KEYS if getattr(teacher, key) is not None]
     yield len(names) > 1, f"{' and '.join(names)} are set, and a sample has one teacher; leave one of them"
     if teacher.context is None:
         return
