@@ -29,7 +29,7 @@ from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.unpack import Unreadable, unpack
 from common.weights import wire
-from generator.rewards import worker as frames
+from generator.rewards import scoring_process as frames
 from sampler.files.episode_files import episode_line
 from sampler.loop import Sampler
 from sampler.prompts.prompt_set import check_rows, load_data, read_answer, read_prompt
