@@ -25,7 +25,7 @@ from common.network import RetryableError
 from common.payload import Payload, decode_payload, encode_payload, open_record, pack_record
 from common.unpack import Unreadable, unpack
 from common.weights import wire
-from generator.rewards import worker as frames
+from generator.rewards import scoring_process as frames
 from sampler.files.episode_files import episode_line
 from sampler.prompts.prompt_set import check_rows, read_answer, read_prompt
 from sampler.prompts.rows import BadRow, open_rows

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from common.config import EpisodeConfig
-from common.errors import UserError
 from common.messages import Task
 from generator.tools import Toolbox, ToolError
 from generator.tools.code_interpreter import CodeInterpreter
@@ -103,17 +102,3 @@ def test_a_failed_program_leaves_no_trace_in_a_notebook() -> None:
     assert (assigned, printed, left) == ("", "1", "error: exit code 2")
     assert 'File "<program 3>", line 1' in unread
     assert unread.endswith("SyntaxError: invalid syntax")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"persistent": True, "language": "bash"}, "persistent programs are Python, not 'bash'"),
-        ({"run_timeout": 30}, "limit of 30 s is never reached within episode.tool_timeout"),
-        ({"persist": True}, "allowed: language, run_timeout, memory_mb, persistent"),
-    ],
-)
-def test_options_that_cannot_work_are_user_errors(options: dict[str, Any], words: str) -> None:
-    config = EpisodeConfig(tools=["code_interpreter"], tool_options={"code_interpreter": options})
-    with pytest.raises(UserError, match=words):
-        Toolbox(config, {"sandbox": ProcessSandbox})

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine import save_tiny_model, tiny_model
-
 pytestmark = pytest.mark.slow
 
 LAYER = "model.layers.1"
@@ -59,6 +57,8 @@ def main(folder: Path) -> None:
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+
+    from tests.support.engine import save_tiny_model, tiny_model
 
     type(current_platform).supported_quantization = []  # of none, it checks none
     torch.accelerator.empty_cache = lambda: None  # type: ignore[method-assign]

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from generator.formats import MAX_CALL, MAX_CALLS, CodeBlocks, Hermes, ToolCall, make_format
+from generator.formats import MAX_CALL, MAX_CALLS, CodeBlocks, Hermes, ToolCall
 from tests.support.episode import call
 from tests.support.golden import GOLDEN
 
@@ -118,25 +117,3 @@ def test_a_megabyte_of_anything_takes_bounded_steps(call_format: Any, piece: str
         calls = call_format.find(text)
     assert len(calls) <= MAX_CALLS + 1
     assert sum(len(str(tool_call.arguments)) for tool_call in calls) < 8 * MEGABYTE
-
-
-class Unfinished:
-    stop = ()
-
-
-class Demanding(Hermes):
-    def __init__(self, needed: int) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("xml", "allowed: hermes, code"),
-        (f"{__name__}:ADD", "is not a class"),
-        (f"{__name__}:Unfinished", "lacks find, wrap"),
-        (f"{__name__}:Demanding", "needed"),
-    ],
-)
-def test_what_is_no_format_is_a_user_error(name: str, message: str) -> None:
-    with pytest.raises(UserError, match=f"episode.call_format = .*{message}"):
-        make_format(name)

@@ -12,7 +12,6 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from common.config import EpisodeConfig
-from common.errors import UserError
 from common.messages import Task
 from generator.formats import MAX_CALLS, ToolCall
 from generator.tools import Toolbox, ToolError, ToolUnavailable
@@ -117,48 +116,12 @@ class Asking(tool_examples.Echo):
         self.sandbox = sandbox
 
 
-class Nameless(tool_examples.Echo):
-    name = "no name"
-
-
-class NoSchema(tool_examples.Echo):
-    schema = {"type": "nothing"}  # noqa: RUF012
-
-
-class Synchronous(tool_examples.Echo):
-    def call(self, text: str) -> str:  # type: ignore[override]
-        return text
-
-
-class Slow(tool_examples.Echo):
-    timeout = 30.0
-
-
 def test_arguments_of_a_tool_come_from_the_configuration() -> None:
     name = f"{HERE}:Echo"
     box = Toolbox(EpisodeConfig(tools=[name], tool_options={name: {"before": "> "}}))
     assert results(box, said("echo", "hi")) == ["> hi"]
     provided = {"sandbox": lambda: "box", "memory_mb": lambda: 3}
     assert Toolbox(EpisodeConfig(tools=[f"{__name__}:Asking"]), provided).tools["asking"].sandbox == "box"
-
-
-@pytest.mark.parametrize(
-    ("tools", "options", "message"),
-    [
-        (["abacus"], {}, "episode.tools = 'abacus' is unknown; allowed: calculator, code_interpreter"),
-        ([f"{__name__}:HERE"], {}, "is not a class"),
-        ([f"{__name__}:Nameless"], {}, "`name` must be.*got 'no name'"),
-        ([f"{__name__}:NoSchema"], {}, "its schema is not a JSON schema"),
-        ([f"{__name__}:Synchronous"], {}, "needs `async def call"),
-        ([f"{__name__}:Slow"], {}, "limit of 30 s is never reached within episode.tool_timeout = 30 s"),
-        ([f"{__name__}:Asking"], {}, "tool_options of .*sandbox"),
-        ([f"{HERE}:Echo"], {f"{HERE}:Echo": {"after": "x"}}, "tool_options of .*Echo': .*after.*; allowed: before"),
-        ([f"{HERE}:Echo"] * 2, {}, "two tools named 'echo'"),
-    ],
-)
-def test_what_is_no_tool_is_a_user_error(tools: list[str], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Toolbox(EpisodeConfig(tools=tools, tool_options=options))
 
 
 # Tools with state: opened when an episode first calls them, closed with it.

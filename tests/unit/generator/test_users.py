@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import structlog
 
-from common.errors import UserError
 from generator.episode.parts import EpisodeParts
 from generator.rewards import Outcome
 from generator.users import BadUserTurn, Checker, UserTurn, Verdict, conversation
@@ -215,16 +214,12 @@ def test_a_row_that_does_not_fit_is_named(made: Callable[[], Any], problem: str)
 class OwnUser(RecordingUser):
     """A user's own user."""
 
-    def __init__(self, greeting: str, checker: Checker, loud: bool = False) -> None:
+    def __init__(self, greeting: str, checker: Checker) -> None:
         super().__init__(turn=(False, greeting))
         self._check = checker
 
     async def close(self) -> None:
         self.calls.append("closed")
-
-
-class NoFinish:
-    start = respond = RecordingUser.start
 
 
 WIDE = {"sampler": {"tracker": {"reward_range": [-2.0, 2.0]}}}
@@ -256,28 +251,3 @@ async def test_the_checker_is_the_runs_reward_or_another(
     assert value == (0.0 if reward == "boxed" else 1.0), "the run's own stays"
     await parts.close()
     assert own.calls[-1] == "closed"
-
-
-@pytest.mark.parametrize(
-    ("user", "options", "problem"),
-    [
-        ("nobody", {}, "episode.user = 'nobody' is unknown; allowed: corrector, scripted, llm, or module:object"),
-        (f"{HERE}:NoFinish", {}, "is not a class with start, respond, finish"),
-        ("corrector", {"turns": "three"}, "user_options of 'corrector': turns = 'three': input should be a valid int"),
-        ("corrector", {"turns": 0}, "turns = 0"),
-        ("corrector", {"discount": 1.5}, "discount"),
-        ("corrector", {"penalty": -1.0}, "penalty"),
-        ("corrector", {"message": "{answer}"}, "message"),
-        ("corrector", {"checker": "nothing"}, "'nothing' is unknown"),
-        ("corrector", {"checker": 5}, "checker = 5 must be the name of a reward"),
-        ("corrector", {"reward": {"boxed": 1.0, "exact": 0.5}}, "checker must name one reward, because"),
-        ("llm", {"model": "m"}, "missing a required argument: 'base_url'; allowed: base_url, model, "),
-        ("llm", {"base_url": "http://a", "model": "m", "max_turns": 0}, "max_turns"),
-        (f"{HERE}:OwnUser", {}, "'greeting'; allowed: checker, checker_options, greeting, loud"),
-    ],
-)
-def test_what_cannot_be_is_named(user: str, options: dict[str, Any], problem: str) -> None:
-    reward = options.pop("reward", "exact")
-    with pytest.raises(UserError) as caught:
-        EpisodeParts(configured(WIDE, user=user, user_options=options, reward=reward))
-    assert problem in str(caught.value)

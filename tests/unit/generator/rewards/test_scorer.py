@@ -19,10 +19,8 @@ from generator.rewards.pool import RewardFailed
 from generator.rewards.scorer import returns_to_go
 from tests.support.documented import DOCS
 from tests.support.episode import configured, scored
-from tests.support.process_sandbox import ProcessSandbox
 
 HERE = "tests.support.some_rewards"
-JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m"}
 
 
 def config(reward: Any, allowed: tuple[float, float] = (0.0, 1.0), **episode: Any) -> Config:
@@ -80,55 +78,6 @@ def test_turn_rewards_join_the_final_score(how: str, value: float, turns: float 
     if turns is not None:
         with pytest.raises(ValueError, match="turn rewards"):
             score("exact", Outcome("", turn_rewards=[0.0, float("inf")]), turn_rewards=how)
-
-
-BAD_OPTIONS = {
-    "exact": [({"strict": True}, "")],
-    "format": [
-        ({}, "give either"),
-        ({"pattern": "("}, "regular expression"),
-        *(({"tags": tags}, "tags") for tags in ("<think>", [""])),
-        ({"tags": ["a"], "of": "answer"}, "of = 'answer'"),
-    ],
-    "length": [({"free": -1}, "free = -1"), ({"free": 10, "limit": 10}, "limit = 10")],
-    "overlong": [({"buffer": 11, "limit": 10}, ""), ({"limit": 0}, "")],
-    "math": [({"seconds": 0}, "seconds")],
-    "reasoning_gym": [({"pattern": "a+"}, "has no group")],
-    "code": [({"timeout": 0}, "timeout = 0")],
-    "judge": [
-        ({}, "base_url"),
-        *(
-            (JUDGE | options, words)
-            for options, words in (
-                ({"scale": (1, 1)}, "scale"),
-                ({"tries": 0}, "tries"),
-                ({"template": "{question}"}, r"\{question\} is unknown; allowed: prompt, text"),
-                ({"template": "{text"}, "braces"),
-            )
-        ),
-    ],
-    f"{HERE}:shorter": [({"size": 1}, "unexpected keyword argument 'size'")],
-    f"{HERE}:CountingReward": [({"begin": 1}, "'begin'")],
-}
-
-
-@pytest.mark.parametrize(
-    ("reward", "options", "message"),
-    [
-        ("levenshtein", {}, "'levenshtein' is unknown; allowed: exact, boxed, boxed_think, math, reasoning_gym, code"),
-        ("no.such.module:f", {}, "cannot import no.such.module"),
-        (f"{HERE}:missing", {}, "has no missing"),
-        (f"{HERE}:NOT_CALLABLE", {}, "neither a function of \\(text, answer, row\\), or .* nor a class"),
-        (f"{HERE}:NoScore", {}, "no method score"),
-        *((name, *case[:1], f"reward_options of .*{case[1]}") for name, cases in BAD_OPTIONS.items() for case in cases),
-        ({}, None, "names no reward"),
-        ({"exact": float("inf")}, None, "finite"),
-        ("exact", None, "'boxed', which is not part of episode.reward \\(exact"),
-    ],
-)
-def test_what_cannot_be_meant_is_a_user_error(reward: Any, options: dict[str, Any] | None, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Scorer(config(reward, reward_options={"boxed": {}} if options is None else {reward: options}), ProcessSandbox)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""Settings of the section `episode` that cannot be meant: each is refused in a line that names the setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from generator.episode import parts
+from generator.episode.parts import EpisodeParts
+from generator.formats import Hermes
+from generator.users import Checker
+from tests.support.episode import configured
+from tests.support.process_sandbox import ProcessSandbox
+from tests.support.tool_examples import Echo
+
+HERE, TOOLS, REWARDS = __name__, "tests.support.tool_examples", "tests.support.some_rewards"
+JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "m"}
+INTERPRETER = "code_interpreter"
+
+
+class Asking(Echo):
+    def __init__(self, sandboxes: str) -> None: ...
+
+
+class Nameless(Echo):
+    name = "no name"
+
+
+class NoSchema(Echo):
+    schema = {"type": "nothing"}  # noqa: RUF012
+
+
+class Synchronous(Echo):
+    def call(self, text: str) -> str:  # type: ignore[override]
+        return text
+
+
+class Slow(Echo):
+    timeout = 30.0
+
+
+class NoFinish:
+    async def start(self, episode_id: str, **_: Any) -> None: ...
+
+    respond = start
+
+
+class Greeting(NoFinish):
+    def __init__(self, greeting: str, checker: Checker, loud: bool = False) -> None: ...
+
+    finish = NoFinish.start
+
+
+class Unfinished:
+    stop = ()
+
+
+class Demanding(Hermes):
+    def __init__(self, needed: int) -> None: ...
+
+
+def tool(name: str, **options: Any) -> dict[str, Any]:
+    return {"tools": [name], "tool_options": {name: options}}
+
+
+def user(name: str, reward: Any = "exact", **options: Any) -> dict[str, Any]:
+    return {"user": name, "user_options": options, "reward": reward}
+
+
+def reward(name: str, **options: Any) -> dict[str, Any]:
+    return {"reward": name, "reward_options": {name: options}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (tool("abacus"), "episode.tools = 'abacus' is unknown; allowed: calculator, code_interpreter"),
+        (tool(f"{HERE}:HERE"), "is not a class"),
+        (tool(f"{HERE}:Nameless"), "`name` must be.*got 'no name'"),
+        (tool(f"{HERE}:NoSchema"), "its schema is not a JSON schema"),
+        (tool(f"{HERE}:Synchronous"), "needs `async def call"),
+        (tool(f"{HERE}:Slow"), "limit of 30 s is never reached within episode.tool_timeout = 30 s"),
+        (tool(f"{HERE}:Asking"), "tool_options of .*sandboxes"),
+        (tool(f"{TOOLS}:Echo", after="x"), "tool_options of .*Echo': .*after.*; allowed: before"),
+        ({"tools": [f"{TOOLS}:Echo"] * 2}, "two tools named 'echo'"),
+        (tool(INTERPRETER, persistent=True, language="bash"), "persistent programs are Python, not 'bash'"),
+        (tool(INTERPRETER, run_timeout=30), "limit of 30 s is never reached within episode.tool_timeout"),
+        (tool(INTERPRETER, persist=True), "'persist'; allowed: language, run_timeout"),
+        ({"call_format": "xml"}, "episode.call_format = .*allowed: hermes, code"),
+        ({"call_format": f"{HERE}:HERE"}, "is not a class"),
+        ({"call_format": f"{HERE}:Unfinished"}, "lacks find, wrap"),
+        ({"call_format": f"{HERE}:Demanding"}, "needed"),
+        (user("nobody"), "episode.user = 'nobody' is unknown; allowed: corrector, scripted, llm, or module:object"),
+        (user(f"{HERE}:NoFinish"), "is not a class with start, respond, finish"),
+        (user("corrector", turns="three"), "user_options of 'corrector': turns = 'three': input should be a valid int"),
+        (user("corrector", turns=0), "turns = 0"),
+        (user("corrector", discount=1.5), "discount"),
+        (user("corrector", penalty=-1.0), "penalty"),
+        (user("corrector", message="{answer}"), "message"),
+        (user("corrector", checker="nothing"), "'nothing' is unknown"),
+        (user("corrector", checker=5), "checker = 5 must be the name of a reward"),
+        (user("corrector", {"boxed": 1.0, "exact": 0.5}), "checker must name one reward, because"),
+        (user("llm", model="m"), "missing a required argument: 'base_url'; allowed: base_url, model, "),
+        (user("llm", base_url="http://a", model="m", max_turns=0), "max_turns"),
+        (user(f"{HERE}:Greeting"), "'greeting'; allowed: checker, checker_options, greeting, loud"),
+        (
+            reward("levenshtein"),
+            "'levenshtein' is unknown; allowed: exact, boxed, boxed_think, math, reasoning_gym, code",
+        ),
+        (reward("no.such.module:f"), "cannot import no.such.module"),
+        (reward(f"{REWARDS}:missing"), "has no missing"),
+        (reward(f"{REWARDS}:NOT_CALLABLE"), r"neither a function of \(text, answer, row\), or .* nor a class"),
+        (reward(f"{REWARDS}:NoScore"), "no method score"),
+        (reward(f"{REWARDS}:shorter", size=1), "reward_options of .*unexpected keyword argument 'size'"),
+        (reward(f"{REWARDS}:CountingReward", begin=1), "reward_options of .*'begin'"),
+        (reward("exact", strict=True), "reward_options of 'exact'"),
+        (reward("format"), "give either"),
+        (reward("format", pattern="("), "regular expression"),
+        (reward("format", tags="<think>"), "tags"),
+        (reward("format", tags=["a"], of="answer"), "of = 'answer'"),
+        (reward("length", free=10, limit=10), "limit = 10"),
+        (reward("overlong", buffer=11, limit=10), "buffer = 11"),
+        (reward("math", seconds=0), "seconds = 0"),
+        (reward("reasoning_gym", pattern="a+"), "has no group"),
+        (reward("code", timeout=0), "timeout = 0"),
+        (reward("judge"), "base_url"),
+        (reward("judge", **JUDGE, scale=(1, 1)), "scale"),
+        (reward("judge", **JUDGE, tries=0), "tries"),
+        (reward("judge", **JUDGE, template="{question}"), r"\{question\} is unknown; allowed: prompt, text"),
+        (reward("judge", **JUDGE, template="{text"), "braces"),
+        ({"reward": {}}, "names no reward"),
+        ({"reward": {"exact": float("inf")}}, "finite"),
+        ({"reward": "exact", "reward_options": {"boxed": {}}}, r"'boxed', which is not part of episode.reward \(exact"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "make_sandbox", lambda _: ProcessSandbox())
+    with pytest.raises(UserError, match=words):
+        EpisodeParts(configured({"sampler": {"tracker": {"reward_range": [-2.0, 2.0]}}}, **settings))
