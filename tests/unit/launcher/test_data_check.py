@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from common.messages import Task
 from generator.chat.token_text import load_tokenizer
 from generator.episode.parts import RunParts
 from generator.episode.runner import EpisodeRunner
-from launcher.checks.prompts import check_first_prompts
+from launcher.checks.prompts import check_first_prompts, runs_other_code
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.chat_templates import ASK, CARELESS, QWEN, STRICT, with_template
@@ -187,6 +189,21 @@ def test_prompts_are_read_until_one_fits_before_the_start(tmp_path: Path) -> Non
     jsonl(tmp_path / "a.jsonl", *long)
     with pytest.raises(UserError, match="all 100 prompts are longer than data.max_prompt_tokens = 60"):
         check_first_prompts(load_config(path, (), {}))
+
+
+@pytest.mark.integration
+def test_prompts_are_checked_without_torch_unless_code_of_others_runs(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    path = write_config(tmp_path, train=str(jsonl(tmp_path / "a.jsonl", asks(("user", "0?")))), max_prompt_tokens=3)
+    command = [sys.executable, "-X", "importtime", "-m", "launcher.checks.prompts", path]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert (ran.returncode, "all 1 prompts are longer" in ran.stderr) == (2, True)
+    imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert {"transformers", "torch"} & imported == {"transformers"}
+    for key, others in (
+        ("episode.tools=[calculator]", False), ("episode.tools=[mine:Tool]", True), ("model.trust_remote_code=true", True),
+    ):  # fmt: skip
+        assert runs_other_code(load_config(path, [key, "episode.max_assistant_turns=2"], {})) == others
 
 
 GAMES = [asks(("user", "Play."), seed=seed, level=seed // 2) for seed in range(4)]
