@@ -10,7 +10,7 @@ from launcher.audit.evidence import Evidence
 from launcher.page.panels.counts import balances
 from sampler.records import tracker_rows
 
-SHOWN = 3  # examples of what is wrong
+MAX_EXAMPLES = 3  # ids that a line names
 # The scripts add to these too, for each task or result that they see.
 BY_SCRIPTS = ("counted", "finished", "finished_twice", "superseded", "batches_released", "dead")
 
@@ -200,7 +200,7 @@ def is_training(task_id: str) -> bool:
 def some(names: Iterable[str]) -> str:
     """How many there are, and examples; empty if there are none."""
     listed = sorted(names)
-    return f"{len(listed)}: {', '.join(listed[:SHOWN])}" if listed else ""
+    return f"{len(listed)}: {', '.join(listed[:MAX_EXAMPLES])}" if listed else ""
 
 
 def twice_in(names: Iterable[str]) -> list[str]:

@@ -32,7 +32,7 @@ FORMS = (
     "```\n{}\n```",
 )
 AT_ONCE = 8  # rows
-SHOWN = 5  # rows named in a line
+MAX_NAMED = 5  # rows that a message names
 START_ROWS = 16  # of each source, tried before a run
 EITHER = "right only if the reward ignores the reference (data.answer_column: null says so)"
 
@@ -139,8 +139,8 @@ class Trial:
 
 
 def _named(rows: Sequence[str]) -> str:
-    more = f" and {len(rows) - SHOWN:,} more" if len(rows) > SHOWN else ""
-    return ", ".join(rows[:SHOWN]) + more
+    more = f" and {len(rows) - MAX_NAMED:,} more" if len(rows) > MAX_NAMED else ""
+    return ", ".join(rows[:MAX_NAMED]) + more
 
 
 def not_tried(episode: EpisodeConfig, key: str) -> Finding | None:
@@ -174,7 +174,7 @@ async def try_references(scorer: Scorer, config: Config, rows: Iterable[tuple[st
     while chunk := list(islice(remaining, AT_ONCE)):
         prompts = [prompt for _, prompt in chunk]
         results = await asyncio.gather(
-            *(_Row(scorer, config, where, prompt).scores(forms, prompts) for where, prompt in chunk),
+            *(_TriedRow(scorer, config, where, prompt).scores(forms, prompts) for where, prompt in chunk),
             return_exceptions=True,
         )
         trial.rows += len(chunk)
@@ -188,8 +188,8 @@ async def try_references(scorer: Scorer, config: Config, rows: Iterable[tuple[st
     return trial
 
 
-class _Row:
-    """One row, whose answers are scored."""
+class _TriedRow:
+    """A row, and the scorer of the answers that are tried on it."""
 
     def __init__(self, scorer: Scorer, config: Config, where: str, prompt: Prompt) -> None:
         self.scorer, self.where, self.prompt = scorer, where, prompt

@@ -21,7 +21,7 @@ from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
 from launcher.layout.gpus import Gpu, watching
-from launcher.layout.layout import NOTHING_ASKED, Choice, Layout, lay_out
+from launcher.layout.layout import NOTHING_ASKED, Choice, Placement, lay_out
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
@@ -98,7 +98,7 @@ def run_here(config: Config, options: RunOptions, view: Callable[[], View], log:
 def _run(
     config: Config,
     options: RunOptions,
-    layout: Layout,
+    layout: Placement,
     view: Callable[[], View],
     phases: PhaseTimer,
     supervisor: Supervisor,
@@ -162,7 +162,7 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
     check_changes(changes, f"run folder {folder}", max(checkpoint_versions(folder), default=0))
 
 
-def worker_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
+def worker_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
     return (
         {"learner": learner_command(config, layout)}
         | generator_commands(config, layout)

@@ -21,7 +21,7 @@ from common.log import get_logger
 from launcher.folder.time_budget import Split
 from launcher.layout import layout as layouts
 from launcher.layout.gpus import numbers, read_gpus, select, watching
-from launcher.layout.layout import Choice, Layout, lay_out
+from launcher.layout.layout import Choice, Placement, lay_out
 from launcher.run import processes
 from launcher.run.local_run import worker_commands
 from launcher.run.processes import start_all, thread_limits
@@ -33,7 +33,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.integration
 
 
-def devices(layout: Layout) -> tuple[str, list[str]]:
+def devices(layout: Placement) -> tuple[str, list[str]]:
     """CUDA_VISIBLE_DEVICES of the learner and of each generator."""
     visible = {name: one["CUDA_VISIBLE_DEVICES"] for name, one in layout.environments.items()}
     assert all(one["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" for one in layout.environments.values())
@@ -294,7 +294,7 @@ def test_without_gpus_the_learner_of_a_large_model_uses_the_cores_that_generator
     for module in (layouts, processes):
         monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(8))
 
-    def threads(layout: Layout, name: str) -> str:
+    def threads(layout: Placement, name: str) -> str:
         limits = thread_limits(name, layout.processes, layout.all_cores)
         # Threads that spin while they wait would take the cores from those they wait for.
         assert (limits.get("OMP_WAIT_POLICY") == "PASSIVE") is layout.all_cores

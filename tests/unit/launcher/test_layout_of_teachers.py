@@ -10,7 +10,7 @@ import pytest
 
 from common.config import Config
 from common.errors import UserError
-from launcher.layout.layout import Choice, Layout, lay_out
+from launcher.layout.layout import Choice, Placement, lay_out
 from launcher.run.processes import thread_limits
 from launcher.run.teacher_servers import serve_command
 from tests.support.gpus import StandInGpus
@@ -30,18 +30,18 @@ def taught(config: Callable[..., Config], model: Path) -> Callable[..., Config]:
     return build
 
 
-def devices(layout: Layout) -> dict[str, str]:
+def devices(layout: Placement) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES by process."""
     return {name: one["CUDA_VISIBLE_DEVICES"] for name, one in layout.environments.items()}
 
 
-def option(name: str, config: Config, layout: Layout) -> str:
+def option(name: str, config: Config, layout: Placement) -> str:
     """The value of an option of the only teacher's server."""
     words = serve_command(config, layout.teachers[0], Path("/tmp/s.sock"))
     return words[words.index(name) + 1]
 
 
-def teachers(layout: Layout) -> dict[str, str]:
+def teachers(layout: Placement) -> dict[str, str]:
     return {one.name: devices(layout).get(one.name, "") for one in layout.teachers}
 
 

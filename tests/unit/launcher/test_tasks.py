@@ -53,7 +53,7 @@ def test_a_demonstration_with_a_right_end_is_worth_1(task: QuickstartTask) -> No
     demonstrations = Demonstrations(build_tokenizer(task.extra_tokens), task)
     rewards = set()
     for (problem, turns), (episode, reward) in zip(conversations, play_all(task, conversations), strict=True):
-        row = demonstrations.row(problem, turns)
+        row = demonstrations.example(problem, turns)
         (played,) = episode.rows
         assert played.tokens().tolist() == row.token_ids
         sampled = [i for start, end in played.spans for i in range(start, end)]
