@@ -26,7 +26,7 @@ def check_first_prompts(config: Config) -> None:
     try:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     except UserError:
-        return  # the engine downloads it, or tells what is wrong with the model
+        return  # the generator downloads the model, or reports what is wrong with it
     for side in SIDES:
         for source in config.data.sources(side):
             try:
@@ -50,7 +50,7 @@ def _problem(source: Source, encode: PromptEncoder, limit: int) -> str:
 
 
 def runs_other_code(config: Config) -> bool:
-    """Whether the check runs code that is not of this package: a model's own tokenizer, or a tool."""
+    """Whether the check runs code of others: a tokenizer from the model's folder, or a tool that is not built in."""
     tools = (config.for_source(source).episode.tools for side in SIDES for source in config.data.sources(side))
     return config.model.trust_remote_code or any(name not in BUILTIN for names in tools for name in names)
 

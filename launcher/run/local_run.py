@@ -182,8 +182,8 @@ def _watch(
     """Watch until the run is over and its processes, but for the servers of teachers, have exited.
 
     Args:
-        roles: of the processes that were started, with which their names begin.
-        gpus: returns those that they use.
+        roles: the roles of the processes that were started; their names begin with them.
+        gpus: returns the GPUs that they use.
     """
     leave_by: float | None = None
     while True:

@@ -83,7 +83,7 @@ def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _variables(config: Config, server: TeacherServer) -> dict[str, str]:
-    """Variables of a server: where the user may have set others those, and what has to be so."""
+    """The environment variables of a server: defaults, which the user's own replace, and those that must be set so."""
     defaults = vllm_environment(str(server.teacher.model))
     del defaults["OMP_NUM_THREADS"]  # see `thread_limits`
     if cpu_build(Role.GENERATOR):
