@@ -71,17 +71,6 @@ def test_a_power_cut_takes_only_what_was_not_on_the_disk(tmp_path: Path, clock: 
     assert lost == len(b" lost") * 3 + len(b" later")
 
 
-def test_an_older_log_has_nothing_that_was_cut_off_since(tmp_path: Path, clock: SimpleNamespace) -> None:
-    disk, log = Disk(tmp_path), tmp_path / "log"
-    for size in (10, 30, 20, 40):  # cut off in between
-        log.write_bytes(bytes(size))
-        disk.look()
-        clock.now += 1
-    ago = [disk.size(log, clock.now - seconds) for seconds in (1, 2, 3, 4)]
-    assert ago == [40, 20, 20, 10]
-    assert disk.size(log, disk.since - 1) == 0
-
-
 def test_the_configuration_of_a_run_is_on_the_disk(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     write_config(config)
