@@ -335,8 +335,8 @@ def test_status_and_live_view_name_the_page_s_bottleneck(
     monkeypatch.setattr("launcher.folder.time_budget.RECENT", 11)
     progress = read(fake_broker, folder=folder)
     progress.split = Split(4, 4)
-    live = live_frame(progress, supervisor, width=160)
-    assert re.search(r"GPUs +4 \+ 4 +moving one GPU from generators to learner would make a step take", live)
+    words = " ".join(live_frame(progress, supervisor).replace("│", "").split())  # whatever is wrapped
+    assert "GPUs 4 + 4 moving one GPU from generators to learner would make a step take" in words
 
 
 SLOW_THEN_FAST = [(100.0 * version, version) for version in range(5)]
