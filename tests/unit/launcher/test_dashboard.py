@@ -82,8 +82,8 @@ def test_it_only_reads_and_serves_no_file_and_no_other_run(page: TestClient) -> 
 @pytest.mark.parametrize(
     ("host", "allowed"),
     [
-        ("127.0.0.1:8265", True), ("localhost:8265", True), ("localhost", True), ("[::1]:8265", True),
-        ("spo.example:8265", True), ("evil.example:8265", False), ("127.0.0.1.evil.example", False), ("", False),
+        ("localhost", True), ("[::1]:8265", True), ("spo.example:8265", True),
+        ("evil.example:8265", False), ("127.0.0.1.evil.example", False), ("", False),
     ],
 )  # fmt: skip
 def test_an_unknown_host_name_is_refused(page: TestClient, host: str, allowed: bool) -> None:

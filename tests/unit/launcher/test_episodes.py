@@ -223,8 +223,7 @@ def test_lines_that_are_no_episodes_are_counted(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    ['"versions": [-1e30, 3]', '"versions": [-9, 3]', '"tokens": -1', '"turns": -1', '"model_tokens": -9999999999',
-     '"reward": 1e300', '"reward": NaN', '"seconds": 1e999', '"seconds": -1e39'],
+    ['"versions": [-1e30, 3]', '"tokens": -1', '"reward": 1e300', '"reward": NaN', '"seconds": 1e999'],
 )  # fmt: skip
 def test_an_impossible_number_costs_its_line_alone(run: Path, number: str) -> None:
     index = indexed(run)
