@@ -71,7 +71,7 @@ def _task(config: Config, row: int, log: Any) -> Task:
 
 
 async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
-    """The record of a task that is played once, with its reward, or with what it `failed` by."""
+    """Play a task once; returns its record, with its reward, or with its error as `failed`."""
     from generator.agents.endpoint import Endpoint
     from generator.agents.environment import check_environments
     from generator.agents.sandboxed import check_agents
@@ -116,7 +116,7 @@ async def played(runner: Any, task: Task) -> dict[str, Any]:
 
 
 def lines_of(record: dict[str, Any], messages: bool) -> Iterator[str]:
-    """What the command prints."""
+    """The lines that the command prints."""
     yield f"prompt: {one_line(str(record['input']))[:200]}"
     for message in record["messages"] if messages else ():
         calls = "".join(f" {json.dumps(call['function'])}" for call in message.get("tool_calls", ()))

@@ -22,13 +22,13 @@ from sampler.values.traits import prompt_traits
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the counts begin: with nothing, or with what was restored from the run folder after Redis was lost.
+    """The state from which a run's counts begin: empty, or restored from the run folder after Redis was lost.
 
     Attributes:
-        version: of the weights, and number of the first batch.
-        commits: that restored it.
-        rows: of the tracker, packed, by prompt id.
-        population: the state of the prior, if there was one.
+        version: version of the weights, which is also the number of the first batch.
+        commits: the number of commits that restored it.
+        rows: the tracker's rows, packed, by prompt id.
+        population: the state of the prior, if the run had one.
     """
 
     version: int
@@ -50,7 +50,7 @@ class Start:
 
 @dataclass(slots=True)
 class Course:
-    """What the journal says of each task.
+    """The course of each task in the journal.
 
     Attributes:
         sent: version of the weights when it was sent first, by task id.
@@ -84,7 +84,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the audit of a run looks at."""
+    """Everything that the audit of a run reads."""
 
     config: Config
     data: RunData
@@ -139,11 +139,11 @@ class Evidence:
         return max((step.version for step in self.redis.steps), default=self.start.version)
 
     def unchanged_since(self, *keys: str) -> int:
-        """The first batch from which on these settings are those of the configuration."""
+        """The first batch made with the present values of these settings."""
         return max(self.folder.changed.get(key, 0) for key in keys)
 
     def total(self, counter: str) -> int:
-        """What the commits after a restoration added to a counter."""
+        """The amount that the commits after a restoration added to a counter."""
         return sum(entry.counters.get(counter, 0) for entry in self.journal[self.start.commits :])
 
 

@@ -41,13 +41,13 @@ def step_metrics(run: Evidence) -> str:
 
 
 def scores(run: Evidence) -> str:
-    """Every token that the learner learned from had a teacher's score, where each source has a teacher."""
+    """If each source has a teacher, every token that the learner learned from had a teacher's score."""
     sources = run.config.data.sources("train")
     if not all(run.config.for_source(source).teacher.is_set for source in sources):
         return ""
     names = ("batch/samples", "teacher/tokens", "actor/skipped_steps")
     samples, share, skipped = (run.folder.metrics.series(name, "learner").at() for name in names)
-    # The share is 0 where the correction has rejected all tokens.
+    # The share is 0 if the correction has rejected all tokens.
     learned = [v for v in samples if skipped.get(v, 0.0) < run.config.learner.mini_batches]
     return some(f"version {v}: {share.get(v, 0.0):.2%} of its tokens" for v in learned if share.get(v) != 1.0)
 
@@ -81,7 +81,7 @@ def _prompts(run: Evidence, answers: list[KeptEpisode]) -> Iterator[str]:
 
 
 def evaluation_figures(run: Evidence) -> str:
-    """What Redis and metrics.jsonl say of each evaluation is computed again from its answers."""
+    """The figures of each evaluation in Redis and in metrics.jsonl follow from its answers."""
     results = {result["version"]: result for result in run.redis.evaluations}
     missing = {version for version in results if version >= run.folder.since["validation_data"] or version == 0}
     alone = (missing - run.folder.answers.keys()) | (run.folder.answers.keys() - results.keys())
@@ -105,7 +105,7 @@ def evaluation_figures(run: Evidence) -> str:
 
 
 def _differences(found: Mapping[str, float | None], figures: dict[str, float], within: float, where: str) -> list[str]:
-    """Figures that are not there or differ; those without an answer are NaN, which metrics.jsonl leaves out."""
+    """Names of figures that are missing or differ; a figure without an answer is NaN, which metrics.jsonl omits."""
     wrong = []
     for name, figure in figures.items():
         value = found.get(name)
@@ -133,7 +133,7 @@ def kept_as_counted(run: Evidence) -> str:
     wrong = []
     for episode in run.folder.rollouts:
         if episode.task_id not in run.course.counted:
-            # Before the restoration, or by a sampler that was stopped before its commit.
+            # It was written before the restoration, or by a sampler that stopped before its commit.
             if run.redis.finished and not run.start.commits:
                 wrong.append(f"{episode.task_id} was never counted")
             continue
@@ -149,7 +149,7 @@ def kept_as_counted(run: Evidence) -> str:
 
 
 def kept_all(run: Evidence) -> str:
-    """Episodes of every `episode.rollouts_every`-th version are kept, and all that were skipped."""
+    """The episodes of every `episode.rollouts_every`-th version are kept, and all skipped episodes."""
     every = run.config.episode.rollouts_every
     if not every or "episode.rollouts_every" in run.folder.changed:
         return ""

@@ -10,8 +10,8 @@ from launcher.audit.evidence import Evidence
 from launcher.page.panels.counts import balances
 from sampler.records import tracker_rows
 
-SHOWN = 3  # examples of what is wrong
-# The scripts add to these too, for each task or result that they see.
+MAX_EXAMPLES = 3  # ids that a line names
+# Counters that the Lua scripts add to, too, for each task or result.
 BY_SCRIPTS = ("counted", "finished", "finished_twice", "superseded", "batches_released", "dead")
 
 
@@ -47,7 +47,7 @@ def nothing_left(run: Evidence) -> str:
 
 
 def ends(run: Evidence) -> str:
-    """A training task ends with its reward, as skipped, or as ignored where its prompt has left the data."""
+    """A training task ends with its reward, as skipped, or as ignored if its prompt has left the data."""
     course = run.course
     early = [
         task_id
@@ -155,7 +155,7 @@ def last_step(run: Evidence) -> str:
 
 
 def tracker(run: Evidence) -> str:
-    """The tracker equals a replay, to the last bit."""
+    """The tracker equals a replay of the journal, bit for bit."""
     replay, rows = run.replay, run.redis.rows
     ours = replay.tracker
     answered = {prompt_id for prompt_id, visits in zip(ours.prompt_ids, ours.visits, strict=True) if visits}
@@ -173,7 +173,7 @@ def tracker(run: Evidence) -> str:
 
 
 def learned(run: Evidence) -> str:
-    """What the learner says of each batch that it trained on is what the journal has."""
+    """The rewards that the learner reports of each batch are those of the journal."""
     wrong = []
     for step in run.redis.steps:
         batch = step.version - 1
@@ -198,9 +198,9 @@ def is_training(task_id: str) -> bool:
 
 
 def some(names: Iterable[str]) -> str:
-    """How many there are, and examples; empty if there are none."""
+    """The number of items, and some of them; empty if there are none."""
     listed = sorted(names)
-    return f"{len(listed)}: {', '.join(listed[:SHOWN])}" if listed else ""
+    return f"{len(listed)}: {', '.join(listed[:MAX_EXAMPLES])}" if listed else ""
 
 
 def twice_in(names: Iterable[str]) -> list[str]:

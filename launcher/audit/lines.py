@@ -1,4 +1,4 @@
-"""All lines of the audit: what must hold of a run, each with what is wrong."""
+"""Runs all lines of the audit; each is a statement that must hold of a run, with what contradicts it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REWARDS = "each reward is the same when it is computed again"
 
 @dataclass(frozen=True, slots=True)
 class AuditLine:
-    """One line of the audit: what must hold, and what does not, empty where it does; a note on what was compared."""
+    """One line of the audit: a statement, what contradicts it (empty if it holds), and a note on what was compared."""
 
     name: str
     problem: str
@@ -54,7 +54,7 @@ def figures(redis: RedisRecords) -> dict[str, Any]:
     return {
         "commits": len(redis.journal),
         "tasks": sum(len(entry.dispatched) for entry in redis.journal),
-        # By the counter: the journal begins anew where Redis was older than the newest checkpoint, and was given up.
+        # By the counter, since the journal begins anew after a Redis that was older than the newest checkpoint.
         "samples trained on": redis.counters.get("batched", 0),
         "starts of the learner": sum(not step.metrics for step in redis.steps),
     }

@@ -1,4 +1,4 @@
-"""What a run leaves: its journal and its state in Redis, and the files in its folder."""
+"""Reads what a run has left: its journal and its state in Redis, and the files in its folder."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ EMPTIED = ("tasks", "samples", "batches", "outstanding", "open", "payload:", "pi
 
 @dataclass(frozen=True, slots=True)
 class RedisRecords:
-    """What Redis holds of a run that no process writes any more.
+    """The contents of Redis after the run's last process has ended.
 
     Attributes:
         steps: the learner's announcements, in order.
         outstanding: tasks whose result is awaited.
         waiting: rewarded samples that are in no batch yet.
-        rows: of the tracker, packed, by prompt id.
+        rows: the tracker's rows, packed, by prompt id.
         population: the state of the prior; None with the paper's.
         leftovers: keys of a finished run that should be empty or gone.
     """
@@ -91,13 +91,13 @@ class KeptEpisode(NamedTuple):
     """A line of `rollouts/` or `validation_data/`, as far as it is compared with other records.
 
     Attributes:
-        version: of the file.
+        version: the version in the file's name.
         reward: None if the task was skipped.
-        versions: of its oldest and its newest token; empty if it was skipped.
-        value: v of its prompt when it was sent, rounded; None in evaluations.
-        rows: of its tokens.
-        flaw: in what way its counts are not those of its messages and tokens; empty where they are.
-        tokens: what the model sampled, row by row; empty where the record has no tokens.
+        versions: versions of its oldest and its newest token; empty if it was skipped.
+        value: the prompt's value when the task was sent, rounded; None in evaluations.
+        rows: the number of its rows of tokens.
+        flaw: how its counts differ from its messages and tokens; empty if they do not.
+        tokens: the sampled tokens of each row; empty if the record has no tokens.
     """
 
     task_id: str
@@ -122,10 +122,10 @@ class FolderRecords:
         unfinished: files of evaluations that are not complete.
         trained: lines of training data, by batch.
         torn: lines that cannot be read: file and number.
-        not_written: versions of which metrics may be lost, because the disk was full.
-        served: versions that the learner has served, in order, by its timeline.
-        changed: the last step before each setting that has changed since the run began took its present value.
-        since: of each folder of episodes and of `metrics`, the version before which files may have been removed
+        not_written: versions whose metrics may be lost, because the disk was full.
+        served: versions that the learner has served, in order, read from its timeline.
+        changed: for each setting that was changed, the last step before it took its present value.
+        since: for each folder of episodes and for `metrics`, the version before which files may have been removed
             (`run.keep_mb`).
     """
 

@@ -1,4 +1,4 @@
-"""Computes the reward of each kept episode again, where that needs neither a sandbox nor a server."""
+"""Computes the reward of each kept episode again, unless that takes a sandbox or a server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AT_ONCE = 64  # episodes that are scored side by side
 
 
 class Scored(NamedTuple):
-    """What is wrong with the rewards, and which were not computed again."""
+    """The rewards that differ when computed again, and which were not computed again."""
 
     problem: str
     note: str
@@ -71,7 +71,7 @@ async def _score_again(run: Evidence) -> Scored:
 
 
 def _skipped(config: Config, without_tokenizer: bool) -> str:
-    """Why the rewards of a source are not computed again; empty where they are."""
+    """Why the rewards of a source are not computed again; empty if they are."""
     reward = config.episode.reward
     names = [reward] if isinstance(reward, str) else list(reward)
     elsewhere = [f"{name} {ELSEWHERE[name]}" for name in names if name in ELSEWHERE]
@@ -138,7 +138,7 @@ def _last_turn(line: Mapping[str, Any], config: Config) -> list[str]:
 async def _check(
     scorer: Scorer, config: Config, line: Mapping[str, Any], candidates: Iterable[Outcome], side: Side
 ) -> str:
-    """What is wrong with an episode's reward, its parts and its answer; empty if nothing is."""
+    """How an episode's reward, its parts or its answer differ from those computed again; empty if they do not."""
     found = f"{line['task_id']} does not say what was scored"
     for outcome in candidates:
         try:
@@ -153,7 +153,7 @@ async def _check(
 
 
 async def _score(scorer: Scorer, config: Config, outcome: Outcome, side: Side) -> tuple[Score, str]:
-    """The reward of an outcome, and of an evaluation the answer that was compared."""
+    """The reward of an outcome, and in an evaluation the answer that was compared."""
     if outcome.reason == Ending.AGENT_FAILED:
         failure = config.episode.agent.failure if config.episode.agent else "retry"
         if isinstance(failure, str):
@@ -171,7 +171,7 @@ def _equal(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
 
 
 def special_tokens(model: str) -> re.Pattern[str] | None:
-    """Matches the special tokens in a text; None where the model's tokenizer is not on this machine."""
+    """Matches the special tokens in a text; None if the model's tokenizer is not on this machine."""
     try:
         from tokenizers import Tokenizer
 

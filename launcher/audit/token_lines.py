@@ -23,7 +23,7 @@ def whole_episodes(run: Evidence) -> str:
 
 
 def sampled(run: Evidence) -> str:
-    """The learner got the ids, log-probs, versions and experts that the generator has recorded."""
+    """The learner received the ids, log-probs, versions and experts that the generator has recorded."""
     wrong = []
     for number, row in _rows(run):
         episode = run.kept.get(row.task_id)
@@ -123,7 +123,7 @@ def _rewards(values: np.ndarray, returns: np.ndarray, lambda_: float) -> np.ndar
     """The reward at each token of a row, from G_t = r_t + (1 - lambda) V_(t+1) + lambda G_(t+1) [M]."""
     later = (1 - lambda_) * np.append(values[1:], 0.0) + lambda_ * np.append(returns[1:], 0.0)
     rewards = returns - later
-    # Most tokens earn nothing; what rounding leaves there would add up in the estimates of a long row.
+    # Most tokens have no reward; without this, their rounding errors would add up in the estimates of a long row.
     return np.where(np.abs(rewards) < 4 * ROUNDED, 0.0, rewards)
 
 
@@ -137,7 +137,7 @@ def _gae(rewards: np.ndarray, values: np.ndarray, lambda_: float) -> np.ndarray:
 
 
 def critics_metrics(run: Evidence) -> str:
-    """A critic learned in each step, at its learning rate; its mean value is the kept tokens' of a whole batch."""
+    """A critic learned in each step, at its learning rate; its reported mean value is that of the batch's tokens."""
     if not run.config.algorithm.has_critic:
         return ""
     metrics = run.folder.metrics
@@ -158,7 +158,7 @@ def critics_metrics(run: Evidence) -> str:
 
 
 def _mean_value(run: Evidence, number: int) -> float | None:
-    """The mean of a batch's values; None where not all of its samples are kept."""
+    """The mean of a batch's values; None unless all of its samples are kept."""
     rows = run.folder.trained.get(number, [])
     if {row.task_id for row in rows} != set(run.batches.get(number, ())):
         return None

@@ -1,4 +1,4 @@
-"""The tokens in a run's records: what a kept episode says it sampled, and what the learner says it trained on."""
+"""Reads the tokens of a run's records: those that kept episodes sampled, and those that the learner trained on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SampledTokens:
 
     Attributes:
         ids: int32 [M].
-        versions: of the weights that sampled each, int32 [M].
+        versions: version of the weights that sampled each, int32 [M].
         logprobs: log pi_rollout, rounded, float64 [M].
         experts: checksums of each token's experts, int64 [M]; empty without router replay.
     """
@@ -59,7 +59,7 @@ class TrainedRow:
         ids = np.array(line["token_ids"], TOKEN)
 
         def column(name: str) -> np.ndarray | None:
-            """Numbers of each token; a missing one is NaN."""
+            """A number for each token; NaN for None."""
             if line.get(name) is None:
                 return None
             values = np.array(line[name], np.float64)
@@ -80,7 +80,7 @@ class TrainedRow:
 
 
 def flaw_of(line: Mapping[str, Any]) -> str:
-    """In what way the counts of an episode's line are not those of its messages and tokens; empty where they are."""
+    """How the counts of an episode's line differ from its messages and tokens; empty if they do not."""
     left_out = line.get("left_out", ())
     if line["status"] != "ok" or "everything" in left_out:
         return ""
@@ -91,7 +91,7 @@ def flaw_of(line: Mapping[str, Any]) -> str:
         if flaw := _flaw_of_messages(line):
             return flaw
     if "token_ids" not in line:
-        # Tokens are kept of training episodes alone.
+        # Only training episodes are kept with tokens.
         return "" if line["kind"] != "train" or "tokens" in left_out else "no tokens"
     return _flaw_of_tokens(line)
 
@@ -100,7 +100,7 @@ def _flaw_of_messages(line: Mapping[str, Any]) -> str:
     if "requests" not in line and "scored" not in line:
         said = sum(message["role"] == "assistant" for message in line["messages"])
         return "" if said == line["turns"] else f"{line['turns']} turns and {said} messages of the assistant's"
-    # Of an agent: the last message of each request that was answered is the reply.
+    # In an agent's episode, the last message of each answered request is the reply.
     replies = {message["request"]: message for message in line["messages"] if message["role"] == "assistant"}
     answered = [one for one in line["requests"] if "sampled" in one]
     if replies.keys() != {one["request"] for one in answered}:
@@ -138,7 +138,7 @@ def _flaw_of_tokens(line: Mapping[str, Any]) -> str:
 
 
 def sampled_tokens(line: Mapping[str, Any]) -> Sequence[SampledTokens]:
-    """The tokens of each row of an episode without a flaw; empty where the line has none."""
+    """The tokens of each row of an episode without a flaw; empty if the line has no tokens."""
     if "token_ids" not in line:
         return ()
     experts = np.array(line.get("experts", ()), np.int64)

@@ -44,7 +44,7 @@ from sampler.state import SamplerState
 from sampler.values.scores import apply_initial_values
 from sampler.values.traits import prompt_traits
 
-PROMPTS = 64  # for the first so many of each source an episode is started
+PROMPTS = 64  # prompts of each source for which an episode is started
 
 
 def dry_run(config: Config, choice: Choice, log: Any) -> dict[Role, list[Finding]]:
@@ -61,7 +61,7 @@ def dry_run_checks(log: Any, choice: Choice = NOTHING_ASKED) -> list[Check]:
     """The checks that load what the processes load; the sampler's come first, since the others use its data.
 
     Args:
-        choice: of GPUs, on the command line.
+        choice: the GPUs that the command line asks for.
     """
     loaded: list[RunData] = []
 

@@ -9,6 +9,7 @@ from common.config import Config, load_config
 from common.config.data import SIDES, Source
 from common.errors import UserError, reports_user_errors
 from generator.chat.token_text import load_tokenizer
+from generator.tools.toolbox import BUILTIN
 from launcher.checks.rows import PromptEncoder, Rendered
 from sampler.prompts.rows import open_rows
 
@@ -25,7 +26,7 @@ def check_first_prompts(config: Config) -> None:
     try:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     except UserError:
-        return  # the engine downloads it, or tells what is wrong with the model
+        return  # the generator downloads the model, or reports what is wrong with it
     for side in SIDES:
         for source in config.data.sources(side):
             try:
@@ -48,10 +49,20 @@ def _problem(source: Source, encode: PromptEncoder, limit: int) -> str:
     return rendered.problem(limit)
 
 
+def runs_other_code(config: Config) -> bool:
+    """Whether the check runs code of others: a tokenizer from the model's folder, or a tool that is not built in."""
+    tools = (config.for_source(source).episode.tools for side in SIDES for source in config.data.sources(side))
+    return config.model.trust_remote_code or any(name not in BUILTIN for names in tools for name in names)
+
+
 @reports_user_errors
 def main() -> None:
     """Check the prompts of the run whose configuration is the only argument."""
-    check_first_prompts(load_config(Path(sys.argv[1]), ()))
+    config = load_config(Path(sys.argv[1]), ())
+    if not runs_other_code(config):
+        # Without torch, transformers is imported in a third of the time, and its tokenizers are the same.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    check_first_prompts(config)
 
 
 if __name__ == "__main__":

@@ -32,23 +32,23 @@ FORMS = (
     "```\n{}\n```",
 )
 AT_ONCE = 8  # rows
-SHOWN = 5  # rows named in a line
+MAX_NAMED = 5  # rows that a message names
 START_ROWS = 16  # of each source, tried before a run
 EITHER = "right only if the reward ignores the reference (data.answer_column: null says so)"
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What one row's answers score.
+    """The scores of the answers that were tried on one row.
 
     Attributes:
         where: the row's name in messages.
-        reference: as messages show it.
-        empty: of an empty answer.
-        right: the most of an answer made of the row's reference.
-        wrong: of another row's reference, in the form in which the row's own scores the most; None: all are the same.
-        least: the least of all these.
-        failure: why the reward failed on an answer in another form, with that answer; empty: it did not.
+        reference: the row's reference as messages show it.
+        empty: the score of an empty answer.
+        right: the highest score of an answer made of the row's reference.
+        wrong: the score of another row's reference in the form of `right`; None if all references are the same.
+        least: the lowest of these scores.
+        failure: the reward's error on an answer in another form, with that answer; empty if there was none.
     """
 
     where: str
@@ -66,14 +66,14 @@ class Scores:
 
 @dataclass(slots=True)
 class Trial:
-    """What came of trying a reward.
+    """The results of trying a reward on rows.
 
     Attributes:
         is_known: the reward is built in and compares answers, so it reads one of the `FORMS`.
-        right_from: the reward from which an answer counts as right.
-        rows: how many were tried.
-        raised: why the reward failed, by row.
-        scores: of the rows whose references were compared.
+        right_from: the lowest reward with which an answer counts as right.
+        rows: the number of rows tried.
+        raised: the reward's error, by row.
+        scores: the scores of the rows whose references were compared.
     """
 
     is_known: bool
@@ -93,7 +93,7 @@ class Trial:
             others = _named(list(self.raised)[1:])
             line = f"{key}: the reward fails on {self._share(self.raised)}; {first}: {reason}"
             yield self._finding(self.raised, f"{line}{f'; also on {others}' if others else ''}")
-        # A reward that gives every answer the same may be meant so.
+        # A reward that is the same for every answer may be intended.
         silent = [row for row in self.scores if row.least < row.empty and self.right_from <= row.empty]
         if silent:
             what = f"an empty answer counts as right (reward {silent[0].empty:g}), and others score less"
@@ -111,7 +111,7 @@ class Trial:
         yield from self._doubts(key, matched)
 
     def _doubts(self, key: str, matched: Sequence[Scores]) -> Iterator[Finding]:
-        """Warnings about rows of which an answer made of the reference scores more than an empty one."""
+        """Warnings about rows for which an answer made of the reference scores more than an empty one."""
         low = [row for row in matched if row.right < self.right_from]
         if low:
             most = max(row.right for row in low)
@@ -139,8 +139,8 @@ class Trial:
 
 
 def _named(rows: Sequence[str]) -> str:
-    more = f" and {len(rows) - SHOWN:,} more" if len(rows) > SHOWN else ""
-    return ", ".join(rows[:SHOWN]) + more
+    more = f" and {len(rows) - MAX_NAMED:,} more" if len(rows) > MAX_NAMED else ""
+    return ", ".join(rows[:MAX_NAMED]) + more
 
 
 def not_tried(episode: EpisodeConfig, key: str) -> Finding | None:
@@ -174,7 +174,7 @@ async def try_references(scorer: Scorer, config: Config, rows: Iterable[tuple[st
     while chunk := list(islice(remaining, AT_ONCE)):
         prompts = [prompt for _, prompt in chunk]
         results = await asyncio.gather(
-            *(_Row(scorer, config, where, prompt).scores(forms, prompts) for where, prompt in chunk),
+            *(_TriedRow(scorer, config, where, prompt).scores(forms, prompts) for where, prompt in chunk),
             return_exceptions=True,
         )
         trial.rows += len(chunk)
@@ -188,8 +188,8 @@ async def try_references(scorer: Scorer, config: Config, rows: Iterable[tuple[st
     return trial
 
 
-class _Row:
-    """One row, whose answers are scored."""
+class _TriedRow:
+    """A row, and the scorer of the answers that are tried on it."""
 
     def __init__(self, scorer: Scorer, config: Config, where: str, prompt: Prompt) -> None:
         self.scorer, self.where, self.prompt = scorer, where, prompt
@@ -223,7 +223,7 @@ class _Row:
         return Scores(self.where, repr(reference[0][:60]), empty, scores[form, text], wrong, min(values), failure)
 
     async def _wrong(self, form: str, reference: Sequence[str], others: Sequence[Prompt]) -> float | None:
-        """What another row's reference scores in a form; None where there is none, or the reward fails on it."""
+        """The score of another row's reference in a form; None if all references are the same, or the reward fails."""
         for other in others:
             texts = _texts(other)
             if texts and not {*texts} & {*reference}:

@@ -1,4 +1,4 @@
-"""Finds the agents, and tries the rewards on the first rows of each source: what cannot work is named at once."""
+"""Before a start, finds the agents, and tries the rewards on the first rows of each source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def try_sources(config: Config, rows: int, all_if_quick: bool = False, track: An
     """Findings about the rewards of each source, tried on its references.
 
     Args:
-        rows: how many of each source, its first ones.
+        rows: the number of rows of each source, from its beginning.
         all_if_quick: try all rows of a source whose reward only compares answers.
         track: shows progress over rows: `track(rows, how many, what)`.
 
@@ -78,7 +78,7 @@ async def score_empty(scorer: Scorer, episode: EpisodeConfig, prompt: Prompt, si
     """Score an empty response; `UNTRIED` rewards are left out.
 
     Raises:
-        UserError: a reward fails, as one does that cannot read the row.
+        UserError: a reward fails, for example because it cannot read the row.
     """
     if not can_be_tried(episode):
         return
@@ -97,7 +97,7 @@ def reward_names(episode: EpisodeConfig) -> list[str]:
 
 
 def _named_prompts(source: Source, limit: int | None, track: Any) -> Iterator[tuple[str, Prompt]]:
-    """The first usable prompts with the names of their rows; none where there is none, which the sampler says."""
+    """The first usable prompts with the names of their rows; empty if no prompt is usable (the sampler reports it)."""
     try:
         rows = open_rows(source.path, source.split, source.options, source.config)
     except UserError:

@@ -29,7 +29,7 @@ class Lengths:
 
     @classmethod
     def of(cls, values: list[int]) -> Lengths | None:
-        """None where there is no value."""
+        """None if there are no values."""
         if not values:
             return None
         median, p95 = np.percentile(values, [50, 95]).tolist()
@@ -91,8 +91,8 @@ class Rendered:
     """Counts of prompts that were rendered.
 
     Attributes:
-        lengths: tokens of those that the model sees whole.
-        lost, first: how many it does not see whole, and where and why it does not see the first of them.
+        lengths: tokens of each prompt that the model sees whole.
+        lost, first: the number of prompts that it does not see whole, and the place and reason of the first.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Rendered:
 
 
 class PromptEncoder:
-    """Gives a prompt's token ids as generators render it, int32 [T]; raises `BadRow` where the model would not see it.
+    """Renders prompts to token ids as generators do, int32 [T]; raises `BadRow` if the model would not see all of one.
 
     Raises:
         UserError: the source's tools cannot be made, or the tokenizer has no chat template that fits them.
@@ -156,7 +156,7 @@ class PromptEncoder:
             raise BadRow(str(error), "template", error.reason) from None
 
     def hints(self) -> Iterator[str]:
-        """What the template leaves out beside the texts of messages."""
+        """Warnings about calls, tools and headers that the template leaves out."""
         if self._prompts.unseen_call:
             yield f"{self._template.name} leaves out {self._prompts.unseen_call}; use another template"
         if header := self._template.unopened():

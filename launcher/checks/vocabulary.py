@@ -1,4 +1,4 @@
-"""Whether teachers have the policy's tokens, before anything is started: scores of other tokens would mean nothing."""
+"""Checks before a start that teachers have the policy's vocabulary: scores of other tokens would mean nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from generator.teacher.vocabulary import check_vocabulary
 
 
 def check_vocabularies(config: Config) -> None:
-    """Raise `UserError` for a `teacher.model` of another vocabulary; generators ask the servers of the others."""
+    """Raise `UserError` if a `teacher.model` has another vocabulary; a generator asks the server of a `teacher.url`."""
     for teacher in config.served_teachers().values():
         check_vocabulary(config.model.path, str(teacher.model), config.model.trust_remote_code)
 

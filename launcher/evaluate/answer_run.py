@@ -20,7 +20,7 @@ from common.process import Role, keep_files_private
 from common.streams.agreement import agree
 from common.streams.broker import Broker
 from common.unpack import unpack
-from launcher.layout.layout import Choice, Layout, lay_out
+from launcher.layout.layout import Choice, Placement, lay_out
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
     EMBEDDED,
@@ -112,7 +112,7 @@ def answer_here(
         if present == len(wanted):
             return AnswerCount(len(wanted), present)
         check_start(Role.GENERATOR, config)
-        layout = Layout((), ()) if generators == 0 else lay_out(config, Choice(generators))
+        layout = Placement((), ()) if generators == 0 else lay_out(config, Choice(generators))
         log.info("asking", prompts=len(prompts), responses=len(wanted), answered=present)
         reasons = _run(config, request, layout, redis, lambda: view(len(wanted)), log, lock)
         return AnswerCount(len(wanted), answered(), reasons)
@@ -121,7 +121,7 @@ def answer_here(
 def _run(
     config: Config,
     request: Request,
-    layout: Layout,
+    layout: Placement,
     redis: str,
     view: Callable[[], AnswerView],
     log: Any,

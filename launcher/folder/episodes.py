@@ -79,7 +79,7 @@ class EpisodeIndex:
         self.is_reading = True
 
     def update(self) -> bool:
-        """Read what is new; returns whether anything has changed."""
+        """Read lines that were added; returns whether anything has changed."""
         with self._updating:
             before = self.generation
             present = {f"{path.parent.name}/{path.name}": path for path in _files(self._folder)}

@@ -94,7 +94,7 @@ class Metrics:
         self._forget()
 
     def update(self) -> bool:
-        """Read what is new; returns whether anything has changed."""
+        """Read lines that were added; returns whether anything has changed."""
         changed = sum(lines.rewound() for lines in self._files) > 0
         if changed:
             self._forget()
@@ -107,7 +107,7 @@ class Metrics:
         return changed
 
     def processes(self) -> list[str]:
-        """Names of the processes that have written metrics: sampler, learner, then the others."""
+        """Names of the processes that have written metrics: sampler, learner, then generators and relays."""
         names = {process for process, _ in (*self._columns, *self._histograms)}
         return sorted(names, key=_order)
 

@@ -189,7 +189,7 @@ def page(index: EpisodeIndex, query: Query, start: int, count: int, most_bytes: 
 
 
 def prompt_texts(index: EpisodeIndex, ids: Iterable[str]) -> dict[str, str]:
-    """The beginning of each prompt's text by its id, of those whose id is a hash and of which an episode is kept."""
+    """The beginning of each prompt's text by its id, for ids that are hashes and of which an episode is kept."""
     rows = index.rows()
     texts: dict[str, str] = {}
     with Lines() as lines:

@@ -1,4 +1,4 @@
-"""Whether a rank fits into a GPU, and where it does not, which change would make it fit."""
+"""Tells whether a rank of the learner fits into a GPU, and which setting would make it fit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from common.config import Config
 from launcher.layout.gpus import Gpu
 from launcher.layout.needs import GB, RESERVED, Needs
 
-MOST = 64  # GPUs that are considered when it is said what would fit
+MAX_GPUS = 64  # the largest number of GPUs that advice names
 
 
 def rank_bytes(needs: Needs, ranks: int, config: Config | None = None) -> float:
-    """Bytes that a rank needs of its GPU.
+    """Bytes that each of `ranks` ranks needs of its GPU.
 
     Args:
         config: another configuration of the same model.
@@ -22,15 +22,15 @@ def rank_bytes(needs: Needs, ranks: int, config: Config | None = None) -> float:
 
 
 def free_of_rank(needs: Needs, ranks: int, gpu: Gpu, config: Config | None = None) -> float:
-    """Bytes of a GPU that a rank leaves; less than 0 if it does not fit."""
+    """Bytes of a GPU that a rank leaves free; negative if the rank does not fit."""
     return (gpu.total or math.inf) - rank_bytes(needs, ranks, config)
 
 
 def rank_too_large(needs: Needs, ranks: int, gpu: Gpu, beside: float = 0.0) -> str:
-    """Why so many ranks do not fit.
+    """The message of a refusal: the learner does not fit on `ranks` GPUs.
 
     Args:
-        beside: bytes that teachers take of the GPU.
+        beside: bytes of the GPU that teachers take.
     """
     needed, there = rank_bytes(needs, ranks) / GB, (gpu.total - beside) / GB
     gpus = f"each of {ranks} GPUs" if ranks > 1 else "a GPU"
@@ -39,7 +39,7 @@ def rank_too_large(needs: Needs, ranks: int, gpu: Gpu, beside: float = 0.0) -> s
 
 
 def advice(needs: Needs, ranks: int, gpu: Gpu, beside: float = 0.0) -> str:
-    """What would make it fit beside the bytes that others take of its GPU, the least change first."""
+    """The smallest change with which a rank fits into a GPU of which other processes take `beside` bytes."""
     for changes in _changes(needs, ranks):
         learner = needs.config.learner.model_copy(update=changes)
         config = needs.config.model_copy(update={"learner": learner})
@@ -47,14 +47,14 @@ def advice(needs: Needs, ranks: int, gpu: Gpu, beside: float = 0.0) -> str:
             return "set " + " ".join(f"-o learner.{name}={str(value).lower()}" for name, value in changes.items())
     divided = needs.config.learner.model_copy(update={"zero_stage": 3, "gradient_checkpointing": True})
     config = needs.config.model_copy(update={"learner": divided})
-    for more in range(ranks + 1, MOST + 1):
+    for more in range(ranks + 1, MAX_GPUS + 1):
         if free_of_rank(needs, more, gpu, config) >= 0:
             return f"it takes {more} such GPUs for the learner, with learner.zero_stage=3"
     return "use larger GPUs, a smaller model, or an adapter (learner.lora)"
 
 
 def _changes(needs: Needs, ranks: int) -> Iterator[dict[str, int | bool | str]]:
-    """Settings of the learner that save memory, those that cost least time first; none that are set already."""
+    """Settings of the learner that save memory and are not set yet; those that cost the least time come first."""
     learner = needs.config.learner
     checkpointing: dict[str, int | bool | str] = (
         {} if learner.gradient_checkpointing else {"gradient_checkpointing": True}

@@ -1,7 +1,7 @@
-"""The GPUs that this process may use, what is used of them, and lists of them as users write them.
+"""Reads which GPUs this process may use and how busy they are, and parses lists of GPUs that users write.
 
-nvidia-smi is asked, which comes with the driver: nothing here initialises CUDA, which a process that starts others must
-not do. GPUs are numbered as torch numbers them here: from 0, in the order of CUDA_VISIBLE_DEVICES if that is set.
+The figures come from nvidia-smi, because a process that starts others must not initialise CUDA. GPUs are numbered as
+torch numbers them: from 0, in the order of CUDA_VISIBLE_DEVICES if that is set.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ QUERY = "index,uuid,name,memory.total,memory.used,utilization.gpu,mig.mode.curre
 SECONDS = 60
 EVERY = 2.0  # seconds between two looks at the load
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-HIDDEN = ("-1", "NoDevFiles")  # as the first name: no GPU at all
-# By default CUDA would put the fastest GPU first, and nvidia-smi's numbers, and a scheduler's, would be of others.
+HIDDEN = ("-1", "NoDevFiles")  # as the first name in CUDA_VISIBLE_DEVICES, they hide all GPUs
+# By default CUDA puts the fastest GPU first, so its numbers would differ from those of nvidia-smi and schedulers.
 ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 _SLICE = re.compile(r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[^)]+)\)")
@@ -33,10 +33,10 @@ class Gpu:
     """A GPU, or a slice of one (MIG).
 
     Attributes:
-        number: as torch counts.
-        name: as CUDA_VISIBLE_DEVICES names it.
-        total, used: bytes of its memory; of a slice nobody says what is used.
-        load: share of the last moments in which it computed; None if unknown.
+        number: its number in torch.
+        name: its name in CUDA_VISIBLE_DEVICES.
+        total, used: bytes of its memory; the driver does not report what is used of a slice.
+        load: share of the last sampling period in which it computed; None if unknown.
     """
 
     number: int
@@ -50,12 +50,12 @@ class Gpu:
 
 
 def read_gpus(environ: Mapping[str, str]) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; none where there is no driver.
+    """The GPUs that CUDA_VISIBLE_DEVICES names, in its order, or all; an empty list without a driver.
 
     Without nvidia-smi, only their number is known.
 
     Raises:
-        UserError: the driver fails, or the variable names a GPU that is not there.
+        UserError: the driver fails, or the variable names a GPU that does not exist.
     """
     wanted = environ.get(VISIBLE)
     names = None if wanted is None else [name for name in map(str.strip, wanted.split(",")) if name]
@@ -77,10 +77,10 @@ def read_gpus(environ: Mapping[str, str]) -> list[Gpu]:
 
 @contextmanager
 def watching(environ: Mapping[str, str], used: Iterable[Gpu]) -> Iterator[Callable[[], Sequence[Gpu]]]:
-    """Ask again and again, during the block, what the GPUs of a run are doing.
+    """During the block, read every few seconds how busy the GPUs of a run are.
 
     Yields:
-        A function that returns them as they were last; none where there are none, or the driver does not answer.
+        A function that returns the newest readings; empty without GPUs, and while the driver does not answer.
     """
     uuids = {gpu.uuid for gpu in used if not gpu.is_slice} - {""}
     newest: list[Gpu] = []
@@ -106,18 +106,18 @@ def watching(environ: Mapping[str, str], used: Iterable[Gpu]) -> Iterator[Callab
 
 
 def environment(gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Variables of a process that uses these GPUs and no others."""
+    """The environment variables with which a process uses these GPUs only."""
     return ORDER | {VISIBLE: ",".join(gpu.name for gpu in gpus)}
 
 
 def select(text: str, gpus: Sequence[Gpu], name: str) -> list[Gpu]:
-    """The GPUs of a list such as `0-3,6`.
+    """Parse a list of GPUs such as `0-3,6`.
 
     Args:
-        name: of the setting, for messages.
+        name: the setting's name, for messages.
 
     Raises:
-        UserError: it is no such list, or names a GPU that is not there or that it has named before.
+        UserError: the text is not a list of GPUs, or it names a GPU twice or one that does not exist.
     """
     numbers: list[int] = []
     for part in text.split(","):
@@ -135,7 +135,7 @@ def select(text: str, gpus: Sequence[Gpu], name: str) -> list[Gpu]:
 
 
 def numbers(gpus: Iterable[Gpu]) -> str:
-    """Their numbers, short: `0-3, 6`."""
+    """The numbers of GPUs as text, with ranges: `0-3, 6`."""
     ranges: list[list[int]] = []
     for number in sorted(gpu.number for gpu in gpus):
         if ranges and number == ranges[-1][1] + 1:
@@ -182,7 +182,7 @@ def _mebibytes(text: str) -> int:
 
 
 def _slices(text: str, whole: Mapping[str, Gpu]) -> dict[str, list[Gpu]]:
-    """The slices of each GPU that is divided, by its UUID; their profiles tell how much memory they have."""
+    """The slices of each divided GPU, by the GPU's UUID; a slice's profile tells its memory."""
     found: dict[str, list[Gpu]] = {uuid: [] for uuid in whole}
     uuid = ""
     for line in text.splitlines():

@@ -1,7 +1,7 @@
-"""Lays a run out on this machine: which GPUs are the learner's ranks', and which are each generator's or teacher's.
+"""Assigns the GPUs of this machine to the learner's ranks, the generators, and the teachers' servers.
 
-Where nothing is asked for, they are divided evenly, or as evenly as the learner fits. On a single GPU a rank and a
-generator share it, if both fit.
+By default each side gets half of them, or as near to half as the learner's memory allows. A rank and a generator share
+a single GPU if both fit.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from launcher.layout.teachers import (
     teacher_servers,
 )
 
-BUSY = 2 << 30  # bytes that other processes hold of a GPU, from which on it counts as taken; a desktop takes less
-LARGE = 5e7  # parameters of a model whose matrix products are long
+BUSY = 2 << 30  # bytes: a GPU of which other processes hold as much counts as in use; a desktop takes less
+LARGE = 5e7  # parameters of a model from which on the learner has a thread for each core
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the user asks for; None: chosen here.
+    """What the user asks for; None leaves the choice to `lay_out`.
 
     Attributes:
-        generators: processes; 0: they join from elsewhere.
+        generators: number of processes; 0: generators join from other machines.
         learner_gpus, generator_gpus, teacher_gpus: see `select`.
     """
 
@@ -51,20 +51,20 @@ class Choice:
 
 
 NOTHING_ASKED = Choice()
-NAMED = ("learner_gpus", "generator_gpus", "teacher_gpus")  # both of a choice and of the section `run`
+NAMED = ("learner_gpus", "generator_gpus", "teacher_gpus")  # fields of `Choice`, and keys of the section `run`
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Placement:
     """The GPUs of each process.
 
     Attributes:
-        learner: one of each rank; none: a single rank on the CPU.
-        generators: those of each generator; none: it computes on the CPU.
-        reasons: lines that say why it is so.
-        utilization: of the memory of GPUs that a generator shares with a rank, vLLM's share; None: as configured.
-        teachers: their servers.
-        all_cores: the learner computes on all cores, in the time that generators leave; else on an equal share.
+        learner: a GPU for each rank; empty: a single rank on the CPU.
+        generators: the GPUs of each generator; an empty tuple: that generator computes on the CPU.
+        reasons: lines for the user that explain the choice.
+        utilization: vLLM's share of the memory of a GPU that a generator and a rank share; None: as configured.
+        teachers: the servers of teachers, with their GPUs.
+        all_cores: on the CPU, the learner has a thread for each core; else as many threads as any other process.
     """
 
     learner: tuple[Gpu, ...]
@@ -76,12 +76,12 @@ class Layout:
 
     @property
     def processes(self) -> int:
-        """Those that compute a model: learner's ranks, generators, and teachers' servers."""
+        """The number of processes that compute a model: ranks of the learner, generators, and teachers' servers."""
         return max(1, len(self.learner)) + len(self.generators) + len(self.teachers)
 
     @property
     def gpus(self) -> list[Gpu]:
-        """All that are used, in order."""
+        """All GPUs in use, by number."""
         groups = (self.learner, *self.generators, *(one.gpus for one in self.teachers))
         used = {gpu.number: gpu for gpus in groups for gpu in gpus}
         return [used[number] for number in sorted(used)]
@@ -90,7 +90,7 @@ class Layout:
         """How many GPUs each side has; None if they share one, or one side has none.
 
         Args:
-            group: ranks that divide each sequence among them.
+            group: number of ranks that share a sequence (`learner.sequence_parallel`).
         """
         used = {gpu.number for one in self.generators for gpu in one}
         if not self.learner or not used or used & {gpu.number for gpu in self.learner}:
@@ -103,17 +103,17 @@ class Layout:
 
     @property
     def environments(self) -> dict[str, dict[str, str]]:
-        """Variables of each process that has GPUs of its own, by its name."""
+        """The environment variables of each process that has GPUs, by the process's name."""
         gpus = {"learner": self.learner} | dict(zip(self.generator_names, self.generators, strict=True))
         gpus |= {one.name: one.gpus for one in self.teachers}
         return {name: environment(own) for name, own in gpus.items() if own}
 
 
-def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.environ) -> Layout:
-    """Lay a run out on the GPUs that this process may use, or on the CPU where there are none.
+def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.environ) -> Placement:
+    """Assign the GPUs that this process may use, or the CPU if there are none.
 
     Raises:
-        UserError: what is asked for is not there, or does not fit; the message says what would.
+        UserError: the choice names GPUs that do not exist, or a process does not fit; the message says what would fit.
     """
     named = {name: getattr(choice, name) or getattr(config.run, name) for name in NAMED}
     choice = replace(choice, **named)
@@ -130,19 +130,19 @@ def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.envi
         all_cores = config.run.has_learner and _has_long_products(config)
         reasons = [f"no GPU: all processes compute on the CPU{', the learner on all cores' * all_cores}"]
         reasons += described(config, teachers)
-        return Layout((), ((),) * generators, tuple(reasons), teachers=tuple(teachers), all_cores=all_cores)
+        return Placement((), ((),) * generators, tuple(reasons), teachers=tuple(teachers), all_cores=all_cores)
     return _Plan(config, choice, gpus).layout()
 
 
 def _cpu_only(config: Config) -> str:
-    """Why the run computes on the CPU whatever the machine has; empty where it may use GPUs."""
+    """Why the run cannot use GPUs (the installed builds are for the CPU); empty if it can."""
     roles = (Role.LEARNER, Role.GENERATOR) if config.run.has_learner else (Role.GENERATOR,)
     builds = [build for role in roles if (build := cpu_build(role))]
     return f"{' and '.join(builds)} compute on the CPU only" if builds else ""
 
 
 def _has_long_products(config: Config) -> bool:
-    """Whether the model's matrix products are so long that threads lose little when they wait for a core in use.
+    """Whether the model is so large that a thread loses little time while it waits for a core in use.
 
     With SmolLM2-135M on two cores a step takes 0.7 of the time when the learner's second thread uses what the generator
     leaves; with the quickstart's model of a million parameters 1.1.
@@ -154,12 +154,12 @@ def _has_long_products(config: Config) -> bool:
 
 
 def _cpu_generators(config: Config) -> int:
-    """One generator for every four cores: with fewer, two engines would only compete for them."""
+    """One generator for every four cores: engines with fewer would compete for them."""
     return 1 if config.run.deterministic else max(1, len(os.sched_getaffinity(0)) // 4)
 
 
 class _Plan:
-    """One way to lay a run out, as it comes about."""
+    """The state of `lay_out` while it assigns GPUs."""
 
     def __init__(self, config: Config, choice: Choice, gpus: Sequence[Gpu]) -> None:
         self.config, self.choice, self.gpus = config, choice, gpus
@@ -170,7 +170,7 @@ class _Plan:
         self.needs = needs if isinstance(needs, Needs) else None
         self.reasons = [] if isinstance(needs, Needs) else [f"memory is not checked: {needs}"]
 
-    def layout(self) -> Layout:
+    def layout(self) -> Placement:
         choice = self.choice
         texts = {name: getattr(choice, name) for name in NAMED}
         asked = [
@@ -205,10 +205,10 @@ class _Plan:
         self._check_generators(generators, share)
         check_memory(self.config, self.teachers)
         self._say(learning, generators, share)
-        return Layout(tuple(learning), generators, tuple(self.reasons), share, tuple(self.teachers))
+        return Placement(tuple(learning), generators, tuple(self.reasons), share, tuple(self.teachers))
 
     def _give_teachers(self, named: Sequence[Gpu] | None, taken: set[int], free: list[Gpu], rest: int) -> list[Gpu]:
-        """Give the teachers their GPUs; returns those that are left for the others, which need `rest` at least."""
+        """Assign GPUs to the teachers, and return the free GPUs that are left; at least `rest` must be."""
         if len(self.gpus) == 1:
             self.teachers = share_gpu(self.config, self.teachers, self.gpus[0])
             self.beside = sum(one.share * self.gpus[0].total for one in self.teachers if one.gpus)
@@ -223,7 +223,7 @@ class _Plan:
         return left
 
     def _free(self, gpus: list[Gpu]) -> list[Gpu]:
-        """Those that no other program uses; whether it does is not known of slices."""
+        """The GPUs that no other program uses; slices are always taken for free, since their use is unknown."""
         free = [gpu for gpu in gpus if gpu.used < BUSY]
         for gpu in gpus:
             if gpu.used >= BUSY:
@@ -233,7 +233,7 @@ class _Plan:
         return free
 
     def _divide(self, gpus: list[Gpu]) -> tuple[list[Gpu], list[Gpu]]:
-        """GPUs of the ranks and of the generators: as evenly as the learner fits."""
+        """Divide GPUs between ranks and generators as evenly as the learner's memory allows."""
         wanted = None if self.choice.generators is None else self.choice.generators * self.size
         if self.config.run.deterministic:
             wanted = self.size
@@ -297,7 +297,7 @@ class _Plan:
         return tuple(groups)
 
     def _share(self, ranks: int, gpus: Sequence[Gpu]) -> float | None:
-        """vLLM's share of GPUs that ranks use too: what is configured, or what a rank leaves."""
+        """vLLM's share of the memory of GPUs that ranks use too: the configured one, or what a rank leaves."""
         if self.needs is None or not gpus[0].total:
             return None
         left = free_of_rank(self.needs, ranks, gpus[0]) - self.beside
@@ -335,7 +335,7 @@ class _Plan:
             )
 
     def _say(self, learning: Sequence[Gpu], groups: Sequence[Sequence[Gpu]], share: float | None) -> None:
-        """Put what each process gets before the reasons."""
+        """Put a line for each process before the other reasons."""
         lines = []
         if learning:
             memory = ""

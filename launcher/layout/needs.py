@@ -1,4 +1,4 @@
-"""The memory that a run needs of each GPU: the memory table of one configuration."""
+"""Computes the memory that each process of a run needs of its GPUs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from learner.memory_model import RankMemory
 
 GB = 1e9
-RESERVED = 5e9  # of a rank: CUDA's context, NCCL's buffers, and what the allocator cannot use
-ENGINE = 3e9  # of a generator's GPU: its context, activations, and captured graphs
+RESERVED = 5e9  # bytes of each rank for CUDA's context, NCCL's buffers, and fragmentation
+ENGINE = 3e9  # bytes of each of an engine's GPUs for its context, activations, and captured graphs
 GPU_MEMORY_UTILIZATION = 0.9  # vLLM's default
 
 
 class Needs:
-    """What a configuration needs; made by `needs_of`.
+    """The memory that a run needs; made by `needs_of`.
 
     Attributes:
-        config: the run's.
-        shape: of its model.
+        config: the run's configuration.
+        shape: the shape of its model.
     """
 
     def __init__(self, config: Config, shape: Shape) -> None:
         self.config, self.shape = config, shape
 
     def rank(self, ranks: int, config: Config | None = None) -> RankMemory:
-        """Memory of each of so many ranks.
+        """Memory per rank, for `ranks` ranks.
 
         Args:
             config: another configuration of the same model.
@@ -72,18 +72,18 @@ class Needs:
 
     @property
     def generator(self) -> EngineNeeds:
-        """What a generator's engine needs."""
+        """The memory that a generator's engine needs."""
         model = self.config.model
         return EngineNeeds(self.shape, model.dtype, self.config.generator.engine, model.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineNeeds:
-    """What an engine of vLLM needs: a generator's, or a teacher's.
+    """The memory that a vLLM engine needs, of a generator or of a teacher.
 
     Attributes:
-        shape: of its model.
-        arguments: vLLM's, as they are configured.
+        shape: the shape of its model.
+        arguments: the configured arguments of vLLM.
         max_model_len: tokens of the longest sequence.
     """
 
@@ -99,17 +99,17 @@ class EngineNeeds:
         return width * self.shape.parameters
 
     def of_each(self, size: int) -> float:
-        """Bytes of each of `size` GPUs with room for one sequence of the longest kind."""
+        """Bytes per GPU, for `size` GPUs, including the cache of one sequence of `max_model_len` tokens."""
         parts = size / max(1, int(self.arguments.get("data_parallel_size", 1)))
         return (self.weights + self.shape.cache_bytes * self.max_model_len) / parts + ENGINE
 
     def cached(self, taken: float, size: int) -> float:
-        """Tokens whose keys and values have room in `taken` bytes of `size` GPUs together."""
+        """Tokens whose keys and values fit into the cache of an engine with `taken` bytes of `size` GPUs together."""
         return max(0.0, taken - self.weights - ENGINE * size) / self.shape.cache_bytes
 
 
 def teacher_needs(config: Config, teacher: TeacherConfig) -> EngineNeeds | None:
-    """What a teacher's engine needs; None where that is not known, as `needs_of` says of the policy's."""
+    """The memory that a teacher's engine needs; None if its model is not on this disk, or of an unknown kind."""
     try:
         shape = read_shape(Path(teacher.model or ""))
     except (OSError, ValueError, KeyError, TypeError):
@@ -119,7 +119,7 @@ def teacher_needs(config: Config, teacher: TeacherConfig) -> EngineNeeds | None:
 
 
 def needs_of(config: Config) -> Needs | str:
-    """What a configuration needs, or why that is not known: the model is not on this disk, or of an unusual kind."""
+    """The memory that a run needs, or why it is unknown: the model is not on this disk, or of an unknown kind."""
     folder = Path(config.model.path)
     if not (folder / "config.json").is_file():
         return f"{config.model.path} is not on this machine yet"
@@ -133,19 +133,19 @@ def needs_of(config: Config) -> Needs | str:
 
 
 def engine_size(arguments: Mapping[str, Any]) -> int:
-    """GPUs of one engine, by its arguments."""
+    """The number of GPUs of one engine."""
     sizes = [arguments.get(name, 1) for name in PARALLEL_SIZES]
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def utilization(arguments: Mapping[str, Any]) -> float:
-    """Share of a GPU's memory that an engine takes."""
+    """The share of each GPU's memory that an engine takes."""
     share = arguments.get("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
     return float(share) if isinstance(share, int | float) else GPU_MEMORY_UTILIZATION
 
 
 def lengths(config: Config) -> tuple[int, ...]:
-    """Sequences of the largest micro-batch."""
+    """Lengths of the sequences in the largest micro-batch, in tokens."""
     longest = min(config.model.max_model_len, config.data.max_prompt_tokens + config.episode.max_response_tokens)
     whole, rest = divmod(max(config.learner.token_budget, longest), longest)
     return (longest,) * whole + ((rest,) if rest > 1 else ())
@@ -161,13 +161,13 @@ def _shape(path: str) -> PreTrainedConfig:
 def _measured(
     path: str, tokens: tuple[int, ...], sequence_parallel: int, checkpointing: bool, dtype: str
 ) -> tuple[list[int], int]:
-    """Sizes of a model's parameters, and bytes of its activations."""
+    """The sizes of a model's parameters, and the peak bytes of its activations."""
     import torch
 
     from learner.memory_model import Micro, parameter_sizes, peak_activations
 
     config = _shape(path)
-    # Not on a GPU: attention by `varlen` takes 16 bits.
+    # The attention kernels of GPUs take 16 bits; with 32, attention is that of a CPU.
     micro = Micro(
         tokens,
         prompt=1,

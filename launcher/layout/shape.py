@@ -1,4 +1,4 @@
-"""The shape of a model, from its `config.json`: how many parameters it has, and what its cache takes."""
+"""Reads a model's shape from its `config.json`, which gives its number of parameters and the size of its cache."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# How a `config.json` says how many experts a layer has, and that some layers are of another kind.
+# Keys of `config.json` with the number of experts in a layer, and keys that make some layers differ from others.
 EXPERTS = ("num_experts", "num_local_experts")
 UNEVEN: dict[str, Any] = {"n_routed_experts": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder.
+    """The shape of a decoder.
 
     Attributes:
         intermediate: width of a layer's gated block, or of each of its experts.
-        experts: of a layer; 1: there is one gated block, which computes every token.
-        shared: width of a further block that computes every token beside them.
+        experts: experts per layer; 1: a layer has one gated block for all tokens.
+        shared: width of the expert that computes every token; 0 without one.
     """
 
     layers: int
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def parameters(self) -> float:
-        """All parameters, except those of norms."""
+        """The number of parameters, without those of norms."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         router = self.hidden * self.experts if self.experts > 1 else 0
         blocks = 3 * self.hidden * (self.intermediate * self.experts + self.shared)
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def cache_bytes(self) -> float:
-        """Keys and values of one token, in 16 bits."""
+        """Bytes of one token's keys and values, in 16 bits."""
         return 4.0 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -52,7 +52,7 @@ def read_shape(path: Path) -> Shape:
     """The shape of a model folder.
 
     Raises:
-        ValueError: it is a mixture of experts whose layers differ.
+        ValueError: the model is a mixture of experts whose layers differ.
     """
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     heads, width = config["num_attention_heads"], config["intermediate_size"]

@@ -1,6 +1,6 @@
-"""The servers of the teachers, and their GPUs: the last ones, before the others are divided.
+"""Assigns GPUs to the servers of teachers: the last of the machine's GPUs.
 
-On a machine with one GPU they share it with a rank and a generator.
+On a machine with one GPU, teachers share it with a rank and a generator.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class TeacherServer:
     """The server of a `teacher.model`.
 
     Attributes:
-        source: name of the first source of data that has this teacher.
-        gpus: none: it computes on the CPU.
-        utilization: its engine's share of the memory of a GPU that it shares with others; None: as configured.
+        source: the name of the first data source that has this teacher.
+        gpus: empty: the server computes on the CPU.
+        utilization: the engine's share of the memory of a GPU that it shares with other processes; None: as configured.
     """
 
     name: str
@@ -37,17 +37,17 @@ class TeacherServer:
 
     @property
     def size(self) -> int:
-        """GPUs that it takes on a machine that has some."""
+        """The number of GPUs that the engine takes, if it does not compute on the CPU."""
         return engine_size(self.teacher.engine)
 
     @property
     def share(self) -> float:
-        """Its engine's share of the memory of each of its GPUs."""
+        """The engine's share of the memory of each of its GPUs."""
         return utilization(self.teacher.engine) if self.utilization is None else self.utilization
 
 
 def teacher_servers(config: Config) -> list[TeacherServer]:
-    """The servers that `spo run` starts, without GPUs; none in a run without learning."""
+    """The servers that `spo run` starts, without GPUs yet; none for a run without a learner."""
     teachers = config.served_teachers()
     return [
         TeacherServer("teacher" if len(teachers) == 1 else f"teacher-{source}", source, teacher)
@@ -58,14 +58,14 @@ def teacher_servers(config: Config) -> list[TeacherServer]:
 def give_gpus(
     servers: Sequence[TeacherServer], named: Sequence[Gpu] | None, free: Sequence[Gpu], rest: int
 ) -> tuple[list[TeacherServer], list[Gpu]]:
-    """The servers with GPUs of their own, and what is left for learner and generators.
+    """Give each server GPUs of its own; returns the servers, and the GPUs left for learner and generators.
 
     Args:
-        named: the GPUs that the user names for them; None: the last of the free ones.
-        rest: how many must be left.
+        named: the GPUs that the user names for the teachers; None: the last of the free ones.
+        rest: the number of GPUs that must be left.
 
     Raises:
-        UserError: there are too few, or other than they take.
+        UserError: there are too few GPUs, or the user names more or fewer than the teachers take.
     """
     total = sum(server.size for server in servers)
     taken = f"1 teacher takes {total}" if len(servers) == 1 else f"{len(servers)} teachers take {total}"
@@ -90,10 +90,10 @@ def give_gpus(
 
 
 def share_gpu(config: Config, servers: Sequence[TeacherServer], gpu: Gpu) -> list[TeacherServer]:
-    """The servers on the machine's only GPU, each with what it needs of its memory.
+    """Place the servers on the machine's only GPU, each with the share of its memory that it needs.
 
     Raises:
-        UserError: an engine takes several GPUs, or must say what it takes.
+        UserError: an engine takes several GPUs, or its memory is unknown and its share is not configured.
     """
     placed = []
     for server in servers:
@@ -114,7 +114,7 @@ def share_gpu(config: Config, servers: Sequence[TeacherServer], gpu: Gpu) -> lis
 
 
 def check_memory(config: Config, servers: Sequence[TeacherServer]) -> None:
-    """Refuse an engine that does not fit into its GPUs; the message says what would."""
+    """Raise `UserError` for an engine that does not fit into its GPUs; the message says what would fit."""
     for server in servers:
         needs = teacher_needs(config, server.teacher) if server.gpus and server.gpus[0].total else None
         if needs is None:

@@ -59,7 +59,7 @@ def saved_data(runs: Sequence[Run], comparison: dict[str, Any] | None = None) ->
 
 
 def _episodes(run: Run, own_panels: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
-    """Rows with their episodes: those that the panels show, and evenly spread as many others as fit."""
+    """Rows with their episodes: those that the panels show, and evenly spread ones up to the size limit."""
     rows = run.episodes.rows()
     if not len(rows):
         return []

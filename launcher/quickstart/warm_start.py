@@ -25,8 +25,8 @@ from launcher.tasks.task import Problem, QuickstartTask, Recipe, Turn
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One conversation as tokens, and each token's weight in the loss (0 for tokens the model does not generate)."""
+class Example:
+    """A demonstration as tokens, and each token's weight in the loss (0 for tokens the model does not generate)."""
 
     token_ids: list[int]
     weights: list[float]
@@ -42,13 +42,13 @@ class Demonstrations:
         self.wrap = make_format(task.call_format).wrap
         self.rng = random.Random(f"warm start {task.recipe.seed}")
 
-    def batches(self) -> Iterator[list[Row]]:
+    def batches(self) -> Iterator[list[Example]]:
         stream = self.task.problems(self.rng)
         while True:
             problems = itertools.islice(stream, self.task.recipe.rows)
-            yield [self.row(problem, self.task.demonstrate(problem, self.rng)) for problem in problems]
+            yield [self.example(problem, self.task.demonstrate(problem, self.rng)) for problem in problems]
 
-    def row(self, problem: Problem, turns: list[Turn]) -> Row:
+    def example(self, problem: Problem, turns: list[Turn]) -> Example:
         ids = self.template.prompt([{"role": "user", "content": problem.prompt}]).tolist()
         weights = [0.0] * len(ids)
         for turn in turns:
@@ -58,7 +58,7 @@ class Demonstrations:
             reply = self._reply(turn)
             ids += content + reply
             weights += [turn.weight] + [1.0] * (len(content) - 1) + [0.0] * len(reply)
-        return Row(ids, weights)
+        return Example(ids, weights)
 
     def _reply(self, turn: Turn) -> list[int]:
         if turn.reply is None:
@@ -98,7 +98,7 @@ def _schedule(step: int, recipe: Recipe) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup) / (recipe.steps - recipe.warmup)))
 
 
-def _loss(model: TinyModel, rows: list[Row], pad: int) -> torch.Tensor:
+def _loss(model: TinyModel, rows: list[Example], pad: int) -> torch.Tensor:
     """Mean cross-entropy, weighted by token; short and long rows go in separate batches to save padding."""
     rows = sorted(rows, key=lambda row: len(row.token_ids))
     total = sum(sum(row.weights) for row in rows)
@@ -116,9 +116,9 @@ def _loss(model: TinyModel, rows: list[Row], pad: int) -> torch.Tensor:
     return loss
 
 
-def _by_length(rows: list[Row], spread: int = 8) -> Iterator[list[Row]]:
+def _by_length(rows: list[Example], spread: int = 8) -> Iterator[list[Example]]:
     """Cut rows that are sorted by length into groups whose lengths differ by at most `spread`."""
-    group: list[Row] = []
+    group: list[Example] = []
     for row in rows:
         if group and len(row.token_ids) - len(group[0].token_ids) > spread:
             yield group

@@ -74,7 +74,7 @@ def differs(reward: float | None, accuracy: float | None) -> bool:
 
 
 def saving(variance_ratio: float | None) -> str:
-    """Words for how much the values reduce the variance of the advantages."""
+    """The reduction of the advantages' variance by the values, in words."""
     if variance_ratio is None:
         return "–"
     change = 1 - variance_ratio
@@ -256,7 +256,7 @@ def figures(progress: Progress) -> Table:
 
 
 def gpu_figures(gpus: Sequence[Gpu]) -> tuple[str, str]:
-    """Their mean load; and the load of each, as a figure or, of many, as a bar, with what is used of their memory."""
+    """The mean load of the GPUs, the load of each (as figures if few, else as bars), and the share of memory used."""
     loads = [math.nan if gpu.load is None else gpu.load for gpu in gpus]
     each = " ".join(f"{gpu.number}: {load:.0%} " for gpu, load in zip(gpus, loads, strict=True))
     held = sum(gpu.used for gpu in gpus) / max(1, sum(gpu.total for gpu in gpus))

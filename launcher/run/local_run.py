@@ -21,7 +21,7 @@ from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
 from launcher.layout.gpus import Gpu, watching
-from launcher.layout.layout import NOTHING_ASKED, Choice, Layout, lay_out
+from launcher.layout.layout import NOTHING_ASKED, Choice, Placement, lay_out
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
@@ -97,7 +97,7 @@ def run_here(config: Config, options: RunOptions, view: Callable[[], View], log:
 def _run(
     config: Config,
     options: RunOptions,
-    layout: Layout,
+    layout: Placement,
     view: Callable[[], View],
     phases: PhaseTimer,
     supervisor: Supervisor,
@@ -165,7 +165,7 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
     check_changes(changes, f"run folder {folder}", max(checkpoint_versions(folder), default=0))
 
 
-def worker_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
+def worker_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
     return (
         {"learner": learner_command(config, layout)}
         | generator_commands(config, layout)
@@ -185,8 +185,8 @@ def _watch(
     """Watch until the run is over and its processes, but for the servers of teachers, have exited.
 
     Args:
-        roles: of the processes that were started, with which their names begin.
-        gpus: returns those that they use.
+        roles: the roles of the processes that were started; their names begin with them.
+        gpus: returns the GPUs that they use.
     """
     leave_by: float | None = None
     while True:

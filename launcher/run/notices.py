@@ -12,7 +12,7 @@ from common.errors import one_line
 
 LINE = re.compile(r"\S+ \[(?:warning|error|critical) *\] (.*)")
 ROLE = re.compile(r" ?\brole=\S+")
-SHOWN = 3  # newest notices in the live view
+MAX_IN_VIEW = 3  # notices in the live view
 DIFFERENT = 200  # kinds of notices; further kinds are not shown
 AT_ONCE = 1 << 16  # newest bytes of a log that are read; earlier ones are skipped
 
@@ -36,7 +36,7 @@ class Notices:
         unseen: the notices that the plain view has not logged yet.
     """
 
-    newest: deque[Notice] = field(default_factory=lambda: deque(maxlen=SHOWN))
+    newest: deque[Notice] = field(default_factory=lambda: deque(maxlen=MAX_IN_VIEW))
     unseen: deque[Notice] = field(default_factory=lambda: deque(maxlen=DIFFERENT))
     _known: dict[str, Notice] = field(default_factory=dict)
     _read: dict[Path, int] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.files import rewrite
 from common.held_folder import FolderGone
 from common.streams.broker import Broker, connect
-from launcher.layout.layout import Layout
+from launcher.layout.layout import Placement
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import RunFailed, Supervisor
 
@@ -73,7 +73,7 @@ def stopping(supervisor: Supervisor) -> Iterator[None]:
 
 
 def connected(
-    config: Config, redis: str, folder: Path, layout: Layout, supervisor: Supervisor
+    config: Config, redis: str, folder: Path, layout: Placement, supervisor: Supervisor
 ) -> tuple[Config, Broker]:
     """The configuration with the address of the Redis to use, and a connection to it."""
     if redis == EMBEDDED and not layout.generators:
@@ -85,7 +85,7 @@ def connected(
 
 
 def start_all(
-    config: Config, path: Path, commands: Mapping[str, list[str]], layout: Layout, supervisor: Supervisor
+    config: Config, path: Path, commands: Mapping[str, list[str]], layout: Placement, supervisor: Supervisor
 ) -> None:
     """Write the configuration that the processes read, and start the processes."""
     rewrite(path, [dump_config(config, absolute=True).encode()])
@@ -152,12 +152,12 @@ def command(module: str, config: Path, *more: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, "--config", str(config), *more]
 
 
-def learner_command(config: Path, layout: Layout) -> list[str]:
+def learner_command(config: Path, layout: Placement) -> list[str]:
     ranks = len(layout.learner)
     return command("learner.cli", config, *(["--ranks", str(ranks)] if ranks > 1 else []))
 
 
-def generator_commands(config: Path, layout: Layout) -> dict[str, list[str]]:
+def generator_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
     share = layout.utilization
     own = [] if share is None else ["-o", f"generator.engine.gpu_memory_utilization={share}"]
     return {name: command("generator.cli", config, "--name", name, *own) for name in layout.generator_names}

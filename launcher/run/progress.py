@@ -38,8 +38,8 @@ class Progress:
     """The state of one run; `refresh` brings it up to date.
 
     Attributes:
-        folder: of the run; it may be on another machine, and then there are no metrics.
-        gpus: those that processes started here use, as they are now.
+        folder: the run folder; it may be on another machine, and then there are no metrics.
+        gpus: the newest readings of the GPUs that processes started here use.
         has_teacher: whether a teacher scores episodes.
         split: how many GPUs each side has here; None if that is not known, or they share one.
         left_out: samples that could not be trained on, and all of the batch, by version.
@@ -75,7 +75,7 @@ class Progress:
 
     @classmethod
     def of(cls, broker: Broker, config: Config) -> Progress:
-        """That of the run which the configuration names."""
+        """The progress of the run that the configuration names."""
         evaluates_first = config.data.heldout is not None and config.eval.before_training
         ends, has_teacher = config.sampler.tracker.reward_range, bool(config.teachers_in_use())
         return cls(broker, config.run.steps, ends, config.run.folder, has_teacher, evaluates_first, advice(config))
@@ -85,7 +85,7 @@ class Progress:
         self.metrics = None if self.folder is None else Metrics(self.folder, MEASURED)
 
     def refresh(self) -> bool:
-        """Read what is new; returns False and changes nothing more if Redis does not answer."""
+        """Read the newest figures from Redis; returns False if it does not answer, and keeps the figures so far."""
         if self.metrics is not None:
             self.metrics.update()
         try:
@@ -162,7 +162,7 @@ class Progress:
 
     @property
     def scoring(self) -> int | None:
-        """Episodes that wait for their teacher's scores; None where there is no teacher."""
+        """The number of episodes that wait for their teacher's scores; None without a teacher."""
         waiting = sum(int(process.get("scoring", 0)) for process in self.of_role("generator"))
         return waiting if self.has_teacher else None
 
@@ -171,7 +171,7 @@ class Progress:
 
     @property
     def evaluated(self) -> str | None:
-        """Answers so far to the open evaluation of all, such as `3/9`, as the sampler says; None if none is open."""
+        """The answers to the open evaluation so far, of all, such as `3/9`; None if no evaluation is open."""
         return next((process["evaluating"] for process in self.of_role("sampler") if process.get("evaluating")), None)
 
     def phase(self) -> str:

@@ -233,7 +233,7 @@ class Supervisor:
 
 
 def _bound(log: Path) -> None:
-    """Move what is in a log that is too large to `NAME.old.log`; its process goes on in the same file."""
+    """Copy a log that is too large to `NAME.old.log` and empty it; its process continues in the same file."""
     with contextlib.suppress(OSError):
         if log.stat().st_size > MAX_BYTES:
             shutil.copyfile(log, log.with_suffix(".old.log"))

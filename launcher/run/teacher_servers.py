@@ -15,7 +15,7 @@ from common.config import Config
 from common.process import Role
 from generator.engine.arguments import KV_CACHE, KV_CACHE_BYTES, MAX_LOGPROBS, vllm_environment
 from generator.engine.vllm_plugin import TEMPERATURE
-from launcher.layout.layout import Layout
+from launcher.layout.layout import Placement
 from launcher.layout.teachers import SHARE, TeacherServer
 from launcher.run.embedded_redis import private_socket, remove_socket
 from launcher.run.processes import thread_limits
@@ -29,7 +29,7 @@ SERVER = "vllm.entrypoints.openai.api_server"  # as `vllm serve`, which the pack
 UNLINK_AND_START = 'rm -f "$0" && exec "$@"'
 
 
-def start_teachers(config: Config, layout: Layout, supervisor: Supervisor) -> None:
+def start_teachers(config: Config, layout: Placement, supervisor: Supervisor) -> None:
     """Start the server of each teacher; it answers once it has loaded its model."""
     for server in layout.teachers:
         socket = _made_socket(config.teacher_socket(server.source))
@@ -83,7 +83,7 @@ def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _variables(config: Config, server: TeacherServer) -> dict[str, str]:
-    """Variables of a server: where the user may have set others those, and what has to be so."""
+    """The environment variables of a server: defaults, which the user's own replace, and those that must be set so."""
     defaults = vllm_environment(str(server.teacher.model))
     del defaults["OMP_NUM_THREADS"]  # see `thread_limits`
     if cpu_build(Role.GENERATOR):

@@ -71,7 +71,7 @@ def find_states(config: Config, output: Path, console: Console) -> Found:
 
 
 def _encoded(encode: PromptEncoder, prompt: str | Messages, limit: int) -> np.ndarray | None:
-    """A prompt's token ids; None where generators would skip it."""
+    """A prompt's token ids; None if generators would skip it."""
     try:
         token_ids = encode(prompt)
     except BadRow:

@@ -24,7 +24,8 @@ from tests.support.troubles import Trouble, forget_modules, make_folder, matches
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PUBLISHED = sorted(path.stem for path in CONFIGS.glob("qwen*.yaml"))
+# One of each model and task; that all are valid is tested without a dry run.
+LOADED = ("qwen2.5-3b-gsm8k-feedback", "qwen3-8b-code", "qwen3-8b-maths")
 # The shapes of the models that the configurations name; their weights are not needed.
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
@@ -86,7 +87,7 @@ def dry_run(config: Path, overrides: list[str]) -> Result:
     return CliRunner().invoke(app, ["run", str(config), "--dry-run", *arguments])
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", LOADED)
 def test_a_published_configuration_loads_up_to_the_weights(name: str, tmp_path: Path) -> None:
     result = dry_run(CONFIGS / f"{name}.yaml", stand_ins(name, tmp_path))
     assert result.exit_code == 0, result.output

@@ -41,15 +41,6 @@ def never(text: str, answer: Any) -> float:
     return float(text == 4)
 
 
-def always(text: str, answer: Any) -> float:
-    return 1.0
-
-
-def within(text: str, answer: str) -> float:
-    """Looks for the wrong one in the other."""
-    return float(text in answer)
-
-
 def boxes(text: str, answer: str) -> float:
     return float("boxed" in text)
 

@@ -135,7 +135,7 @@ def _learned(evaluated: list[Evaluation], metrics: Metrics) -> list[list[str]]:
 
 
 def _reward_rows(evaluated: list[Evaluation]) -> list[list[str]]:
-    """The held-out reward of the first and the last evaluation; none where accuracy says as much."""
+    """The held-out reward of the first and the last evaluation; empty if it equals the accuracy."""
     if not has_partial_rewards(evaluated):
         return []
     ends = {"before": evaluated[0], "after": evaluated[-1]} if len(evaluated) > 1 else {"": evaluated[0]}
@@ -192,7 +192,7 @@ def _points(share: float) -> str:
 
 
 def count(value: float) -> str:
-    """A count as text; from a million on, with a word such as `million`."""
+    """A count as text, with a word such as `million` from a million on."""
     if value < 1e6:
         return f"{value:,.0f}"
     power = min(3, int(math.log10(value)) // 3 - 1)

@@ -16,8 +16,8 @@ from launcher.run.progress import duration
 
 NO_STEP = "The learner has not finished a step yet."
 NO_ANSWER = "No generator has answered a task yet."
-# Of each process, as far as it measures them.
-SHOWN = ("process/cpu_seconds", "process/memory_mb", "generator/tokens_per_second", "generator/episodes")
+# Listed for each process that measures them.
+PROCESS_METRICS = ("process/cpu_seconds", "process/memory_mb", "generator/tokens_per_second", "generator/episodes")
 SILENT = 60.0  # seconds without an entry, much longer than a living process pauses
 QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "samples": "answers to count",
           "batches": "batches to train on", "evaluation": "evaluation's tasks", "dead": "dead letters"}  # fmt: skip
@@ -83,7 +83,7 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     rows = [
         [
             name, number(max(0.0, silence[name])) if is_live else None, metrics.last_version(name),
-            *(_newest(metrics, name, figure) for figure in SHOWN),
+            *(_newest(metrics, name, figure) for figure in PROCESS_METRICS),
         ]
         for name in names
     ]  # fmt: skip

@@ -58,24 +58,6 @@ def test_words_that_were_searched_for_are_marked(pages: dict[str, str], opened: 
     assert "monospace" in page.locator(".episode h2 .id").evaluate("id => getComputedStyle(id).fontFamily")
 
 
-# Each frame takes longer than the time between two, so that the browser is never idle.
-BUSY = """
-const busy = () => {
-  const end = performance.now() + 40;
-  while (performance.now() < end);
-  requestAnimationFrame(busy);
-};
-requestAnimationFrame(busy);
-"""
-
-
-def test_all_charts_are_drawn_for_a_capture_by_a_busy_browser_too(pages: dict[str, str], opened: Open) -> None:
-    page = opened(pages["saved"], script=BUSY)
-    page.locator('[data-panel="configuration"]').wait_for()
-    page.locator("[data-chart]:not([hidden]):not([data-drawn])").first.wait_for(state="detached")
-    assert page.evaluate("scrollY") == 0
-
-
 def test_changes_and_the_end_of_a_run_are_seen(tmp_path: Path, opened: Open) -> None:
     folder = full_run(tmp_path / "mine")
     add_summary(folder, finished=False, steps=12, error="learner died 6 times: out of memory")

@@ -7,12 +7,9 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING
-
-import pytest
 
 from common.errors import UserError
 from launcher.compare import compared, comparison_panel
@@ -208,7 +205,8 @@ def test_compared_runs_have_their_figures_first(tmp_path: Path, opened: Open) ->
     assert accuracy.locator(".legend .label").count() == 4, "the runs themselves are below"
 
 
-def test_the_page_is_read_without_a_mouse(page: Page) -> None:
+def test_the_page_is_read_without_a_mouse(opened: Open, pages: dict[str, str]) -> None:
+    page = opened(pages["saved"])
     page.locator('[data-panel="reward"]').wait_for()
     page.keyboard.press("Tab")
     assert page.evaluate(FOCUSED) == "skip"
@@ -279,7 +277,8 @@ def test_a_file_answers_queries_as_the_server_does(opened: Open, pages: dict[str
         assert shown == expected, query
 
 
-def test_tokens_are_coloured_by_what_is_known_of_them(page: Page) -> None:
+def test_tokens_are_coloured_by_what_is_known_of_them(opened: Open, pages: dict[str, str]) -> None:
+    page = opened(pages["live"])
     open_tokens(page)
     tokens = page.locator(".tokens .token")
     for colouring, classes in {
@@ -293,8 +292,8 @@ def test_tokens_are_coloured_by_what_is_known_of_them(page: Page) -> None:
         assert [token.get_attribute("class") for token in tokens.all()] == [f"token {one}" for one in classes.split()]
 
 
-def test_dark_and_light_follow_the_system_until_one_is_chosen(opened: Open, address: str) -> None:
-    page = opened(address, color_scheme="dark")
+def test_dark_and_light_follow_the_system_until_one_is_chosen(opened: Open, pages: dict[str, str]) -> None:
+    page = opened(pages["live"], color_scheme="dark")
     dark = page.evaluate(BACKGROUND)
     page.emulate_media(color_scheme="light")
     page.locator('html[data-theme="light"]').wait_for()
@@ -311,8 +310,8 @@ def test_dark_and_light_follow_the_system_until_one_is_chosen(opened: Open, addr
     eventually(is_kept)  # the browser stores the choice in its own time
 
 
-def test_a_narrow_screen_needs_no_scrolling_sideways(opened: Open, address: str) -> None:
-    page = opened(address, width=360)
+def test_a_narrow_screen_needs_no_scrolling_sideways(opened: Open, pages: dict[str, str]) -> None:
+    page = opened(pages["saved"], width=360)
     page.locator('[data-panel="configuration"]').wait_for()
     for card in page.locator("[data-chart]").all():
         card.scroll_into_view_if_needed()
@@ -338,9 +337,8 @@ NASTY = (
 )
 
 
-@pytest.fixture(scope="module")
-def nasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    folder = tmp_path_factory.mktemp("runs") / "<img src=x onerror=window.ran=1>"
+def test_what_a_model_wrote_is_shown_and_never_run(opened: Open, tmp_path: Path) -> None:
+    folder = tmp_path / "<img src=x onerror=window.ran=1>"
     make_run(folder, data={"system_prompt": NASTY}, run={"name": "x", "experiment": "x"})
     write_step(folder, 1)
     story = {
@@ -353,13 +351,8 @@ def nasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         "row_lengths": [1, 1],
     }  # fmt: skip
     keep(folder, 1, "t1", story, prompt=NASTY, reason=NASTY[:200], generator=NASTY[:60], reward_parts={"<b>": 1.0})
-    with served(folder, NASTY) as pages:
-        yield pages
-
-
-@pytest.mark.parametrize("kind", ["live", "saved"])
-def test_what_a_model_wrote_is_shown_and_never_run(opened: Open, nasty: dict[str, str], kind: str) -> None:
-    page = opened(nasty[kind], "episodes")
+    save(tmp_path / "report.html", NASTY, [read_one(folder)])
+    page = opened((tmp_path / "report.html").as_uri(), "episodes")
     page.locator(".list li").click()
     page.locator(".message.error").wait_for()
     shown = page.locator(".episode").inner_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from common.messages import Batch
@@ -13,7 +12,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import TaskInbox
-from tests.support.kubernetes import VERSIONS, configuration, environment, of_kind, rendered, workloads, written
+from tests.support.kubernetes import configuration, environment, of_kind, rendered, workloads, written
 from tests.support.streams import dispatch, finished
 
 FULL = 64  # generator.max_concurrency of the component as it is written
@@ -101,29 +100,3 @@ def test_names_and_sizes_are_the_runs() -> None:
         assert int(port) == services["redis"]["spec"]["ports"][0]["port"]
         secret = of_kind(documents, "TriggerAuthentication")[trigger["authenticationRef"]["name"]]["spec"]
         assert secret["secretTargetRef"] == [{"parameter": "password", "name": "spo-secrets", "key": "redis_password"}]
-
-
-def test_the_autoscaler_that_keda_makes_of_it_is_valid() -> None:
-    spec = scaler()
-    # All that is there, so that no misspelt field goes unseen; the names are those of KEDA's ScaledObjectSpec.
-    assert set(spec) == {
-        "scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval", "advanced", "triggers"
-    }  # fmt: skip
-    assert set(spec["advanced"]) == {"scalingModifiers", "horizontalPodAutoscalerConfig"}
-    modifiers = spec["advanced"]["scalingModifiers"]
-    assert set(modifiers) == {"formula", "target", "metricType"}
-    target = {"type": modifiers["metricType"], "averageValue": modifiers["target"]}
-    made = {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "keda-hpa-generator"},
-        "spec": {
-            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", **spec["scaleTargetRef"]},
-            "minReplicas": spec["minReplicaCount"],
-            "maxReplicas": spec["maxReplicaCount"],
-            "metrics": [{"type": "External", "external": {"metric": {"name": "composite"}, "target": target}}],
-            **spec["advanced"]["horizontalPodAutoscalerConfig"],
-        },
-    }
-    for version in VERSIONS:
-        assert kubernetes_validate.validate(made, version, strict=True) == version

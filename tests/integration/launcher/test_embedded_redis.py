@@ -113,7 +113,7 @@ def test_what_is_cut_off_a_damaged_log_is_kept_beside_it(
     assert log.read_bytes() == whole * 2 + b"?" + whole * 3
 
 
-@pytest.mark.parametrize("name", ["a b", "100%", "what?#", "ä", "x" * 120])
+@pytest.mark.parametrize("name", ["what?# ä", "x" * 120])
 def test_only_its_own_account_can_reach_it(supervisor: Supervisor, tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir(mode=0o777)

@@ -27,7 +27,6 @@ from launcher.run.folder_lock import locked
 from launcher.run.processes import with_redis
 from launcher.run.supervisor import Supervisor
 from tests.conftest import RedisServer
-from tests.support.spo_command import spo_here
 
 
 @pytest.fixture
@@ -144,13 +143,3 @@ def test_a_report_asks_the_redis_of_the_folder_that_is_named(tmp_path: Path) -> 
     facts = redis_facts(tmp_path / "moved")
     assert (facts.note, facts.letters) == ("", {"TimeoutError: <b>late</b>": 2})
     assert facts.counters["counted"] == 7
-
-
-def test_a_run_that_is_not_named_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spo = spo_here(capsys, monkeypatch)
-    assert "name the run" in spo("status").stderr
-    assert "name the run" in spo("status", "a", "-c", "b").stderr
-    ran = spo("status", tmp_path)
-    assert (ran.returncode, "is not a run folder: it has no config.yaml" in ran.stderr) == (2, True)

@@ -25,7 +25,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInGpus:
     return StandInGpus(tmp_path / "bin", monkeypatch)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # the memory of a model is computed once for each path, and takes seconds
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-8B without weights."""
     folder = tmp_path_factory.mktemp("Qwen3-8B")

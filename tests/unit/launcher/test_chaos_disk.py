@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.files import append, rewrite
-from launcher.layout.layout import Layout
+from launcher.layout.layout import Placement
 from launcher.run.processes import start_all
 from launcher.run.supervisor import Supervisor
 from sampler.cli import write_config
@@ -71,20 +71,9 @@ def test_a_power_cut_takes_only_what_was_not_on_the_disk(tmp_path: Path, clock: 
     assert lost == len(b" lost") * 3 + len(b" later")
 
 
-def test_an_older_log_has_nothing_that_was_cut_off_since(tmp_path: Path, clock: SimpleNamespace) -> None:
-    disk, log = Disk(tmp_path), tmp_path / "log"
-    for size in (10, 30, 20, 40):  # cut off in between
-        log.write_bytes(bytes(size))
-        disk.look()
-        clock.now += 1
-    ago = [disk.size(log, clock.now - seconds) for seconds in (1, 2, 3, 4)]
-    assert ago == [40, 20, 20, 10]
-    assert disk.size(log, disk.since - 1) == 0
-
-
 def test_the_configuration_of_a_run_is_on_the_disk(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     write_config(config)
-    start_all(config, tmp_path / "run.yaml", {}, Layout((), ()), Supervisor(tmp_path / "logs", LOG))
+    start_all(config, tmp_path / "run.yaml", {}, Placement((), ()), Supervisor(tmp_path / "logs", LOG))
     for path in (config.run.folder / "config.yaml", tmp_path / "run.yaml"):
         assert int(os.getxattr(path, SYNCED)) == path.stat().st_size > 0

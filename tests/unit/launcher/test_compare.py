@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.compare import ComparedLine, Comparison, RunGroup, cells, compared, comparison_panel
+from launcher.compare import Comparison, compared, comparison_panel
 from launcher.folder.run import Run, read_one
-from launcher.folder.statistics import Band, Curve, bootstrap, first_reaching, over_runs, smoothed
+from launcher.folder.statistics import Curve, bootstrap, over_runs, smoothed
 from tests.support.run_folder import (
     SavedPage,
     add_evaluation,
@@ -108,18 +108,6 @@ def test_runs_that_compare_badly_are_warned_of(tmp_path: Path) -> None:
     assert charts == ["lines-compared", "what-differs", "runs-compared"]
 
 
-def test_a_range_has_its_unit_once() -> None:
-    for seconds, text in (
-        (Band(7000.0, 5400.0, 9000.0), "1 h 57 min (1 h 30 min–2 h 30 min)"),
-        (Band(100.0, 80.0, 120.0), "2 min (80 s–2 min)"),
-        (Band(200.0, 120.0, 300.0), "3 min (2–5 min)"),
-        (Band(60.0, 60.0, 60.0), "60 s"),
-        (None, "–"),
-    ):
-        line = ComparedLine(RunGroup("a", []), {"before": Band(0.5, 0.4, 0.6), "seconds": seconds}, 0)
-        assert cells(line) == ["50.0% (40.0–60.0%)", text]
-
-
 def test_runs_are_compared_on_the_terminal_and_as_a_page(spo: Spo, tmp_path: Path) -> None:
     hostile = "<script>alert(1)</script>\x1b[31m"
     for seed in range(3):
@@ -166,10 +154,6 @@ def test_the_band_over_prompts_is_that_of_all_resamples() -> None:
     low, high = np.quantile(means, (0.025, 0.975))
     # 10,000 draws of means that lie on a grid of 0.05.
     assert bootstrap(values) == (values.mean(), pytest.approx(low, abs=0.05), pytest.approx(high, abs=0.05))
-    many = np.random.default_rng(1).normal(0.5, 0.3, 5000)
-    error = many.std() / np.sqrt(5000)
-    ends = [pytest.approx(many.mean() + side * 1.96 * error, abs=0.1 * error) for side in (-1, 1)]
-    assert list(bootstrap(many))[1:] == ends
 
 
 def test_runs_are_compared_as_far_as_all_of_them_went() -> None:
@@ -186,9 +170,3 @@ def test_runs_are_compared_as_far_as_all_of_them_went() -> None:
 def test_smoothing_is_the_mean_of_the_last_values(values: list[float], window: int) -> None:
     by_hand = [np.mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
     assert smoothed(Curve(np.arange(len(values)), np.array(values)), window).values == pytest.approx(by_hand, abs=1e-9)
-
-
-def test_a_threshold_is_reached_at_the_first_version_that_has_it() -> None:
-    rising = curve({0: 0.1, 5: 0.6, 10: 0.5, 15: 0.9})
-    assert [first_reaching(rising, threshold) for threshold in (0.5, 0.9, 0.95)] == [5, 15, None]
-    assert first_reaching(curve({}), 0.5) is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from common.messages import Task
 from generator.chat.token_text import load_tokenizer
 from generator.episode.parts import RunParts
 from generator.episode.runner import EpisodeRunner
-from launcher.checks.prompts import check_first_prompts
+from launcher.checks.prompts import check_first_prompts, runs_other_code
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import ScriptedEngine
@@ -189,6 +191,23 @@ def test_prompts_are_read_until_one_fits_before_the_start(tmp_path: Path) -> Non
         check_first_prompts(load_config(path, (), {}))
 
 
+@pytest.mark.integration
+def test_prompts_are_checked_without_torch_unless_code_of_others_runs(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    path = write_config(tmp_path, train=str(jsonl(tmp_path / "a.jsonl", asks(("user", "0?")))), max_prompt_tokens=3)
+    command = [sys.executable, "-X", "importtime", "-m", "launcher.checks.prompts", path]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert (ran.returncode, "all 1 prompts are longer" in ran.stderr) == (2, True)
+    imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert {"transformers", "torch"} & imported == {"transformers"}
+    for key, others in (
+        ("episode.tools=[calculator]", False),
+        ("episode.tools=[mine:Tool]", True),
+        ("model.trust_remote_code=true", True),
+    ):
+        assert runs_other_code(load_config(path, [key, "episode.max_assistant_turns=2"], {})) == others
+
+
 GAMES = [asks(("user", "Play."), seed=seed, level=seed // 2) for seed in range(4)]
 JSON_TEXT = json.dumps([{"role": "user", "content": "0?"}])
 PARTS_TEXT = json.dumps([{"content": [{"type": "text", "text": "0?"}], "role": "user"}])
@@ -210,19 +229,14 @@ CALLED = asks(("user", "a")) | {
         ),
         ([asks(("user", "0?"))], ("data.system_prompt=Be brief.",), "data.system_prompt is put before prompts of text"),
         ([{"prompt": "<|im_start|>user\n0?<|im_end|>", "answer": 1}], (), "'<|im_start|>'.*data.prompt_column"),
-        ([{"prompt": "<start_of_turn>user\n0?", "answer": 1}], (), "'<start_of_turn>'.*data.prompt_markup"),
         ([{"prompt": "[INST] 0? [/INST]", "answer": 1}], (), r"'\[INST\]'"),
         ([{"prompt": JSON_TEXT, "answer": 1}], (), "reads as chat messages.*data.prompt_column"),
-        ([{"prompt": str(json.loads(JSON_TEXT)), "answer": 1}], (), "reads as chat messages"),
-        ([{"prompt": '{"from": "human", "value": "0?"}', "answer": 1}], (), "reads as chat messages"),
         ([{"prompt": PARTS_TEXT, "answer": 1}], (), "reads as chat messages"),
         ([asks(("user", "0?"), tools=[{"type": "function"}])], (), "column 'tools' is not shown .*episode.tools"),
-        ([asks(("user", "0?"), tools='[{"type": "function"}]')], (), "column 'tools' is not shown"),
         ([asks(("user", "<image>What is it?"))], (), "<image> stands for"),
         ([asks(("user", "What is it?"), images=["a.png"])], (), "column 'images' stands for"),
         (GAMES, (), "3 rows .*line 2.*'seed'.* differs; to keep such rows, set data.id_column=seed"),
         ([asks(("user", f"{i}?"), answer=float(np.float32(i / 10))) for i in range(3)], (), "0.10000000149011612 in"),
-        ([asks(("human", "0?"))], (), "role 'human'"),
     ],
 )
 def test_what_was_probably_not_meant_is_said_with_the_key_that_helps(
@@ -341,14 +355,11 @@ OPTIONS: dict[str, Any] = {
     "format": {"tags": ["<why>", "</why>", "<so>", "</so>"]},
 }
 TRIED: dict[str, Any] = {
-    "all can be matched": ("boxed", (4, "B", "a b"), None),
     "some": ("boxed", (LONG, 4, 5), ("warning", "no answer made of the", "for 1 of 3 rows tried: ", "line 1 ('xxx")),
     "most": ("boxed", (4, LONG, LONG + "y"), ("problem", "for 2 of 3 rows tried: ", "line 2", "line 3")),
-    "with thinking": ("boxed_think", (4, "B"), None),
-    "in a sum": ({"exact": 0.5, "length": 0.5}, (4, "B"), None),
+    "in a sum, with thinking": ({"boxed_think": 0.5, "length": 0.5}, (4, "B"), None),
     "no reference is read": ("length", (4, "B"), None),
     "no tests": ("code", (4, STREAM), ("ok", "'code'"), ("warning", "fails on 1 of 2 rows", "line 1: tests = '4'")),
-    "tests": ("code", (["assert f()"], {"fn_name": "f", "inputs": [[1]], "outputs": [1]}), ("ok", "no program is run")),
     "a server is asked": ("judge", (4,), ("ok", "'judge' is a part of it: it would ask a server")),
     "part of a sum": ({"exact": 0.5, "format": 0.25}, (4, 5), ("warning", "at most 0.5 for 2 of 2 rows", "right_from")),
     "tags around it": ({"math": 0.5, "format": 0.5}, (4, 5), None),
@@ -385,17 +396,12 @@ HERE = "tests.support.some_rewards"
 SOLUTION = "3 + 1 = <<3+1=4>>4.\n#### 4"
 IGNORES = "right only if the reward ignores the reference (data.answer_column: null says so)"
 OWN: dict[str, Any] = {
-    "matches": ("asynchronous_call", (4, "B"), {}, []),
     "matches what a solution ends with": ("solved", (SOLUTION, ["B"], r"Thus \boxed{5}."), {}, []),
-    "a form that an option names": ("marked", (4, "B"), {"mark": "so"}, []),
     "another form": ("marked", (4, "B"), {"mark": "<so> {} </so>", "end": ""}, []),
     "a form that nothing names": ("marked", (4, "B"), {"mark": 7}, ["warning", "scores more than", "2 of 2", IGNORES]),
     "never": ("never", (4, "B"), {}, ["warning", "scores more than an empty one", "2 of 2", "line 1 ('4')", IGNORES]),
     "silence is worth most": ("shorter", (4, "B"), {}, ["problem", "empty answer counts as right (reward 1)"]),
-    "silence is worth as much": ("within", (4, "B"), {}, ["problem", "empty answer counts as right (reward 1)"]),
-    "all are worth the same": ("always", (4, "B"), {}, ["warning", "scores more than an empty one", IGNORES]),
     "any answer": ("boxes", (4, "B"), {}, ["warning", "another row's reference scores as much", "2 of 2", IGNORES]),
-    "all answers are the same": ("boxes", (4, 4), {}, []),
     "fails on some texts": ("numbers", (4, 5), {}, ["warning", "fails on some answers, 2 of 2", r"'\\boxed{4}')"]),
     "a part": ("half", (4, "B"), {}, ["warning", "at most 0.5 for 2 of 2 rows", "eval.right_from, now 1"]),
 }  # fmt: skip

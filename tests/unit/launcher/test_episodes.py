@@ -19,7 +19,6 @@ from launcher.cli import app
 from launcher.folder.episodes import EpisodeIndex, read_line
 from launcher.folder.query import Query, page
 from launcher.page.episode import episode_view
-from launcher.quickstart.inputs import quickstart_config
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode_rows import CONVERSATION, TOKENS, keep
 
@@ -79,26 +78,18 @@ def test_queries_choose_and_order(run: Path) -> None:
     index = indexed(run)
     for query, expected in (
         (Query(kind="train", sort="step"), "t1 t2 t3 t4 t5"),
-        (Query(kind="eval"), "e10-0 e10-0"),
-        (Query(kind="skipped"), "t5"),
         (Query(kind="tool error"), "t3"),
         (Query(kind="with tokens"), "t3"),
         (Query(reward="<0.5"), "t1 t2"),
-        (Query(reward="0"), "t1"),
         (Query(reward="!=1"), "t3 t1 t2"),
-        (Query(reward=">5"), ""),
         (Query(reward=">=0.2,<=0.8", sort="reward"), "t2 t3"),
         (Query(prompt="hi"), "t2"),
-        (Query(prompt="p-t1"), "t1"),
         (Query(reason="503"), "t5"),
         (Query(generator="g2"), "t2"),
         (Query(step="11-13"), "t5"),
-        (Query(step="0"), "t1 t2"),
         (Query(version="11", sort="step"), "t3 t4 e10-0 e10-0"),
         (Query(text="LET me SEE"), "t3"),
-        (Query(text="503"), "t5"),
         (Query(task="t4"), "t4"),
-        (Query(sort="reward", step="0-13"), "t1 t2 t3 t4 e10-0 t5"),
         (Query(sort="-reward", step="0-13"), "t4 e10-0 t3 t2 t1 t5"),
     ):
         assert " ".join(tasks(index, query)) == expected, query
@@ -232,8 +223,7 @@ def test_lines_that_are_no_episodes_are_counted(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    ['"versions": [-1e30, 3]', '"versions": [-9, 3]', '"tokens": -1', '"turns": -1', '"model_tokens": -9999999999',
-     '"reward": 1e300', '"reward": NaN', '"seconds": 1e999', '"seconds": -1e39'],
+    ['"versions": [-1e30, 3]', '"tokens": -1', '"reward": 1e300', '"reward": NaN', '"seconds": 1e999'],
 )  # fmt: skip
 def test_an_impossible_number_costs_its_line_alone(run: Path, number: str) -> None:
     index = indexed(run)
@@ -289,13 +279,6 @@ def test_visible_text_has_nothing_a_terminal_acts_on(text: str) -> None:
     assert not UNSAFE.search(visible(text))
     assert not UNSAFE.search(one_line(text))
     assert "\n" not in one_line(text)
-
-
-def test_what_an_agent_sends_is_no_users(run: Path) -> None:
-    asked = [{"role": "user", "content": "1+1?", "request": 0}, {"role": "assistant", "content": "2", "request": 0}]
-    keep(run, 40, "t40", {"messages": asked})
-    flags = {cells[1]: cells[-2] for cells in (line.split("\t") for line in output_of(run).splitlines())}
-    assert (flags["t40"], flags["t3"]) == ("", "tool error, user")
 
 
 REQUESTS = [
@@ -359,7 +342,3 @@ def test_the_table_fits_a_terminal_and_flags_what_is_special(run: Path) -> None:
     assert max(map(len, shown)) <= 100
     assert shown[0].split() == list(view.COLUMNS)
     assert re.search(r"10  t3 +What is 2\+2\? +0.75 +3 +7  stop +tool error, user", capture.get())
-
-
-def test_the_quickstart_keeps_episodes() -> None:
-    assert quickstart_config(Path("x"), seed=0, steps=8).episode.rollouts_every > 0

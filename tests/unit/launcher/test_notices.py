@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from launcher.run.notices import AT_ONCE, DIFFERENT, SHOWN, Notices
+from launcher.run.notices import AT_ONCE, DIFFERENT, MAX_IN_VIEW, Notices
 
 
 @pytest.fixture
@@ -77,11 +77,11 @@ def test_however_much_is_warned_of_it_is_bounded(log: Path) -> None:
     for first in range(0, 3 * DIFFERENT, 20):
         add(log, *(f"12:00:00 [warning  ] {'x' * number} role=g" for number in range(first + 1, first + 21)))
         notices.read("generator-1", log)
-    assert (len(notices.newest), len(notices.unseen)) == (SHOWN, DIFFERENT)
+    assert (len(notices.newest), len(notices.unseen)) == (MAX_IN_VIEW, DIFFERENT)
     add(log, "12:00:00 [warning  ] " + "y" * 3 * AT_ONCE)
     notices.read("generator-1", log)
     log.unlink()
-    assert len(shown(notices, log)) == SHOWN
+    assert len(shown(notices, log)) == MAX_IN_VIEW
 
 
 def test_what_our_own_logger_writes_is_what_is_read(log: Path) -> None:

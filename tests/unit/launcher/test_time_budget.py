@@ -53,11 +53,16 @@ def each(seconds: float, share: float, start: float, end: float) -> Spans:
     return [(at + seconds * (1 - share), at + seconds) for at in np.arange(start, end, seconds).tolist()]
 
 
+def slowest(folder: Path) -> Bottleneck:
+    found = bottleneck(read_metrics(folder))
+    assert found is not None
+    return found
+
+
 def test_the_engines_start_is_no_wait_for_the_generators(tmp_path: Path) -> None:
     write_learner(tmp_path, [(300, 1), *[(0.0, 10.0)] * 8])
     write_generator(tmp_path, each(10, 0.6, 301, 381), (290, 381))
-    slow = bottleneck(read_metrics(tmp_path))
-    assert slow is not None
+    slow = slowest(tmp_path)
     assert (slow.side, slow.steps, slow.wait, slow.idle) == ("learner", 8, 0.0, pytest.approx(0.6))
     assert "over the last 8 steps the learner waited 0% of its time for a batch, and the generators 60%" in slow.words
 
@@ -65,19 +70,16 @@ def test_the_engines_start_is_no_wait_for_the_generators(tmp_path: Path) -> None
 def test_the_answer_stays_once_the_run_is_over(tmp_path: Path) -> None:
     write_learner(tmp_path, [(20, 5), *[(4.0, 6.0)] * 10])
     write_generator(tmp_path, [], (0, 125))
-    live = bottleneck(read_metrics(tmp_path))
+    live = slowest(tmp_path)
     write_generator(tmp_path, [(125, 900)], (0, 900))
-    over = bottleneck(read_metrics(tmp_path))
-    assert live is not None
-    assert over is not None
+    over = slowest(tmp_path)
     assert (live.side, over.side, live.words) == ("generators", "generators", over.words)
 
 
 def test_fast_steps_are_compared_over_a_minute(tmp_path: Path) -> None:
     write_learner(tmp_path, [(10, 0.1), *[(0.01, 0.09)] * 700])
     write_generator(tmp_path, [(10, 79)], (0, 300), every=30)
-    slow = bottleneck(read_metrics(tmp_path))
-    assert slow is not None
+    slow = slowest(tmp_path)
     assert slow.side == "learner"
     assert 600 <= slow.steps <= 602
     assert slow.idle > 0.8
@@ -86,8 +88,7 @@ def test_fast_steps_are_compared_over_a_minute(tmp_path: Path) -> None:
 def test_another_start_of_the_learner_is_none_either(tmp_path: Path) -> None:
     write_learner(tmp_path, [(20, 5), *[(4.0, 6.0)] * 10, (200, 5), *[(0.5, 9.5)] * 6], restarts=[200])
     write_generator(tmp_path, each(10, 0.5, 330, 390), (0, 390))
-    slow = bottleneck(read_metrics(tmp_path))
-    assert slow is not None
+    slow = slowest(tmp_path)
     assert (slow.side, slow.steps, slow.wait) == ("learner", 6, pytest.approx(0.05))
 
 
@@ -95,8 +96,7 @@ def test_a_generator_counts_by_its_time(tmp_path: Path) -> None:
     write_learner(tmp_path, [(20, 5), *[(3.0, 7.0)] * 10])
     write_generator(tmp_path, [], (0, 125))
     write_generator(tmp_path, [(115, 125)], (115, 125), name=2)
-    slow = bottleneck(read_metrics(tmp_path))
-    assert slow is not None
+    slow = slowest(tmp_path)
     assert (slow.side, slow.wait) == ("generators", pytest.approx(0.3))
     assert slow.idle == pytest.approx(10 / 110, abs=0.01)
 
@@ -112,8 +112,7 @@ def test_the_bottleneck_is_what_the_others_waited_for_lately(
     # The first twenty steps were quite different.
     write_learner(tmp_path, [*[(9.0, 1.0)] * 20, *[(wait, 10.0 - wait)] * 20])
     write_generator(tmp_path, [*each(10, 0.9, 0, 200), *each(10, idle, 200, 400)], (0, 400))
-    slow = bottleneck(read_metrics(tmp_path))
-    assert slow is not None
+    slow = slowest(tmp_path)
     assert (words in slow.words, slow.steps) == (True, 20)
     assert (slow.wait, slow.idle) == (pytest.approx(wait / 10), pytest.approx(idle, abs=0.02))
 
@@ -124,8 +123,7 @@ def test_more_staleness_is_not_advised_where_samples_are_masked(tmp_path: Path, 
     write_generator(tmp_path, each(10, 0.4, 0, 200), (0, 200))
     for version in range(1, 21):
         write_metrics(tmp_path, version, {"rollout_corr/masked_fraction": share}, "learner", version * 10.0)
-    slow = bottleneck(read_metrics(tmp_path))
-    assert slow is not None
+    slow = slowest(tmp_path)
     assert slow.side == "both"
     assert ("A larger sampler.max_staleness" in slow.words) == is_advised
 
@@ -140,8 +138,7 @@ def test_teachers_are_named_where_the_episodes_wait_for_them(
         waiting = 0 if at < 40 else scoring  # those of the first steps do not count
         slots = {"generator/awaiting_scores": waiting, "generator/slots": 40 - waiting}
         write_metrics(tmp_path, 0, slots, "generator-1", at)
-    slow = bottleneck(read_metrics(tmp_path))
-    assert slow is not None
+    slow = slowest(tmp_path)
     assert (slow.side, slow.scoring) == (side, scoring / 40)
     assert ("The teachers are the bottleneck" in slow.words) == (side == "teachers")
 

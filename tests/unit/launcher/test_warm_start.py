@@ -63,7 +63,7 @@ def test_a_demonstration_has_the_tokens_of_an_episode(tokenizer: PreTrainedToken
         "\n<|im_start|>user\n<tool_response>\n89\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     answer = tokenizer.encode("89" + TURN_END)
-    row = Demonstrations(tokenizer, DEFAULT).row(PROBLEM, CALLED)
+    row = Demonstrations(tokenizer, DEFAULT).example(PROBLEM, CALLED)
     assert row.token_ids == prompt + call + result + answer
     assert len(row.token_ids) <= 50
     assert row.weights == pytest.approx(
@@ -73,7 +73,7 @@ def test_a_demonstration_has_the_tokens_of_an_episode(tokenizer: PreTrainedToken
 
 def test_a_program_is_answered_within_the_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [Turn("<code>\nprint(1)\n</code>", "1"), Turn("1")]
-    row = Demonstrations(tokenizer, replace(DEFAULT, call_format="code")).row(Problem("What is 1?", "1"), turns)
+    row = Demonstrations(tokenizer, replace(DEFAULT, call_format="code")).example(Problem("What is 1?", "1"), turns)
     assert tokenizer.decode(row.token_ids) == (
         "<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\n"
         "<code>\nprint(1)\n</code><interpreter>\n1\n</interpreter>\n\n1<|im_end|>"
@@ -97,7 +97,7 @@ def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizer
     losses: list[float] = []
     train(model, tokenizer, quick, lambda step, steps, loss: losses.append(loss))
     assert losses[-1] < losses[0] / 2
-    prompt = Demonstrations(tokenizer, quick).row(PROBLEM, CALLED).token_ids
+    prompt = Demonstrations(tokenizer, quick).example(PROBLEM, CALLED).token_ids
     first = prompt.index(tokenizer.convert_tokens_to_ids(CALL_START))
     with torch.no_grad():
         next_token = model(torch.tensor([prompt[:first]])).logits[0, -1].softmax(-1)
