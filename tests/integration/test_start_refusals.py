@@ -12,8 +12,6 @@ from common.curve import make_keys
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
 from tests.support.checks import refusal_of, run_file
-from tests.support.ports import free_port
-from tests.support.sandbox import SandboxServer
 
 pytestmark = pytest.mark.integration
 
@@ -63,28 +61,6 @@ def test_a_sandbox_says_why_it_does_not_start(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert f"--port {port} cannot be bound" in refusal_of("sandbox_client.cli", "--port", port)
-
-
-def test_a_generator_waits_for_its_sandbox_then_says_why(
-    real_broker: Broker, redis_server: RedisServer, tmp_path: Path
-) -> None:
-    def refused(url: str) -> str:
-        sandbox = {"url": url, "wait": 1.0}
-        config = run_file(tmp_path, episode={"reward": "code"}, sandbox=sandbox, broker={"url": redis_server.url})
-        return refusal_of("generator.cli", "-c", config, SPO_LOG_LEVEL="ERROR")
-
-    port = free_port()
-    line = refused(f"http://127.0.0.1:{port}")
-    assert line.startswith(f"error: sandbox 127.0.0.1:{port} gives no result within sandbox.wait = 1 s (sandbox ")
-    assert line.endswith("start it (spo-sandbox), or set sandbox.url")
-    server = SandboxServer("workers=1", token="right")
-    try:
-        line = refused(server.url)
-    finally:
-        server.stop()
-    assert "status 401" in line
-    assert line.endswith("sandbox.token or sandbox.url must be wrong")
-    assert real_broker.processes() == {}
 
 
 @pytest.mark.parametrize("role", ["generator", "sampler"])

@@ -195,27 +195,6 @@ program.serve = serve
             "nothing": "None",
         }.items()
     },
-    "returns an object that says whatever is asked of it": """
-class Any(type):
-    def __getattr__(self, name): return Every
-    def __call__(self, *a, **k): return self
-    def __bool__(self): return True
-    def __str__(self): return "81549300"
-    __repr__ = __str__
-    def __format__(self, spec): return "81549300"
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __hash__(self): return 0
-    def __len__(self): return 8
-    def __instancecheck__(self, other): return True
-    def __index__(self): return 1
-    def __abs__(self): return 0
-    def __sub__(self, other): return 0
-    def __gt__(self, other): return True
-    def __lt__(self, other): return True
-class Every(metaclass=Any): pass
-def f(x): return Every
-""",
     "puts modules where imports look": """
 for name in "math collections statistics ast json subprocess decimal".split():
     open(name + ".py", "w").write("isclose = mean = Counter = Decimal = lambda *a, **k: True")
