@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from common.errors import UserError
 from common.messages import Batch, Step
 from common.streams import dead, relays
 from common.streams.agreement import agree
@@ -18,7 +19,7 @@ from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from tests.conftest import RedisServer
 from tests.support.sampler import make_config
-from tests.support.sampler_driving import audited, drive, started
+from tests.support.sampler_driving import audited, drive, reach, started
 from tests.support.streams import dispatch, finished
 
 
@@ -33,6 +34,24 @@ def fill(broker: Broker) -> None:
     broker.redis.config_set("maxmemory", 1)
     with pytest.raises(redis.exceptions.ResponseError, match="OOM|maxmemory"):
         broker.redis.set(broker.key("another"), 1)
+
+
+def test_a_redis_that_may_drop_samples_is_refused_at_any_time(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, generator, learner = started(broker, tmp_path)
+    reach(sampler, generator, learner, 1)
+    broker.redis.config_set("maxmemory-policy", "volatile-ttl")
+    monkeypatch.setattr("sampler.memory_watch.INTERVAL", 0.0)
+    try:
+        for use in (lambda: agree(broker, sampler.config), broker.memory_is_short, sampler.round):
+            with pytest.raises(
+                UserError, match="maxmemory-policy volatile-ttl: .*CONFIG SET maxmemory-policy noeviction"
+            ):
+                use()
+    finally:
+        broker.redis.config_set("maxmemory-policy", "noeviction")
+    agree(broker, sampler.config)
 
 
 def test_what_leads_out_of_a_full_redis_works_there(broker: Broker, tmp_path: Path) -> None:
