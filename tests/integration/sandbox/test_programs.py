@@ -177,7 +177,7 @@ def test_a_cancelled_caller_leaves_nothing_running(loop: asyncio.Runner) -> None
             await until(running)
             waiting.cancel()
             assert output(await first) == "1\n"
-            assert not running()
+            await until(lambda: not running())
         await sandbox.close()
 
     loop.run(cancel())
