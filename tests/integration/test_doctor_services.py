@@ -75,21 +75,6 @@ def test_a_redis_that_is_set_up_well_is_fine_and_stays_empty(
     assert (clock.level, "s ahead of this machine's" in clock.line) == (Level.WARNING, True)
 
 
-def test_a_redis_that_cannot_be_used_is_one_problem(careless: str, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong"
-    wrong.write_text("other")
-    password = {"broker": {"url": careless, "password_file": str(wrong)}}
-    for findings, words in (
-        (redis_findings("redis://127.0.0.1:1/0"), "no Redis at"),
-        (redis_findings(careless), "wants a password, or another one"),
-        (redis_findings(careless, **password), "wants a password, or another one"),
-    ):
-        assert levels(findings) == {"redis": "problem"}
-        assert list(findings) == ["redis"]
-        assert words in findings["redis"].line
-        assert "other'" not in findings["redis"].line
-
-
 def test_a_redis_that_may_lose_samples_is_named(careless: str) -> None:
     findings = redis_findings(careless.replace("//", "//:secret@"))
     assert levels(findings) == {"redis: disk": "warning", "redis: memory": "problem"}

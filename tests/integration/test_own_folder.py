@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.run.embedded_redis import private_socket, remove_socket
-
 pytestmark = pytest.mark.integration
 
 MAKES = """
@@ -68,17 +66,3 @@ def test_a_folder_for_sockets_has_a_short_path_and_goes_with_its_process(length:
     process.communicate("", timeout=600)
     assert not folder.exists()
     assert length <= 43 or not list(temporary.iterdir())
-
-
-def test_a_run_whose_folder_has_a_long_path_has_its_sockets_elsewhere(
-    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = short_path / ("x" * 80)
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    path = private_socket(tmp_path / ("y" * 120), "redis.sock")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-    remove_socket(path, tmp_path / ("y" * 120))
-    assert not path.parent.exists()
-    assert not list(temporary.iterdir())

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import redis
-import structlog
 
 from common.config import BrokerConfig
 from common.errors import UserError
@@ -120,12 +119,3 @@ def test_the_risk_of_a_redis_that_lets_others_in_is_named(config: dict[str, str]
     assert len(lines) == len(named)
     assert all(text in line for line, text in zip(lines, named, strict=True))
     assert not any("secret" in line for line in lines)
-
-
-def test_every_process_warns_of_it(redis_server: RedisServer) -> None:
-    with structlog.testing.capture_logs() as lines:
-        # An address that leads to this machine, and does not look like it.
-        remote = redis_server.url.replace("127.0.0.1", "127.1")
-        connect(BrokerConfig(url=remote, wait=10), "run", log=structlog.get_logger())
-    assert [line["log_level"] for line in lines] == ["warning", "warning"]
-    assert all(risk in line["event"] for risk, line in zip((NO_PASSWORD, NO_TLS), lines, strict=True))

@@ -186,8 +186,6 @@ HEADER = SampleHeader(
     turn_rewards=[0.5],
 )  # fmt: skip
 HEADERS = packed(
-    HEADER,
-    HEADER.model_copy(update={"oldest_version": 0, "newest_version": 0}),
     HEADER.model_copy(update={"row_tokens": [4, 5]}),
     HEADER.model_copy(update={"turn_returns": [0.5, 1.0], "turn_tokens": [3, 4], "drift": None}),
     SampleHeader(task_id="t", prompt_id="", status="set_aside", reason="sandbox failed", retire=False),

@@ -85,6 +85,7 @@ def test_a_missed_version_means_whole_chunks(lab: Lab) -> None:
     for client in (lab.client(learner.endpoint), lab.client(learner.endpoint, relays=relay.near)):
         arrive_up_to(client, 2)
         assert (client.stats.delta_chunks, client.stats.corrupt_chunks) == (0, 0)
+    assert relay.follower.stats.corrupt_chunks == 0
 
 
 def test_a_damaged_delta_is_noticed_and_the_chunk_taken_whole(lab: Lab) -> None:

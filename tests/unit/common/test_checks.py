@@ -44,7 +44,7 @@ VERSION_1 = {
     "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
     "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
 }
-NESTED = {"sys/fs/cgroup/a/b/memory.max": "max\n", "sys/fs/cgroup/a/memory.max": "4096\n"}
+NESTED = {"sys/fs/cgroup/a/b/memory.max": "8192\n", "sys/fs/cgroup/a/memory.max": "4096\n"}
 
 
 @pytest.mark.parametrize(

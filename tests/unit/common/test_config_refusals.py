@@ -84,9 +84,6 @@ SECTIONS = [
     ("algorithm: {rollout_correction: {rollout_is: tokens}}", "key algorithm.correction.rollout_is = 'tokens'"),
     ("algorithm: {rollout_correction: null, correction: {}}", "verl's name for correction; give one of the two"),
     # Names of other trainers, wherever they stand.
-    ("learning_rate: 1e-5", "key learning_rate; did you mean learner.lr? Indent it"),
-    ("algorithm: {num_generations: 8}", "say algorithm.group_size, with algorithm.method=grpo or rloo"),
-    ("actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1e-6}}}", "rollout: n: say | optim: lr: did you mean"),
     # Episodes.
     ("episode: {tools: [calculator], max_assistant_turns: 1}", "episode.tools are never answered with"),
     ("episode: {user: corrector, max_assistant_turns: 2, max_user_turns: 0}", "set episode.user=null"),

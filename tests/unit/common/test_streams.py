@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from common.errors import UserError
 from common.messages import Batch, Failure
 from common.streams import dead
-from common.streams.batches import BatchInbox
+from common.streams.batches import CONSUMER, BatchInbox
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import LearnerWatch, Presence, learner_gone
@@ -207,6 +207,15 @@ def test_batches_come_in_order_until_they_are_released(broker: Broker, ledger: S
     assert [restarted.next(0) for _ in range(4)] == [*batches, None]
     assert restarted.release_before(2) == 2
     assert [BatchInbox(broker).next(0)] == batches[2:]
+
+
+def test_a_batch_whose_reply_was_lost_comes_before_newer_ones(broker: Broker, ledger: SamplerLedger) -> None:
+    batches = [batch(i, f"t{i}") for i in range(2)]
+    inbox = BatchInbox(broker)
+    ledger.commit(Commit(batches=batches[:1]))
+    broker.read_group("batches", "learner", CONSUMER, count=1)
+    ledger.commit(Commit(batches=batches[1:]))
+    assert [inbox.next(0), inbox.next(0)] == batches
 
 
 def test_a_response_is_kept_for_drift_until_the_next_one(ledger: SamplerLedger) -> None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import random
 import socket
-import threading
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.config import WeightsConfig
-from common.process import raise_file_limit
 from common.weights.handover import (
     GONE,
     HERE,
@@ -23,7 +19,6 @@ from common.weights.handover import (
     boot_id,
     connect,
     shared_folder,
-    take,
 )
 from common.weights.memory import MemoryFile, Snapshot
 from common.weights.wire import Manifest, checksum
@@ -68,30 +63,6 @@ def test_memory_is_given_only_for_the_token_and_a_snapshot(folder: str, tmp_path
     assert (word, len(numbers)) == (HERE, 1)
     os.close(*numbers)
     handover.close()
-
-
-def test_memory_is_taken_whatever_the_number_of_open_files(tmp_path: Path) -> None:
-    raise_file_limit()
-    handover, whole, stopped = Handover(tmp_path), snapshot(), threading.Event()
-
-    def serve() -> None:
-        while not stopped.is_set():
-            handover.turn({"ab-1": whole}.get)
-
-    connection: Any = SimpleNamespace(handover=handover.name, token=handover.token, check=lambda: None)
-    with ExitStack() as stack:
-        stack.callback(handover.close)
-        number = 0
-        while number < 1100:
-            stack.callback(os.close, number := os.dup(2))
-        serving = threading.Thread(target=serve)
-        serving.start()
-        stack.callback(serving.join)
-        stack.callback(stopped.set)
-        memory = take(tmp_path, connection, whole.manifest)
-        assert memory is not None
-        assert bytes(memory.file.view(0, len(DATA))) == DATA
-        memory.close()
 
 
 def test_sockets_of_killed_processes_are_removed_and_others_stay(tmp_path: Path) -> None:
