@@ -96,10 +96,13 @@ def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def reward_of(episode: dict[str, Any]) -> float:
-    """What `half` gives for the text with which the model ended its last turn."""
-    last = episode["messages"][-1]
-    ended = last["role"] == "assistant" and episode["reason"] == "stop"
-    return float(len((last["content"] if ended else "") + episode["gts"]) % 2 == 0)
+    """What `half` gives for the text with which the model ended its last turn, a user's reply without room after it."""
+    *before, last = episode["messages"]
+    if last["role"] == "user":
+        text = before[-1]["content"]
+    else:
+        text = last["content"] if last["role"] == "assistant" and episode["reason"] == "stop" else ""
+    return float(len(text.strip() + episode["gts"]) % 2 == 0)
 
 
 def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: Path, own_redis: RedisServer) -> None:
