@@ -96,12 +96,13 @@ def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def reward_of(episode: dict[str, Any]) -> float:
-    """What `half` gives for the last text with which the model ended a turn that calls nothing; "" if there is none."""
-    messages = episode["messages"]
-    after = [*(message["role"] for message in messages[1:]), "user" if episode["reason"] == "stop" else "end"]
-    turns = zip(messages, after, strict=True)
-    ended = [message["content"] for message, then in turns if (message["role"], then) == ("assistant", "user")]
-    return float(len((ended or [""])[-1].strip() + episode["gts"]) % 2 == 0)
+    """What `half` gives for the text with which the model ended its last turn; "" where it went on, or was cut off."""
+    *before, last = episode["messages"]
+    if last["role"] == "user":  # for whose reply there is no room
+        text = before[-1]["content"]
+    else:
+        text = last["content"] if last["role"] == "assistant" and episode["reason"] == "stop" else ""
+    return float(len(text.strip() + episode["gts"]) % 2 == 0)
 
 
 def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: Path, own_redis: RedisServer) -> None:
