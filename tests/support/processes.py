@@ -14,8 +14,10 @@ def ended(pid: int, seconds: float = 600.0) -> bool:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
     try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
+        return bool(poll.poll(1000 * seconds))
     finally:
         os.close(descriptor)
 
