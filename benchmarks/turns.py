@@ -48,19 +48,21 @@ def cpu_seconds(process: psutil.Process) -> float:
     return float(sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True))))
 
 
-def measured_by(module: str, *arguments: object, checkout: Path = ROOT) -> Any:
+def measured_by(module: str, *arguments: object, checkout: Path | None = None) -> Any:
     """Run a benchmark of this checkout in a process of its own, and read the JSON that it prints last.
 
     Args:
-        checkout: whose modules it imports.
+        checkout: whose modules it imports; None: those of this process.
 
     Raises:
         SystemExit: it failed, and has printed why.
     """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "benchmarks").symlink_to(ROOT / "benchmarks")
-        # With safe paths, Python does not look for modules in the working folder, which may be another checkout.
-        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{checkout}", "PYTHONSAFEPATH": "1"}
+        environment = dict(os.environ)
+        if checkout is not None:
+            (Path(folder) / "benchmarks").symlink_to(ROOT / "benchmarks")
+            # With safe paths, Python does not look for modules in the working folder, which may be another checkout.
+            environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{checkout}", "PYTHONSAFEPATH": "1"}
         command = [sys.executable, "-m", module, *map(str, arguments)]
         done = subprocess.run(command, env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -12,6 +12,8 @@ from common.curve import make_keys
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
 from tests.support.checks import refusal_of, run_file
+from tests.support.ports import free_port
+from tests.support.sandbox import SandboxServer
 
 pytestmark = pytest.mark.integration
 
