@@ -82,7 +82,7 @@ class Scene:
 
     async def play(self, seed: int) -> tuple[AgentRun, list[Row]]:
         agent = random_agent(seed)
-        session = self.endpoint.open(agent.limits)
+        session = self.endpoint.open_session(agent.limits)
         run = AgentRun(agent, session, self.endpoint.url, self.http, lambda m, event: self._expected[m].append(event))
         await run.run()
         return run, session.rows()

@@ -12,7 +12,7 @@ import anthropic
 import httpx2
 import openai
 
-from generator.agents.session import Session, SessionLimits
+from generator.agents.session import AgentSession, SessionLimits
 from tests.support.agent_dialects import DIALECTS, Conversation, Reply, Said
 from tests.support.broken_connections import TROUBLE, Trouble
 from tests.support.engine_tap import Marker, marker_text
@@ -151,7 +151,12 @@ class AgentRun:
     """
 
     def __init__(
-        self, agent: Agent, session: Session, url: str, http: httpx2.AsyncClient, expect: Callable[[Marker, Any], None]
+        self,
+        agent: Agent,
+        session: AgentSession,
+        url: str,
+        http: httpx2.AsyncClient,
+        expect: Callable[[Marker, Any], None],
     ) -> None:
         self.agent, self.session, self.calls = agent, session, list[Call]()
         self._clients = {name: kind(url, session.key, http) for name, kind in DIALECTS.items()}
