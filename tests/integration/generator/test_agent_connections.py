@@ -80,6 +80,9 @@ CASES = {
     "a header without end": ("POST {chat} HTTP/1.1", (b"KEY", b"x: " + b"a" * 70_000), b"", 400, 0),
     "a WebSocket": ("GET {chat} HTTP/1.1", (b"KEY", b"connection: upgrade\r\nupgrade: websocket\r\n",
                     b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"), b"", 405, 0),
+    "another path of the server": ("POST /v1/../tokenize HTTP/1.1", (b"KEY", LENGTH), BODY, 404, 0),
+    "a path in disguise": ("POST /v1/chat%2Fcompletions%2F..%2F..%2F..%2Ftokenize HTTP/1.1", (b"KEY", LENGTH), BODY,
+                           404, 0),
     "a tunnel": ("CONNECT x:80 HTTP/1.1", (b"KEY",), b"", 400, 0),
     "no HTTP": ("hello", (), b"", 400, 0),
 }  # fmt: skip
