@@ -172,10 +172,12 @@ async def test_a_long_task_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_killed_generator_leaves_no_program(tmp_path: Path) -> None:
     code = DAEMON + "import time\ntime.sleep(600)"
     scene = f"""
-import asyncio
+import asyncio, sys
 from pathlib import Path
-from tests.support.agents import agent_task, python
-asyncio.run(python({code!r}).run(agent_task(Path({str(tmp_path)!r}))))
+from common.config import AgentConfig
+from generator.agents.programs import AgentTask, make_program
+task = AgentTask("", {{}}, "", "", "", "", None, Path({str(tmp_path)!r}))
+asyncio.run(make_program(AgentConfig(command=[sys.executable, "-c", {code!r}])).run(task))
 """
     generator = subprocess.Popen([sys.executable, "-c", scene])
     eventually((tmp_path / "pid").exists)
