@@ -149,7 +149,7 @@ class _Command:
         stdin = json.dumps(described).encode()
         del described["reward_url"]  # it is in no file: a program that the model wrote might read it
         (task.folder / TASK_FILE).write_text(json.dumps(described), encoding="utf-8")
-        # asyncio kills a process whose start is cancelled: of the keeper, which would leave its program running.
+        # asyncio kills a process whose start is cancelled; a killed keeper would leave its program running.
         starting = asyncio.create_task(self._start(task, stdin))
         try:
             process = await asyncio.shield(starting)

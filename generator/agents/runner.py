@@ -1,4 +1,4 @@
-"""An episode that an agent plays: it asks a session of the endpoint, and its program runs until it ends or a limit.
+"""An episode that an agent plays: a program that asks a session of the endpoint, until it ends or reaches a limit.
 
 At a limit, running requests are cut and the program is ended. An agent that ends after a request longer than the model
 takes has reached a limit too. An episode that says nothing about the model raises an exception: the agent got no token,

@@ -182,7 +182,7 @@ class AgentSession:
         self.refusals.add(refused, len(self.tree.nodes))
 
     def fault(self, seconds: float | None = None) -> str:
-        """How the endpoint has spoilt this attempt, once the session is closed; empty if it has not.
+        """What the endpoint did wrong that ended this attempt, once the session is closed; empty if nothing.
 
         Args:
             seconds: how long the attempt was, if a limit of time has ended it.
