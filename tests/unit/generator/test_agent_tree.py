@@ -152,17 +152,6 @@ def test_a_fork_trains_on_what_it_shares_once() -> None:
     assert [row.spans for row in rows] == [[(2, 5), (7, 10)], [(7, 10)]]
 
 
-def test_a_dropped_request_leaves_its_row_to_the_next() -> None:
-    agent = Agent()
-    agent.turn([user("a")], "1")
-    twin = agent.turn([user("a"), said("1"), user("b")], "2")
-    kept = agent.turn([user("a"), said("1"), user("b")], "2")
-    agent.tree.drop(twin)
-    (row,) = agent.tree.rows()
-    assert row.tokens().tolist() == [*agent.saw[kept], *kept.turn.token_ids.tolist()]
-    assert agent.tree.find(None, [user("a"), said("1"), user("b"), said("2")]).parent is kept
-
-
 def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
