@@ -114,6 +114,7 @@ class AgentRunner:
 
     async def _play(self, task: AgentTask, session: AgentSession) -> asyncio.Task[object] | None:
         """Run the agent until it ends, and return its finished task; None if a limit came first."""
+        assert self._endpoint is not None
         program = asyncio.ensure_future(with_timeout(None, self._program.run(task)))
         over = asyncio.ensure_future(session.over.wait())
         reason = "stopped"  # if cancelled during the wait

@@ -10,6 +10,7 @@ import pytest
 import structlog
 
 from generator.agents import layer, session
+from generator.agents.refusals import Refused
 from generator.chat.template import TemplateFailed
 from generator.engine.engine import EngineFailed
 from tests.support.agent_sessions import CHAT, Client, Rig
@@ -326,6 +327,21 @@ async def test_calls_that_an_agent_sends_are_shown_as_calls() -> None:
     await one.close()
     shown = [(entry.role, entry.text, entry.details.get("tool_calls")) for entry in one.transcript()]
     assert shown == [("user", "2+2?", None), ("assistant", "", [call]), ("tool", "4", None), ("assistant", "yes", None)]
+
+
+@in_event_loop
+async def test_a_refusal_is_a_fault_until_a_later_request_is_answered() -> None:
+    rig = Rig()
+    one = rig.session()
+    rig.app.gate.clear()
+    earlier = rig.ask(one, "a")
+    await rig.app.entered.wait()
+    one.count_refusal(Refused(429, CHAT, "too many requests"))
+    rig.app.gate.set()
+    await earlier.reply()
+    assert "429 for /v1/chat/completions: too many" in one.fault()
+    await rig.ask(one, "b").reply()
+    assert one.fault() == ""
 
 
 @in_event_loop

@@ -324,6 +324,7 @@ LONG = "I count them one by one, since there is no other way that I know of"
 LOST: dict[str, tuple[str, list[dict[str, Any]], Any, str]] = {
     "is continued": ("4", [user("2+2?"), said("4"), user("sure?")], None, ""),
     "begins anew": ("4", [user("2+2?")], None, ""),
+    "adds a reply of its own": ("4", [user("2+2?"), said("4"), user("sure?"), said("yes"), user("well?")], None, ""),
     "has other roles": ("4", [said("hello"), user("2+2?"), said("4")], None, ""),
     "has another reply": (
         "4", [user("2+2?"), said("4, I think"), user("sure?")], None,
