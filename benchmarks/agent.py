@@ -162,11 +162,11 @@ def _with_endpoint(endpoint: Any, config: Config) -> Side:
     limits = SessionLimits(config.episode.max_response_tokens, 2)
 
     async def play(task: Task) -> int:
-        session = endpoint.open(limits)
+        session = endpoint.open_session(limits)
         try:
             return await _converse(session.base_url, session.key, str(task.prompt), config)
         finally:
-            await session.close()
+            await endpoint.close_session(session)
 
     return play
 

@@ -1,47 +1,58 @@
-"""vLLM's engine client for the endpoint: what the app asks for goes through `Engine`, and is recorded."""
+"""vLLM's engine client for the endpoint: what vLLM's server samples goes through `Engine`, and is recorded."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from generator.agents.exchange import Exchange
-from generator.agents.session import Session
+from generator.agents.session import AgentSession
+from generator.agents.tree import Node
 from generator.engine.engine import Completion, Engine, EngineDied, EngineFailed
 
-# The request that the running task answers, and its session.
-CURRENT: ContextVar[tuple[Session, Exchange]] = ContextVar("CURRENT")
 
-
-class SessionClient:
+@dataclass(frozen=True, eq=False)
+class EngineClient:
     """Stands for vLLM's `AsyncLLM` in its server.
 
-    Args:
+    vLLM's server is built around one without a request, which answers what reads the engine's configuration. Each
+    request for tokens is sampled by a client of its own.
+
+    Attributes:
         stop_token_ids: end a turn besides the model's own end of text.
         keep_prefix: whether later turns read the keys and values of earlier ones after an update of the weights.
+        session, exchange: the request that is sampled, and its session.
     """
 
-    def __init__(self, engine: Engine, stop_token_ids: tuple[int, ...] = (), keep_prefix: bool = False) -> None:
-        self._engine, self._stop_token_ids, self._keep_prefix = engine, stop_token_ids, keep_prefix
+    engine: Engine
+    stop_token_ids: tuple[int, ...] = ()
+    keep_prefix: bool = False
+    session: AgentSession | None = None
+    exchange: Exchange | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine.llm, name)
+        return getattr(self.engine.llm, name)
+
+    def of(self, session: AgentSession, exchange: Exchange) -> EngineClient:
+        """The client that samples one request."""
+        return replace(self, session=session, exchange=exchange)
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
-        """Sample for the current request and record it in the session.
+        """Sample the request and record it in the session.
 
-        Of the app's parameters only those count that say where a turn ends and how its text is shown: the
-        distribution is the session's.
+        Of the server's parameters only those count that say where a turn ends and how its text is shown: the
+        distribution is the session's. The prompt is the session's too, which is what the server was given.
         """
-        session, exchange = CURRENT.get()
+        session, exchange = self.session, self.exchange
+        assert session is not None
+        assert exchange is not None
         node = exchange.node
-        epoch = node.parent.turn.prefix_epoch if self._keep_prefix and node.parent else None
-        outputs = self._engine.stream(
+        epoch = node.parent.turn.prefix_epoch if self.keep_prefix and node.parent and node.parent.turn else None
+        outputs = self.engine.stream(
             node.prompt_ids(), self._parameters(session, node, sampling_params), cut=exchange.cut, prefix_epoch=epoch
         )
         parts: list[Completion] = []
@@ -52,13 +63,13 @@ class SessionClient:
                     if part.finish_reason:
                         session.sampled(node, _joined(parts))
                         if part.finish_reason == "time":
-                            output.outputs[0].finish_reason = "length"  # what clients know
+                            output.outputs[0].finish_reason = "length"  # clients know no other word for a cut
                     yield output
         except (EngineDied, EngineFailed) as error:
             session.fail(error)
             raise
 
-    def _parameters(self, session: Session, node: Any, asked: Any) -> Any:
+    def _parameters(self, session: AgentSession, node: Node, asked: Any) -> Any:
         from vllm.sampling_params import SamplingParams
 
         limits = session.limits
@@ -69,7 +80,7 @@ class SessionClient:
             top_k=limits.top_k,
             seed=None if limits.seed is None else limits.seed + node.number,
             stop=asked.stop,
-            stop_token_ids=[*(asked.stop_token_ids or ()), *self._stop_token_ids],
+            stop_token_ids=[*(asked.stop_token_ids or ()), *self.stop_token_ids],
             include_stop_str_in_output=asked.include_stop_str_in_output,
             skip_special_tokens=asked.skip_special_tokens,
             spaces_between_special_tokens=asked.spaces_between_special_tokens,

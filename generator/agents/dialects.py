@@ -1,35 +1,38 @@
-"""The dialects of the endpoint: vLLM's models of their bodies, and replies as the chat messages they come back as."""
+"""The dialects of vLLM's server: its models of their bodies, its handlers, and its replies as chat messages."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator
+from copy import copy
 from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
+from starlette.datastructures import State
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 
 from common.config.agent import IGNORABLE
 from common.config.data import CONTINUE, DECIDED_VARIABLES
-from generator.agents.exchange import App, Receive, Send
-from generator.agents.session import AgentRequest, RequestRefused
+from generator.agents.dialect import Dialect
+from generator.agents.exchange import Exchange, Receive, Send, made_anew
+from generator.agents.refusals import Refusal
+from generator.agents.session import AgentRequest, AgentSession
 from generator.chat.template import Message
 
 DECIDED = ("temperature", "top_p", "top_k", "seed")  # by the session, whatever is asked
-# Parameters that say where a turn ends and how its text is shown. All others would make what is sampled, or what is
-# recorded of it, other than the session says.
+# Parameters that say where a turn ends and how its text is shown. All others would change what is sampled or recorded.
 HARMLESS = {
     *DECIDED, "stop", "stop_token_ids", "max_tokens", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output", "output_kind", "stream_interval", "logprobs", "skip_clone", "extra_args",
     "output_text_buffer_length",  # vLLM derives it from `stop`
 }  # fmt: skip
-# Fields that change the prompt, name other data than the request's, or are for vLLM's own processes; and the values
-# with which they do nothing.
+# Fields that change the prompt, name data outside of the request, or are for vLLM's own processes, each with the values
+# that have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "echo": (None, False),
@@ -59,7 +62,7 @@ FORMATS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 THINKING = ("thinking", "thinking_token_budget")
-# Where clients send what `episode.agent.ignore` names, other than in a field of that name; and what vLLM makes of it.
+# The fields in which clients send what `episode.agent.ignore` names, and those that vLLM makes of them.
 PLACES = {
     "response_format": FORMATS,
     "structured_outputs": (*FORMATS, "structured_outputs"),
@@ -68,14 +71,19 @@ PLACES = {
 }
 # Kinds of `tool_choice`, formats and thinking that ask for nothing.
 PLAIN_KINDS = ("auto", "none", "text", "adaptive", "disabled", 0)
-# Kinds of tools that the agent runs; others are the server's own, such as a search of the web.
+# Kinds of tools that the agent runs itself; a server would run the others, such as a web search.
 FUNCTIONS = ("function", "namespace")
-# What the kinds of parts that are no text begin with, in any dialect.
+# The beginnings of the kinds of parts that are no text, in any dialect.
 MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file", "document")
 
 
 class Parsed(NamedTuple):
-    """A body, checked: as vLLM's handler takes it, as its parameters of sampling are read, messages, and tools."""
+    """A checked body.
+
+    Attributes:
+        body: for vLLM's handler.
+        sampling: the request from which vLLM reads the parameters of sampling.
+    """
 
     body: Any
     sampling: Any
@@ -83,28 +91,24 @@ class Parsed(NamedTuple):
     tools: list[Any] | None
 
 
-class Dialect(ABC):
-    """One of vLLM's protocols: reads bodies as chat requests and replies as chat messages."""
+class VllmDialect(Dialect):
+    """One of the protocols of vLLM's server.
 
-    path: str
-    errors = "openai"  # whose shape of errors
+    Attributes:
+        serving: the part of the app's state that samples requests of this dialect.
+    """
+
+    serving: str
 
     def __init__(self, app: Any) -> None:
         self._app, self._state = app, app.state
 
     def read(self, body: dict[str, Any], ignore: Collection[str] = ()) -> AgentRequest:
-        """The request in a body.
-
-        Args:
-            ignore: fields that are taken out of the body; see `AgentConfig`.
-
-        Raises:
-            RequestRefused: it asks for what the session decides, or for what vLLM does not take.
-        """
+        """See `Dialect.read`; refuses what the session decides, and what vLLM does not take."""
         body, ignored = _without(body, ignore)
         for name, harmless in REFUSED.items():
             if body.get(name) not in harmless:
-                raise RequestRefused(f"{name} is not supported here{_way_out(name)}")
+                raise Refusal(400, f"{name} is not supported here{_way_out(name)}")
         _check_wishes(body)
         try:
             asked = {name: body.get(name) for name in DECIDED}
@@ -118,31 +122,42 @@ class Dialect(ABC):
                 ignored=(*ignored, *self._unheeded(body)),
                 body=parsed.body,
             )
-        except RequestRefused:
+        except Refusal:
             raise
         except Exception as error:  # vLLM checks a body in many places, some of which only trip over it
-            raise RequestRefused(_one_line(error, body)) from error
+            raise Refusal(400, _one_line(error, body)) from error
 
-    def app(self, request: AgentRequest, prompt_ids: list[int]) -> App:
-        """What answers a request that was read, with a prompt of these ids: vLLM's own handler.
+    async def respond(self, session: AgentSession, exchange: Exchange, request: AgentRequest) -> None:
+        """Have vLLM's handler of this path answer a request.
 
-        The ways to it, through routes and checks of the body, would cost more than the rest of a short request.
+        The way to the handler, through routes and checks of the body, would cost more than the rest of a short request.
         """
-        body, handle = request.body, inspect.unwrap(self._handler())  # without what ends it if its client leaves
-        body.kv_transfer_params = {"prompt_token_ids": prompt_ids}
-        room = self._state.vllm_config.model_config.max_model_len - len(prompt_ids)
+        body, ids = request.body, exchange.node.prompt_ids().tolist()
+        # This is where the ids of the prompt start their way through vLLM: with ids in `kv_transfer_params`, as another
+        # server sends them that has rendered the conversation, the handler renders nothing. It takes them out again,
+        # counts them, and passes them to `generate` of the engine client that `_app_of` gives it.
+        body.kv_transfer_params = {"prompt_token_ids": ids}
+        room = self._state.vllm_config.model_config.max_model_len - len(ids)
         for name in LENGTHS:  # vLLM refuses more than the model takes, and agents ask for 32,000 of any model
             if (asked := getattr(body, name, None)) is not None and asked > room:
                 setattr(body, name, room)
+        handle = inspect.unwrap(self._handler())  # without the decorator that cancels it when its client disconnects
 
         async def answer(scope: Any, receive: Receive, send: Send) -> None:
             response = await handle(body, Request(scope, receive))
             await response(scope, receive, send)
 
-        return ExceptionMiddleware(answer, self._app.exception_handlers)
+        scope, receive = made_anew(self._app_of(session, exchange), "POST", self.path)
+        await ExceptionMiddleware(answer, self._app.exception_handlers)(scope, receive, exchange.send)
+
+    def _app_of(self, session: AgentSession, exchange: Exchange) -> Any:
+        """vLLM's app for one request: the part that samples has an engine client which knows the request."""
+        serving, app = copy(self._state[self.serving]), copy(self._app)
+        serving.engine_client = self._state.engine_client.of(session, exchange)
+        app.state = State({**self._state._state, self.serving: serving})
+        return app
 
     def reply(self, body: bytes, streamed: bool) -> Message | None:
-        """The message that an agent which got this reply sends back with its next request; None if there is none."""
         try:
             parsed = self._joined(list(_events(body))) if streamed else json.loads(body)
             messages = self._conversation(self._sent_back(parsed))
@@ -158,12 +173,12 @@ class Dialect(ABC):
     def _parse(self, body: dict[str, Any]) -> Parsed: ...
 
     def _unheeded(self, body: dict[str, Any]) -> Iterator[str]:
-        """What a body asks for that vLLM leaves out without a word."""
+        """Fields of a body that vLLM silently ignores."""
         return iter(())
 
     @abstractmethod
     def _joined(self, events: list[Any]) -> Any:
-        """The body of a reply that came as these events."""
+        """The body of a reply that was streamed as these events."""
 
     @abstractmethod
     def _sent_back(self, reply: Any) -> list[Any]:
@@ -174,7 +189,7 @@ class Dialect(ABC):
 
         conversation, media, _ = parse_chat_messages(messages, self._state.vllm_config.model_config, "string")
         if media:
-            raise RequestRefused("only text is supported here")
+            raise Refusal(400, "only text is supported here")
         return [dict(message, content=message.get("content") or "") for message in conversation]
 
     def _variables(self, request: Any, tools: list[Any] | None) -> dict[str, Any]:
@@ -183,10 +198,10 @@ class Dialect(ABC):
         tokenizer = self._state.engine_client.renderer.tokenizer
         model_config = self._state.vllm_config.model_config
         template = resolve_chat_template(tokenizer, None, tools, model_config=model_config)
-        given = request.build_chat_params(None, "string").chat_template_kwargs
-        given = {name: value for name, value in given.items() if value is not None}
-        known = resolve_chat_template_kwargs(tokenizer, template or "", given)
-        extra = {name: value for name, value in known.items() if name in given.keys() - FIXED_VARIABLES}
+        asked = request.build_chat_params(None, "string").chat_template_kwargs
+        asked = {name: value for name, value in asked.items() if value is not None}
+        usable = resolve_chat_template_kwargs(tokenizer, template or "", asked)
+        extra = {name: value for name, value in usable.items() if name in asked.keys() - FIXED_VARIABLES}
         return extra | ({"tools": tools} if tools else {})
 
 
@@ -194,8 +209,8 @@ class Dialect(ABC):
 FIXED_VARIABLES = DECIDED_VARIABLES | {CONTINUE}
 
 
-class Chat(Dialect):
-    path = "/v1/chat/completions"
+class Chat(VllmDialect):
+    path, serving = "/v1/chat/completions", "openai_serving_chat"
 
     def _handler(self) -> Any:
         from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as handler
@@ -220,8 +235,8 @@ class Chat(Dialect):
         return [message | {"role": "assistant"}]
 
 
-class Responses(Dialect):
-    path = "/v1/responses"
+class Responses(VllmDialect):
+    path, serving = "/v1/responses", "openai_serving_responses"
 
     def _handler(self) -> Any:
         from vllm.entrypoints.openai.responses.api_router import create_responses as handler
@@ -253,8 +268,8 @@ class Responses(Dialect):
 RESPONSE_ENDS = ("response.completed", "response.incomplete")
 
 
-class Messages(Dialect):
-    path = "/v1/messages"
+class Messages(VllmDialect):
+    path, serving = "/v1/messages", "anthropic_serving_messages"
     errors = "anthropic"
 
     def _handler(self) -> Any:
@@ -295,30 +310,31 @@ def dialects(app: Any) -> dict[str, Dialect]:
 
 
 def _check_wishes(body: dict[str, Any]) -> None:
-    """Refuse what vLLM would obey by masking tokens, or not know: then the client takes it for obeyed."""
+    """Refuse what vLLM would obey by masking tokens, or silently ignore, which the client cannot see."""
     if not _is_plain(asked := body.get("tool_choice")):
-        raise RequestRefused(
+        raise Refusal(
+            400,
             f"tool_choice = {json.dumps(asked)[:100]} is not supported here: a forced call is not what the model "
-            f"samples{_way_out('tool_choice')}"
+            f"samples{_way_out('tool_choice')}",
         )
     for field in FORMATS:
         if not _is_plain(_at(body, field)):
             raise _not_recorded(field)
     for place, kind in chain(_media(body.get("messages"), "messages"), _media(body.get("input"), "input")):
-        raise RequestRefused(f"{place} is of type {kind}: only text is supported here")
+        raise Refusal(400, f"{place} is of type {kind}: only text is supported here")
 
 
 def _check_sampling(request: Any, body: dict[str, Any], max_model_len: int) -> None:
-    """Refuse what vLLM would sample by other parameters."""
+    """Refuse a request that vLLM would sample with other parameters than the session's."""
     sampled = request.to_sampling_params(max_model_len, {})
     for name, plain in _plain_sampling().items():
         if getattr(sampled, name) not in (plain, {}, []):
             raise _not_recorded(next((place for place in PLACES.get(name, ()) if _at(body, place) is not None), name))
 
 
-def _not_recorded(field: str) -> RequestRefused:
-    return RequestRefused(
-        f"{field} is not supported here: what is sampled would not be what is recorded{_way_out(field)}"
+def _not_recorded(field: str) -> Refusal:
+    return Refusal(
+        400, f"{field} is not supported here: what is sampled would not be what is recorded{_way_out(field)}"
     )
 
 
@@ -335,7 +351,7 @@ def _media(value: Any, place: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def _plain_sampling() -> dict[str, Any]:
-    """The parameters that no request may change, with what they are where nothing is asked for."""
+    """The parameters that no request may change, with their defaults."""
     from vllm.sampling_params import SamplingParams
 
     names = [name for name in SamplingParams.__struct_fields__ if name not in HARMLESS and not name.startswith("_")]
@@ -344,14 +360,14 @@ def _plain_sampling() -> dict[str, Any]:
 
 
 def _at(body: Any, place: str) -> Any:
-    """What stands in a body at a place such as `text.format`; None if nothing does."""
+    """The value in a body at a place such as `text.format`; None if there is none."""
     for name in place.split("."):
         body = body.get(name) if isinstance(body, dict) else None
     return body
 
 
 def _is_plain(asked: Any) -> bool:
-    """Whether what stands in a field asks for nothing."""
+    """Whether the value of a field asks for nothing."""
     return asked is None or (asked.get("type") if isinstance(asked, dict) else asked) in PLAIN_KINDS
 
 

@@ -1,4 +1,4 @@
-"""The endpoint of a generator, to which agents talk as to OpenAI or Anthropic: vLLM's own server, and sessions."""
+"""The endpoint of a generator, which agents use like OpenAI's or Anthropic's: vLLM's own server, with sessions."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from common.config import Config
 from common.connections import Connections, ServerWithoutSignals
 from common.errors import UserError
 from common.files import socket_folder
+from common.messages import Ending
 from common.model import end_ids
 from common.network import bound, listen
 from common.process import raise_file_limit
-from generator.agents.client import SessionClient
+from generator.agents.client import EngineClient
 from generator.agents.dialects import dialects
 from generator.agents.layer import MAX_IN_FLIGHT, SessionLayer
-from generator.agents.session import Session, SessionLimits
+from generator.agents.refusals import SessionsLog
+from generator.agents.session import AgentSession, SessionLimits
 from generator.chat.template import ChatTemplate
 from generator.engine.engine import Engine
 
 MODEL = "policy"  # the only model's name
 HOST = "127.0.0.1"
-# Connections without a key: that the kernel holds, that are accepted at once, and that wait for their first request.
+# Connections that have not sent a key yet: those that the kernel queues, and those that wait for their first request.
 MOST_WAITING = 2048
 MOST_OF_SESSION = 2 * MAX_IN_FLIGHT
-# A connection that is closed just as its client goes on loses a request: agents pause for long between their turns, and
-# the client that they share goes on with the next task, so the end of a session closes none either.
+# A connection that is closed just as its client sends a request loses it. Agents pause for long between turns and share
+# a client that goes on with the next task, so the end of a session closes no connection either.
 KEEP_ALIVE_SECONDS = 600
-# A token has few letters, and JSON escapes may make six bytes of each: nothing that fits the model is longer.
+# A token has few letters, and JSON escapes take up to six bytes a letter: no body that fits the model is longer.
 BYTES_A_TOKEN, LEAST_BYTES = 64, 1 << 20
 
 
@@ -57,7 +59,7 @@ class Endpoint:
             most_waiting=self._waiting, most_of_owner=min(MOST_OF_SESSION, files // 8), most=files // 4
         )
         self.url, self.socket = "", path
-        self._layer, self._template, self._max_model_len, self._log = layer, template, max_model_len, log
+        self._layer, self._template, self._max_model_len, self._log = layer, template, max_model_len, SessionsLog(log)
         self._server: ServerWithoutSignals | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -69,11 +71,11 @@ class Endpoint:
             UserError: vLLM has no such parser, or none for this model, or the chat template does not fit.
         """
         template = ChatTemplate(engine.tokenizer, ends=end_ids(config.model.path))
-        client = SessionClient(engine, template.stop_ids, config.generator.keep_prefix == "episodes")
+        client = EngineClient(engine, template.stop_ids, config.generator.keep_prefix == "episodes")
         app = await vllm_app(config, client)
-        # VLLM_API_KEY, metrics of requests, answers to browsers: what our layer sends needs none of them.
+        # It serves VLLM_API_KEY, metrics of requests and browsers, which requests from our layer do not need.
         app.user_middleware.clear()
-        app.middleware_stack = None  # which was made with them; it is made anew
+        app.middleware_stack = None  # was built with it, and is built again at the first request
         longest = max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_model_len)
         layer = SessionLayer(app, dialects(app), MODEL, longest, log)
         agents = [episode.agent for episode in config.episodes_in_use().values()]
@@ -92,16 +94,23 @@ class Endpoint:
         """Requests so far that were refused, those beyond a limit of their session not counted."""
         return self._layer.refused
 
-    def open(self, limits: SessionLimits) -> Session:
-        """A session of its own for one attempt at a task; its keys are over once it is closed."""
-        session = Session(limits, self._template, self._max_model_len, self.url, self._log, on_close=self._layer.remove)
+    def open_session(self, limits: SessionLimits) -> AgentSession:
+        """A session of its own for one attempt at a task."""
+        session = AgentSession(limits, self._template, self._max_model_len, self.url, self._log)
         self._layer.add(session)
         return session
+
+    async def close_session(self, session: AgentSession, reason: str = Ending.STOP) -> None:
+        """End a session, whose keys open nothing from then on; see `AgentSession.close`."""
+        try:
+            await session.close(reason)
+        finally:
+            self._layer.remove(session)
 
     async def close(self) -> None:
         """Close all sessions and stop the server."""
         for session in self._layer.sessions:
-            await session.close("closed")
+            await self.close_session(session, "closed")
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
@@ -118,7 +127,7 @@ class Endpoint:
             self.socket.parent.chmod(0o711)
             listeners.append(socket.socket(socket.AF_UNIX))
             listeners[1].bind(str(self.socket))
-            self.socket.chmod(0o666)  # programs in the sandbox are other users; a key opens a session, as on the port
+            self.socket.chmod(0o666)  # programs in the sandbox run as other users, and need a key as on the port
             listeners[1].listen(self._waiting)
         self._server = ServerWithoutSignals(
             uvicorn.Config(
@@ -145,7 +154,7 @@ async def vllm_app(config: Config, client: Any) -> Any:
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    # To vLLM a call that cannot be read is an error, with a traceback; here it is what a model has yet to learn.
+    # vLLM logs each call that cannot be parsed with a traceback; an untrained model writes many.
     for name in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     tools, reasoning = config.generator.tool_parser, config.generator.reasoning_parser
@@ -155,12 +164,14 @@ async def vllm_app(config: Config, client: Any) -> Any:
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([*words, "--disable-fastapi-docs"])
     arguments.model = config.model.path
     arguments.structured_outputs_config.reasoning_parser = reasoning or ""
-    # What the template is told, parsers of thoughts must know.
+    # The reasoning parser must know the variables of the chat template.
     arguments.default_chat_template_kwargs = config.data.template_variables
     tasks = await client.get_supported_tasks()
     try:
         app = build_app(arguments, tasks)
         await init_app_state(client, app.state, arguments, tasks)
+        # The handler remembers the result; its copies for single requests would compute it each time.
+        await app.state.anthropic_serving_messages._get_disabled_thinking_effort()
     except (ValueError, TypeError, RuntimeError) as error:  # a parser whose tokens this tokenizer lacks, for one
         shown = f"generator.tool_parser = {tools!r} and generator.reasoning_parser = {reasoning!r}"
         raise UserError(f"vLLM's server cannot serve {config.model.path} with {shown}: {error}") from error

@@ -36,7 +36,7 @@ PING_SECONDS, SILENT_SECONDS = 5.0, 30.0  # libzmq's own thread answers pings, h
 QUEUED = 64  # messages that wait here to be read
 LONG_MESSAGE = 1 << 16  # bytes that are unpacked in a thread
 MAX_TRACES = 256  # agents of one episode
-# The server reads keys from its environment only, so that ours is in the address, and a variable that nobody has set.
+# The server reads keys only from its environment. The key is in the address instead, and this variable is never set.
 NO_KEY = "SPO_KEY_IS_IN_THE_ADDRESS"
 
 BROKE = "the connection broke: it ended, or sent too long a message"
@@ -49,7 +49,7 @@ TROUBLES: dict[int, str] = {
 
 
 class EnvironmentFailed(Exception):
-    """The server is away, does not answer as agreed, or failed; the episode says nothing about the model."""
+    """The server is away, failed, or broke the protocol; the episode says nothing about the model."""
 
     failure = Failure.ENVIRONMENT_FAILED
 
@@ -85,7 +85,7 @@ class _Agent(_Part):
 
 
 class _Trace(_Part):
-    """What is kept of one agent's part in an episode, and what a delta may change of it."""
+    """One agent's part in an episode, with the fields of it that are needed here; a delta may change them."""
 
     agent: _Agent = _Agent()
     rewards: dict[str, _Reward | None] = Field(default_factory=dict, max_length=MAX_PARTS)
@@ -115,13 +115,13 @@ class _Reply(_Part):
 
 
 class _Request:
-    """A request under way, and what has come of its traces so far."""
+    """A running request, and the traces received for it so far."""
 
     def __init__(self) -> None:
         self.reply: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
         self.sent = False
         self.traces: dict[str, _Trace] = {}
-        self.error = ""  # the newest of any trace
+        self.error = ""  # the newest error of any trace
 
     def change(self, delta: _Delta) -> None:
         if delta.discard:
@@ -177,8 +177,8 @@ def _shown(error: _Error) -> str:
 class EnvironmentServer:
     """One connection to a server, for all episodes of an agent and for one event loop.
 
-    Requests under way when it breaks have failed, since the server does not keep what it played. The next request makes
-    another connection: what is sent while libzmq mends one may be lost without a word.
+    When it breaks, running requests fail, since the server keeps nothing of them. The next request opens another
+    connection: messages that are sent while libzmq reconnects may be lost silently.
     """
 
     def __init__(self, address: str) -> None:
@@ -271,14 +271,14 @@ class EnvironmentServer:
             if not request.sent:
                 del self._requests[request_id]
                 if request.reply.done():
-                    request.reply.exception()  # or asyncio would report one that nobody looks at
+                    request.reply.exception()  # else asyncio logs that it was never retrieved
 
     def _cancel(self, request_id: bytes) -> None:
-        """Ask the server to end a run that nobody waits for any more, if it is there."""
+        """Ask the server, if it is there, to end a run whose result is no longer needed."""
         if self._socket is None:
             return
         frames = [uuid.uuid4().hex.encode(), b"cancel", msgpack.packb({"request_id": request_id.decode()})]
-        with contextlib.suppress(zmq.ZMQError):  # it would have to wait: the server is away or takes nothing
+        with contextlib.suppress(zmq.ZMQError):  # the message would have to wait: the server is away, or reads nothing
             zmq.Socket.shadow(self._socket).send_multipart(frames, zmq.DONTWAIT)
 
     def _open(self) -> zmq.asyncio.Socket:
@@ -305,7 +305,7 @@ class EnvironmentServer:
                 continue
             request = self._requests.get(frames[0])
             if request is None or request.reply.done():
-                continue  # given up before
+                continue  # its run was given up earlier
             try:
                 content = await offload(len(frames[2]) > LONG_MESSAGE, partial(_read, *frames[1:]))
                 if isinstance(content, _Delta):

@@ -1,4 +1,4 @@
-"""One request's way through an ASGI app: it runs to its end whoever listens, and can be heard again."""
+"""A request for tokens and its reply, which is made to its end even if the client disconnects, and can be replayed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, cast
 
+from generator.agents.tree import Node
+
 AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
@@ -14,29 +16,31 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class Exchange:
-    """A request, and what the app sent for it; any number of readers hear all of it from the start.
+    """A request for tokens, and the reply as far as it was made; any number of readers hear all of it from the start.
 
     Attributes:
         fingerprint: equal for requests with the same body.
         streamed: whether the reply comes piece by piece, so that a reader may act on its beginning.
-        node: the request in the session's tree; None if it asks for no tokens.
+        node: the request in the session's tree.
+        task: makes the reply.
         cut: once it is set, the engine ends the request with the tokens it has.
         readers: how many listen now.
         seen: a reader was sent enough of the reply to act on.
         heard: a reader was sent all of it.
-        failure: what the app raised.
-        seconds: how long the app has taken, until now or until it ended.
+        failure: what ended the reply before its end.
+        seconds: how long the reply has taken, until now or until it ended.
     """
 
-    def __init__(self, fingerprint: bytes, streamed: bool, node: Any = None) -> None:
+    def __init__(self, fingerprint: bytes, streamed: bool, node: Node) -> None:
         self.fingerprint, self.streamed, self.node = fingerprint, streamed, node
+        self.task: asyncio.Task[None] | None = None
         self.cut = asyncio.Event()
         self.readers = 0
         self.seen = self.heard = False
         self.failure: Exception | None = None
-        self.task: asyncio.Task[None] | None = None
         self._began, self._seconds = time.monotonic(), cast(float | None, None)
         self._sent: list[AsgiMessage] | None = []
+        self._last: AsgiMessage | None = None  # held back until `end`
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -51,22 +55,33 @@ class Exchange:
     def can_be_heard(self) -> bool:
         return self._sent is not None
 
-    def start(self, app: App, scope: MutableMapping[str, Any], body: bytes, on_end: Callable[[], None]) -> None:
-        """Run the app on a request.
+    async def send(self, message: AsgiMessage) -> None:
+        """Add a piece of the reply, as an ASGI app sends it. Readers hear the last piece once `end` is called."""
+        if _is_last(message):
+            self._last = message
+        else:
+            self._pass_on(message)
 
-        Args:
-            on_end: called once, before a reader hears the last of the reply, or when the app gives up.
-        """
-        self.task = asyncio.create_task(self._run(app, scope, body, on_end))
+    def end(self) -> None:
+        """End the reply, once its tokens are recorded: a client that has heard all of it may ask the next at once."""
+        self._seconds = self.seconds
+        if self._last is not None:
+            self._pass_on(self._last)
+
+    def body(self) -> tuple[int, bytes]:
+        """Status and body of the reply so far; the status is 0 before the first piece."""
+        pieces = [*(self._sent or ()), *([self._last] if self._last else ())]
+        status = next((piece["status"] for piece in pieces if piece["type"] == "http.response.start"), 0)
+        return status, b"".join(piece.get("body", b"") for piece in pieces)
 
     async def follow(self, receive: Receive, send: Send) -> bool:
-        """Send a reader all that the app sends, until that ends or the reader leaves.
+        """Send a reader the reply until its end, or until the reader disconnects.
 
         Returns:
             Whether the reader has heard anything that it may take for a reply.
 
         Raises:
-            ConnectionAbortedError: the app ended in the middle of its reply.
+            ConnectionAbortedError: the reply broke off.
         """
         assert self._sent is not None
         assert self.task is not None
@@ -95,40 +110,44 @@ class Exchange:
             if self.readers == 0 and self.seen:
                 self.cut.set()  # changes nothing if the request has ended
 
-    def body(self) -> tuple[int, bytes]:
-        """Status and body of the reply so far."""
-        sent = self._sent or []
-        status = next((message["status"] for message in sent if message["type"] == "http.response.start"), 0)
-        return status, b"".join(message.get("body", b"") for message in sent)
-
     def forget(self) -> None:
         """Free the reply, so that it cannot be heard again."""
-        self._sent = None
+        self._sent = self._last = None
 
-    async def _run(self, app: App, scope: MutableMapping[str, Any], body: bytes, on_end: Callable[[], None]) -> None:
-        request = [{"type": "http.request", "body": body, "more_body": False}]
-        sent = self._sent
-        assert sent is not None
+    def _pass_on(self, message: AsgiMessage) -> None:
+        assert self._sent is not None
+        self._sent.append(message)
+        before, self._next = self._next, asyncio.get_running_loop().create_future()
+        before.set_result(None)
 
-        async def receive() -> AsgiMessage:
-            # The app never hears that a reader has left: the reply may be for a retry.
-            return request.pop() if request else await asyncio.get_running_loop().create_future()
 
-        async def send(message: AsgiMessage) -> None:
-            sent.append(message)
-            if _is_last(message):
-                on_end()
-            before, self._next = self._next, asyncio.get_running_loop().create_future()
-            before.set_result(None)
+def made_anew(app: Any, method: str, path: str, body: bytes = b"") -> tuple[dict[str, Any], Receive]:
+    """A request for an app, made of its route and body: no path, query or header of a client reaches the app.
 
-        try:
-            await app(scope, receive, send)
-        except Exception as error:
-            self.failure = error
-        finally:
-            self._seconds = self.seconds
-            if not sent or not _is_last(sent[-1]):
-                on_end()
+    The app never hears that the client has disconnected: its reply may be for a retry.
+    """
+    request = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> AsgiMessage:
+        return request.pop() if request else await asyncio.get_running_loop().create_future()
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", 0),
+        "state": {},
+        "app": app,
+    }
+    return scope, receive
 
 
 def _is_last(message: AsgiMessage) -> bool:

@@ -10,17 +10,17 @@ from generator.agents.tree import Node, Tree, canonical
 from generator.chat.template import Message
 
 SEARCHED = 50  # requests, and earlier ones that each is compared with
-SHOWN = 60  # characters of a text, from a little before the difference on
+EXCERPT_LENGTH = 60  # characters of a text, which begin a little before the difference
 
 
 class Lost(NamedTuple):
-    """A request that has an earlier one's history, but not as that had it.
+    """A request that has the history of an earlier one, except for one message.
 
     Attributes:
         request, earlier: their numbers.
-        message: place of the first message that differs, from 0; None if only tools or variables of the template do.
+        message: index of the first message that differs; None if only tools or variables of the template do.
         role: of that message.
-        sent, before: what it says in the one and in the other, around the difference.
+        sent, before: its text in this request and in the earlier one, around the difference.
     """
 
     request: int
@@ -38,10 +38,10 @@ class Lost(NamedTuple):
 
 
 def first_lost(tree: Tree) -> Lost | None:
-    """The first request of a session by which a prefix was lost; None if each continues what it can."""
+    """The first request of a session that repeats an earlier one's history in other words; None if there is none."""
     answered = [node for node in tree.nodes if node.turn is not None][:SEARCHED]
     for node in answered:
-        # A reply that it does not continue stands in what it adds.
+        # The messages that a request adds hold a reply only if it does not continue that reply.
         if any(message["role"] == "assistant" for message in node.messages):
             earlier = [other for other in answered if other.number < node.number and other not in _continued(node)]
             lost = filter(None, (_compared(node, other, tree) for other in earlier))
@@ -51,7 +51,7 @@ def first_lost(tree: Tree) -> Lost | None:
 
 
 def _compared(node: Node, earlier: Node, tree: Tree) -> tuple[int, Lost] | None:
-    """How many messages a conversation has in common with an earlier one and its reply, and the first it has not."""
+    """How many messages a conversation shares with an earlier one and its reply, and the first that differs."""
     sent, before = _conversation(node), [*_conversation(earlier), earlier.reply or {"role": "assistant"}]
     if len(sent) < len(before) or any(one["role"] != other["role"] for one, other in zip(sent, before, strict=False)):
         return None
@@ -84,8 +84,8 @@ def _conversation(node: Node) -> Sequence[Message]:
 def _around(one: Message, other: Message) -> tuple[str, str]:
     texts = _text(one), _text(other)
     at = next((i for i, (a, b) in enumerate(zip_longest(*texts)) if a != b), 0)
-    begin = max(0, at - SHOWN // 3)
-    cut = [("…" if begin else "") + text[begin : begin + SHOWN] for text in texts]
+    begin = max(0, at - EXCERPT_LENGTH // 3)
+    cut = [("…" if begin else "") + text[begin : begin + EXCERPT_LENGTH] for text in texts]
     return cut[0], cut[1]
 
 

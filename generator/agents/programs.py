@@ -24,14 +24,14 @@ from common.network import without_proxy_on_loopback
 from common.plugins import FOLDERS, load_object
 from generator.tools.toolbox import in_short
 
-GROUP = "spo.agents"  # entry points of installed packages
+ENTRY_POINTS = "spo.agents"  # entry points of installed packages
 TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
 MAX_ANSWER = 1 << 20  # bytes
 SHOWN_OUTPUT = 400  # bytes at the end of what a program prints, for messages
 FREE_OUTPUT = 1 << 20  # bytes that are read as fast as they come
-PAUSE = 0.01  # seconds, and before each further read: a program that floods waits, and the event loop does not
+PAUSE = 0.01  # seconds before each further read, so that a flood of output does not keep the event loop busy
 
-# The keeper ends with the program and leaves nothing of what that has started.
+# The keeper exits when the program does, and kills everything that the program has started.
 _KEEPER = """
 import os, signal, sys
 sys.path.append(sys.argv[1])
@@ -104,7 +104,7 @@ class _Function:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._function: Callable[[AgentTask], Any] = load_object(name, {}, "episode.agent", GROUP)
+        self._function: Callable[[AgentTask], Any] = load_object(name, {}, "episode.agent", ENTRY_POINTS)
         if not callable(self._function) or isinstance(self._function, type):
             raise UserError(f"episode.agent = {name!r} is not a function of (task)")
         with contextlib.suppress(ValueError):  # written in C, without a signature
@@ -118,14 +118,14 @@ class _Function:
             if inspect.iscoroutinefunction(self._function):
                 return await self._function(task)
             returned = await asyncio.to_thread(self._function, task)
-            # Also where only the call shows that it is a coroutine function, as of a `functools.partial`.
+            # Of a `functools.partial`, only the call shows that it returns a coroutine.
             return await returned if inspect.isawaitable(returned) else returned
         except (Exception, SystemExit) as error:
             raise AgentFailed(f"{self._name} raised {in_short(error)} ({_place(error)})") from None
 
 
 def _place(error: BaseException) -> str:
-    """Where a function failed: in its own file, or what that has called."""
+    """Where a function failed: the innermost line of its own file."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else "before its first line"
@@ -145,11 +145,11 @@ class _Command:
         self._command = [os.path.abspath(path), *(named_file(word) or word for word in command[1:])]
 
     async def run(self, task: AgentTask) -> object:
-        known = asdict(task) | {"folder": str(task.folder)}
-        stdin = json.dumps(known).encode()
-        del known["reward_url"]  # it is in no file: a program that the model wrote might read it
-        (task.folder / TASK_FILE).write_text(json.dumps(known), encoding="utf-8")
-        # asyncio kills a process whose start is cancelled, and with the keeper nobody would end what it keeps.
+        described = asdict(task) | {"folder": str(task.folder)}
+        stdin = json.dumps(described).encode()
+        del described["reward_url"]  # it is in no file: a program that the model wrote might read it
+        (task.folder / TASK_FILE).write_text(json.dumps(described), encoding="utf-8")
+        # asyncio kills a process whose start is cancelled; a killed keeper would leave its program running.
         starting = asyncio.create_task(self._start(task, stdin))
         try:
             process = await asyncio.shield(starting)
@@ -170,7 +170,7 @@ class _Command:
     async def _start(self, task: AgentTask, stdin: bytes) -> asyncio.subprocess.Process:
         """Start the keeper with the program, and begin to write its stdin.
 
-        Stdin is a pipe: what the agent has read of it, no other process can read again, as it could from a file.
+        Stdin is a pipe: what the agent has read of it no other process can read again, unlike a file.
         """
         root = str(Path(common.__file__).parents[1])
         reading, writing = os.pipe()
@@ -191,7 +191,7 @@ class _Command:
                 writer.abort()
                 raise
         writer.write(stdin)
-        writer.close()  # once all is written, or all that could read it has ended
+        writer.close()  # takes effect once all is written, or no process is left that could read it
         return process
 
 
@@ -214,20 +214,20 @@ def _search_path() -> str:
 
 
 def named_file(word: str) -> str | None:
-    """The absolute path of a file that is named as from here, or from the configuration's folder; None if none is."""
+    """The absolute path of a file, relative to this folder or the configuration's; None if there is no such file."""
     paths = (os.path.join(folder, word) for folder in (Path.cwd(), *FOLDERS))
     return next(filter(os.path.isfile, paths), None)
 
 
 def _environment(task: AgentTask) -> dict[str, str]:
-    """The generator's environment without what is meant for SPO, secrets among it, and with what is for the agent."""
+    """The generator's environment without SPO's variables, some of which are secret, and with the agent's."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPO_")}
     environment |= without_proxy_on_loopback(environment)  # where the endpoint is
     return environment | {"PATH": _search_path()} | variables(task, str(task.folder))
 
 
 def variables(task: AgentTask, folder: str) -> dict[str, str]:
-    """What the environment of an agent's program says of its task; `folder` is the program's own, as it sees it."""
+    """The variables by which an agent's program finds its task; `folder` is its folder as the program sees it."""
     return {
         "OPENAI_BASE_URL": task.base_url,
         "OPENAI_API_KEY": task.api_key,
@@ -250,7 +250,7 @@ async def _end_of(stream: asyncio.StreamReader) -> str:
 
 
 def _answer(path: Path) -> str | None:
-    """What the agent has written as its answer, if anything."""
+    """The answer that the agent has written; None if it has written none."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""An episode that an agent plays: a session at the endpoint, the agent's program, and what became of both.
+"""An episode that an agent plays: a program that asks a session of the endpoint, until it ends or reaches a limit.
 
-At a limit requests under way are cut, and the program is ended. An agent that ends after a request longer than the
-model takes has reached one too. An agent that fails, unless `episode.agent.failure` is a reward, that never gets a
-token, or whose engine fails, raises an exception instead: the episode says nothing about the model.
+At a limit, running requests are cut and the program is ended. An agent that ends after a request longer than the model
+takes has reached a limit too. An episode that says nothing about the model raises an exception: the agent got no token,
+the engine failed, or the agent failed and `episode.agent.failure` is no reward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from generator.agents.environment import EnvironmentServer
 from generator.agents.lost import first_lost
 from generator.agents.programs import AgentFailed, AgentTask, Program, make_program
 from generator.agents.sandboxed import URL, SandboxedCommand
-from generator.agents.session import EndpointFailed, Session, SessionLimits
+from generator.agents.session import AgentSession, EndpointFailed, SessionLimits
 from generator.agents.tree import leaves
 from generator.chat.prompts import Prompts
 from generator.concurrency import LONG_TOKENS, offload, with_timeout
@@ -83,7 +83,7 @@ class AgentRunner:
         seconds = self.config.max_seconds
         episode.step = EpisodeStep("agent", math.inf if seconds is None else time.monotonic() + seconds)
         episode.folder = Path(await in_thread(tempfile.mkdtemp, prefix="agent-", dir=own_folder()))
-        session, strangers = self._endpoint.open(self._limits(task, **sampling)), self._endpoint.strangers
+        session, strangers = self._endpoint.open_session(self._limits(task, **sampling)), self._endpoint.strangers
         try:
             program = await self._play(self._task(task, session, episode.folder), session)
         finally:
@@ -92,7 +92,7 @@ class AgentRunner:
             episode.tool_calls = session.tool_calls()
             episode.requests, episode.retries = session.requests_made(), session.retries
             episode.lost = str(first_lost(session.tree) or "")
-            episode.refusals, episode.refused = session.refusals_made(), session.refusals_counted
+            episode.refusals, episode.refused = session.refusals.records(), session.refusals.counted
         if session.failure is not None:
             raise session.failure
         if not episode.turns and not session.requests and (unknown := self._endpoint.strangers - strangers):
@@ -112,8 +112,9 @@ class AgentRunner:
         if isinstance(self._program, (EnvironmentServer, SandboxedCommand)):
             await self._program.close()
 
-    async def _play(self, task: AgentTask, session: Session) -> asyncio.Task[object] | None:
-        """Run the agent until it ends, and return its end; None if a limit came first."""
+    async def _play(self, task: AgentTask, session: AgentSession) -> asyncio.Task[object] | None:
+        """Run the agent until it ends, and return its finished task; None if a limit came first."""
+        assert self._endpoint is not None
         program = asyncio.ensure_future(with_timeout(None, self._program.run(task)))
         over = asyncio.ensure_future(session.over.wait())
         reason = "stopped"  # if cancelled during the wait
@@ -125,16 +126,16 @@ class AgentRunner:
         finally:
             over.cancel()
             try:
-                # Before the program ends: what it would no longer read would not count.
-                await session.close(reason)
+                # Closed before the program ends: a reply that the program no longer reads would not count.
+                await self._endpoint.close_session(session, reason)
             finally:
                 program.cancel()
                 await asyncio.wait((program,))
                 if not program.cancelled():
-                    program.exception()  # or asyncio would report one that nobody looks at
+                    program.exception()  # else asyncio logs that it was never retrieved
 
-    def _conclude(self, episode: Episode, session: Session, program: asyncio.Task[object] | None) -> None:
-        """Note how the episode ended, with the agent's answer and reward; raises what `run` raises."""
+    def _conclude(self, episode: Episode, session: AgentSession, program: asyncio.Task[object] | None) -> None:
+        """Record how the episode ended, with the agent's answer and reward; raises `AgentFailed`."""
         episode.reason, returned = Ending(session.reason), None
         try:
             returned = None if program is None else program.result()
@@ -142,8 +143,8 @@ class AgentRunner:
         except AgentFailed as error:
             # What was too long for the model ends an episode like any other limit.
             if episode.reason != Ending.LENGTH:
-                if session.refusals_counted:
-                    raise AgentFailed(f"{error}; the endpoint refused {session.shown_refusals()}") from None
+                if session.refusals.counted:
+                    raise AgentFailed(f"{error}; the endpoint refused {session.refusals.shown()}") from None
                 if self.agent.failure == "retry" or not episode.turns:
                     raise
                 episode.reason, episode.reward, episode.failure = Ending.AGENT_FAILED, self.agent.failure, str(error)
@@ -154,7 +155,7 @@ class AgentRunner:
         if self._gives_reward and episode.reason != Ending.AGENT_FAILED:
             episode.reward = self._own_reward(session, returned if own else None)
 
-    def _own_reward(self, session: Session, returned: Any) -> float | None:
+    def _own_reward(self, session: AgentSession, returned: Any) -> float | None:
         """The number that the agent sent or returned; at a limit the lowest reward, if it gave none."""
         if session.reward is not None and returned is not None:
             raise AgentFailed(f"the agent sent the reward {session.reward:g} and returned {returned:g}; one is allowed")
@@ -181,7 +182,7 @@ class AgentRunner:
             template_options=self._data.template_variables,
         )
 
-    def _task(self, task: Task, session: Session, folder: Path) -> AgentTask:
+    def _task(self, task: Task, session: AgentSession, folder: Path) -> AgentTask:
         assert self._endpoint is not None
         outside = f"{self._endpoint.url}/"
         base_url = session.base_url.replace(outside, f"{self._url}/", 1)
@@ -207,16 +208,16 @@ class AgentRunner:
         return "\n".join(self.template.text(row.response_ids(), plain=True) for row in episode.rows)
 
 
-def _never_called(session: Session) -> str:
+def _never_called(session: AgentSession) -> str:
     """Why there is nothing to train on."""
-    refused = sum(session.refusals.values())
+    refused = session.refusals.counts.total()
     if session.requests:
-        said = f"none of the agent's {session.requests} requests got a token"
+        problem = f"none of the agent's {session.requests} requests got a token"
     elif refused:
-        said = f"the agent never called the model: {refused} requests were refused"
+        problem = f"the agent never called the model: {refused} requests were refused"
     else:
         return "the agent never called the model: nothing came to task.base_url (OPENAI_BASE_URL of a program)"
-    return f"{said}: {session.shown_refusals()}" if refused else said
+    return f"{problem}: {session.refusals.shown()}" if refused else problem
 
 
 def _asked(prompt: str | list[dict[str, Any]]) -> str:

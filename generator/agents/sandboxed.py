@@ -34,7 +34,7 @@ SEARCH_PATH = os.pathsep.join((os.path.dirname(sys.executable), "/usr/local/bin"
 LONGEST = 86400.0  # seconds of a program, where `episode.max_seconds` sets no limit
 MARGIN = 60.0
 
-# The sandbox gives all its programs one environment, and starts an interpreter.
+# The sandbox starts a Python interpreter, with the same environment for all programs; this code replaces both.
 _START = """
 import json, os, signal
 os.environ.update(json.loads({environment!r}))
@@ -70,13 +70,13 @@ class SandboxedCommand:
                 f"episode.agent.command = {agent.command}: there is no program {name!r} in the sandbox, where the "
                 f"PATH is {SEARCH_PATH}; before a file of your own, give its interpreter"
             )
-        found = {word: Path(path) for word in words if (path := named_file(word)) is not None}
-        self._files = {path.name: path for path in found.values()}
-        if len(self._files) < len(set(found.values())):
+        named = {word: Path(path) for word in words if (path := named_file(word)) is not None}
+        self._files = {path.name: path for path in named.values()}
+        if len(self._files) < len(set(named.values())):
             raise UserError(f"episode.agent.command = {agent.command}: two files of one name, for one folder")
         self._name = name
-        self._command = [name, *(f"{WORK}/{found[word].name}" if word in found else word for word in words)]
-        # The session's limit comes first, which is the end of an episode; the sandbox's is a failure.
+        self._command = [name, *(f"{WORK}/{named[word].name}" if word in named else word for word in words)]
+        # The session's limit, which ends an episode, must come before the sandbox's, which is a failure.
         self._seconds = (config.episode.max_seconds or LONGEST) + MARGIN
         self._memory = limits.memory_mb
         self._sandbox: LocalSandbox | None = None
@@ -95,14 +95,14 @@ class SandboxedCommand:
         """Play a task until the program ends; see `Program.run`.
 
         Raises:
-            SandboxUnavailable: it could not be run.
+            SandboxUnavailable: the program could not be run.
         """
         assert self._sandbox is not None
-        known = asdict(task) | {"folder": WORK}
-        stdin = json.dumps(known)
-        del known["reward_url"]
+        described = asdict(task) | {"folder": WORK}
+        stdin = json.dumps(described)
+        del described["reward_url"]
         files = {name: path.read_bytes() for name, path in self._files.items()}
-        files[TASK_FILE] = json.dumps(known).encode()
+        files[TASK_FILE] = json.dumps(described).encode()
         environment = json.dumps(variables(task, WORK))
         code = _START.format(environment=environment, command=json.dumps(self._command))
         answer = await self._sandbox.run_code(
@@ -131,7 +131,7 @@ class SandboxedCommand:
         return text.decode(errors="replace")
 
     async def close(self) -> None:
-        """End what still runs."""
+        """End the programs that still run."""
         if self._sandbox is not None:
             await self._sandbox.close()
 

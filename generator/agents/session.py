@@ -1,19 +1,19 @@
-"""One attempt at one task: a secret key, limits, the requests that an agent made with it, and what was sampled."""
+"""One attempt of an agent at one task: its keys and limits, its requests, and what was sampled for them."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from common.messages import Ending, Failure
 from generator.agents.exchange import Exchange
+from generator.agents.refusals import ContextTooLong, Refusal, Refusals, Refused, SessionsLog
 from generator.agents.tree import History, Node, Train, Tree
 from generator.chat.template import ChatTemplate, Message, TemplateFailed
 from generator.concurrency import LONG_TEXT, offload
@@ -21,9 +21,8 @@ from generator.engine.engine import Completion
 from generator.episode.episode import TokenRow, TranscriptEntry
 
 REMEMBERED = 16  # replies that a session keeps for retries; an SDK retries within seconds
-DIFFERENT_REFUSALS = 50  # that a session counts
-STALLED = 0.5  # share of an attempt's time from which on a request that waits for its first token has stalled it
-CLOSE_SECONDS = 5.0  # until requests that do not end once they are cut are given up, with their tokens
+STALLED = 0.5  # share of an attempt's time; a request that waits longer for its first token has stalled it
+CLOSE_SECONDS = 5.0  # that requests have to end once they are cut; then they are cancelled and lose their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class SessionLimits:
     """What a session allows, and how it samples, whatever the agent asks for.
 
     Attributes:
-        max_response_tokens: of the sample: all ids behind the first prompts of its conversations, each once. Requests
-            in flight at the same time may each use what is left.
+        max_response_tokens: of the sample: all ids behind the first prompts of its conversations, each once. Each of
+            several concurrent requests may use all that is left.
         max_turns: requests that are answered.
         temperature, top_p, top_k: see `Engine.generate`.
         seed: of the first request; each later one has the next.
@@ -79,55 +78,14 @@ class AgentRequest:
     body: Any = None
 
 
-class Refused(NamedTuple):
-    """What the endpoint answered a request that it did not take.
-
-    Attributes:
-        is_limit: the request is beyond a limit of the session or of the model, which is the model's doing.
-    """
-
-    status: int
-    path: str
-    message: str
-    is_limit: bool = False
-
-    @property
-    def is_fault(self) -> bool:
-        """Whether the same request may be taken a moment later."""
-        return not self.is_limit and (self.status in (408, 429) or self.status >= 500)
-
-    def __str__(self) -> str:
-        return f"{self.status} for {self.path}: {self.message}"
-
-
 class EndpointFailed(Exception):
-    """The endpoint refused a request, or let it wait, through no fault of the agent's or the model's."""
+    """The endpoint refused a request or let it wait, which is neither the agent's nor the model's fault."""
 
     failure = Failure.ENDPOINT_FAILED
 
 
-class SessionOver(Exception):
-    """The session takes no more requests."""
-
-
-class RequestRefused(Exception):
-    """A request that the endpoint does not take; says why in one line."""
-
-
-class ContextTooLong(Exception):
-    """A conversation has more tokens than the model takes."""
-
-    def __init__(self, tokens: int, limit: int) -> None:
-        super().__init__(f"This model's maximum context length is {limit} tokens. Your messages have {tokens} tokens.")
-        self.tokens, self.limit = tokens, limit
-
-
-class RewardRefused(Exception):
-    """The agent's reward is no number in the declared range, or not its first."""
-
-
-class Session:
-    """What one agent may do and has done; made by `Endpoint.open`.
+class AgentSession:
+    """What one agent may do and has done; made by `Endpoint.open_session`.
 
     Attributes:
         key: opens the endpoint for requests of this session; a secret.
@@ -137,7 +95,7 @@ class Session:
         reason: why that is: an `Ending`, or `failed`, `stopped` or `closed` where the episode cannot be used.
         failure: an error of the engine; the session then says nothing about the model.
         reward: what the agent sent as its reward.
-        refusals: how often the endpoint refused requests with which words; see `refused`.
+        refusals: the requests that the endpoint refused.
         requests, retries: requests for tokens that were taken, and those answered by the reply to an earlier one.
         in_flight: requests of any kind whose clients wait.
     """
@@ -148,9 +106,7 @@ class Session:
         template: ChatTemplate,
         max_model_len: int,
         url: str,
-        log: Any,
-        *,
-        on_close: Callable[[Session], None] = lambda session: None,
+        log: SessionsLog,
     ) -> None:
         self.key, self.reward_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.base_url = f"{url}/s/{self.key}/v1"
@@ -160,53 +116,38 @@ class Session:
         self.failure: Exception | None = None
         self.reward: float | None = None
         self.requests = self.retries = self.in_flight = 0
-        self.refusals: Counter[Refused] = Counter()
-        self._fault: tuple[Refused, int] | None = None  # the last one, and how many requests were taken before
+        self.refusals = Refusals(log)
         self.tree = Tree(limits.history, limits.task)
         self.exchanges: list[Exchange] = []
         self._template, self._max_model_len, self._log = template, max_model_len, log
-        self._on_close = on_close
         self._used = 0  # of `max_response_tokens`
         self._turns = 0
         self._context_full = False
         self._overridden: set[str] = set()
 
-    async def begin(self, request: AgentRequest) -> Node:
+    async def begin(self, request: AgentRequest, fingerprint: bytes = b"") -> Exchange:
         """Take a request: find what it continues and the ids of its prompt.
 
         Raises:
-            SessionOver: no more requests are taken, or this one is beyond a limit, which ends the session.
+            Refusal: no more requests are taken, or this one is beyond a limit, which ends the session; or the chat
+                template does not take its messages.
             ContextTooLong: see the class; the agent may go on with less.
-            TemplateFailed: the chat template does not take these messages.
         """
         self._check_open()
         await self._settled()
-        place = self.tree.find(request.variables, request.messages)
-        try:
-            tail = await self._tail(request, place.parent, place.known)
-        except TemplateFailed:  # it cannot show what follows that reply, but perhaps the whole
-            if place.parent is None:
-                raise
-            place = replace(place, parent=None, known=0)
-            tail = await self._tail(request, None, 0)
-        if place.parent is not None and place.parent.dropped:  # meanwhile
-            return await self.begin(request)
-        self._check_open()
-        if self._turns >= self.limits.max_turns:
-            self.end(Ending.MAX_ASSISTANT_TURNS)
-        elif place.parent is not None and self._used + len(tail) >= self.limits.max_response_tokens:
-            self.end(Ending.LENGTH)
-        self._check_open()
-        length = len(tail) + (place.parent.length if place.parent else 0)
-        self._context_full = length >= self._max_model_len
-        if self._context_full:
-            raise ContextTooLong(length, self._max_model_len)
-        self._note_overridden(request.sampling or {})
-        node = self.tree.add(place, request.messages, tail)
+        node = self.tree.find(request.variables, request.messages)
+        tail = await self._tail(request, node)
+        if node.parent is not None and node.parent.dropped:  # meanwhile
+            return await self.begin(request, fingerprint)
+        self._check_limits(node, tail)
+        self._log_unheeded(request)
+        self.tree.add(node, tail)
         self.requests += 1
         self._turns += 1
         self._used += len(tail) if node.parent else 0
-        return node
+        exchange = Exchange(fingerprint, request.streamed, node)
+        self._remember(exchange)
+        return exchange
 
     def room(self, node: Node) -> int:
         """How many tokens may be sampled for a request that was just taken."""
@@ -222,14 +163,13 @@ class Session:
             self.end(Ending.LENGTH)
 
     def answer(self, node: Node, reply: Message | None) -> None:
-        """Record how the agent was given what was sampled for a request, if it can be sent back."""
+        """Record the reply that the agent was sent for a request; None if it cannot be sent back."""
         if node.turn is not None and reply is not None:
             self.tree.answer(node, reply)
-        if self._fault is not None and node.number >= self._fault[1]:
-            self._fault = None
+        self.refusals.answered(node.number)
 
     def drop(self, node: Node) -> None:
-        """Take back a request that was not answered, or whose reply nobody has read; what was sampled is forgotten."""
+        """Remove a request that was not answered, or whose reply no client has read, with its tokens."""
         if node.dropped or node.children:
             return
         if node.turn is not None:
@@ -238,78 +178,53 @@ class Session:
         self._turns -= 1
         self.tree.drop(node)
 
-    def refused(self, refused: Refused) -> None:
-        """Record that a request was refused."""
-        if refused in self.refusals or len(self.refusals) < DIFFERENT_REFUSALS:
-            self.refusals[refused] += 1
-        if refused.is_fault:
-            self._fault = (refused, len(self.tree.nodes))
-
-    @property
-    def refusals_counted(self) -> int:
-        """Refused requests, without those beyond a limit."""
-        return sum(times for refused, times in self.refusals.items() if not refused.is_limit)
-
-    def shown_refusals(self) -> str:
-        """What refused requests were answered, the most frequent first, in one line."""
-        most = self.refusals.most_common(3)
-        shown = "; ".join(f"{times} × {refused}" for refused, times in most)
-        return shown + (f"; and {len(self.refusals) - 3} others" if len(self.refusals) > 3 else "")
+    def count_refusal(self, refused: Refused) -> None:
+        self.refusals.add(refused, len(self.tree.nodes))
 
     def fault(self, seconds: float | None = None) -> str:
-        """What the endpoint did that ended this attempt, once the session is closed; empty if nothing.
+        """What the endpoint did wrong that ended this attempt, once the session is closed; empty if nothing.
 
         Args:
             seconds: how long the attempt was, if a limit of time has ended it.
         """
-        if self._fault is not None:
-            return f"the endpoint refused a request of the agent's, and took none after it: {self._fault[0]}"
-        waited = max((one.seconds for one in self.exchanges if one.node and one.node.turn is None), default=0.0)
+        if self.refusals.fault is not None:
+            return f"the endpoint refused a request of the agent's, and took none after it: {self.refusals.fault}"
+        waited = max((one.seconds for one in self.exchanges if one.node.turn is None), default=0.0)
         if seconds is not None and waited > STALLED * seconds:
             return f"the endpoint stalled: a request waited {waited:.1f} s of the attempt's {seconds:g} s for a token"
         return ""
 
-    def retried(self, fingerprint: bytes, says_so: bool) -> Exchange | None:
-        """The earlier request with this body, if this one is sent again because nobody heard the reply to that one.
+    def retried(self, fingerprint: bytes, is_retry: bool) -> Exchange | None:
+        """The earlier request that this one repeats, because its client did not get the reply; None if there is none.
 
         Args:
-            says_so: whether the client says that it is a retry; else one whose readers have all left is looked for.
+            is_retry: whether the client says so; otherwise a request counts as repeated if its readers have all left.
         """
         same = [
             one
             for one in reversed(self.exchanges)
-            if one.fingerprint == fingerprint and one.can_be_heard and one.node and not one.node.dropped
+            if one.fingerprint == fingerprint and one.can_be_heard and not one.node.dropped
         ]
         unheard = [one for one in same if not one.heard and not one.readers]
-        for exchange in unheard or (same if says_so else []):
+        for exchange in unheard or (same if is_retry else []):
             if exchange.seen and not exchange.heard and not exchange.readers:
-                # A stream that broke off was cut with it, so the rest of this reply does not exist: sample anew. One
-                # that somebody reads goes on, and is no less the reply of a second reader.
+                # A stream without readers was cut, so the rest of its reply does not exist: it is sampled again. A
+                # stream that still has a reader goes on, and may have a second one.
                 self.drop(exchange.node)
             elif not exchange.node.children:
                 self.retries += 1
                 return exchange
         return None
 
-    def keep(self, exchange: Exchange) -> None:
-        """Remember a request; of older ones those that may still be cut or dropped, without their replies."""
-        self.exchanges.append(exchange)
-        older, newest = self.exchanges[:-REMEMBERED], self.exchanges[-REMEMBERED:]
-        for old in older:
-            if old.ended:
-                old.forget()
-        # What has ended and was read is settled.
-        self.exchanges = [old for old in older if not (old.ended and old.seen)] + newest
-
     def send_reward(self, reward: Any) -> None:
-        """Take the agent's own reward, until the session is closed; raises `RewardRefused`."""
+        """Take the agent's own reward, until the session is closed; raises `Refusal`."""
         if self.limits.reward_range is None:
-            raise RewardRefused("this agent's reward is computed; none can be sent")
+            raise Refusal(400, "this agent's reward is computed; none can be sent")
         low, high = self.limits.reward_range
         if self.reward is not None:
-            raise RewardRefused("the reward has been sent already")
+            raise Refusal(400, "the reward has been sent already")
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not low <= reward <= high:
-            raise RewardRefused(f"reward must be a number from {low:g} to {high:g}, not {str(reward)[:40]}")
+            raise Refusal(400, f"reward must be a number from {low:g} to {high:g}, not {str(reward)[:40]}")
         self.reward = float(reward)
 
     def fail(self, error: Exception) -> None:
@@ -329,11 +244,11 @@ class Session:
     async def close(self, reason: str = Ending.STOP) -> None:
         """End the session, unless a limit has, and wait until what was sampled is recorded.
 
-        What was sampled counts if the agent may have acted on it: of a reply that comes at once, all was sent; of a
-        stream, the first piece. It also counts if a limit has cut it while the agent waited. Otherwise it is dropped.
+        What was sampled counts if the agent may have acted on it: a whole reply once it is sent, a stream after its
+        first piece. It also counts if a limit has cut it while the agent waited. Otherwise it is dropped.
 
         Args:
-            reason: see `Session`.
+            reason: see the class.
         """
         self.end(Ending.LENGTH if self._context_full and reason == Ending.STOP else reason)
         limited = self.reason != Ending.STOP
@@ -344,9 +259,7 @@ class Session:
             for task in late:
                 task.cancel()
         for exchange in unread:
-            if exchange.node is not None:
-                self.drop(exchange.node)
-        self._on_close(self)
+            self.drop(exchange.node)
 
     def rows(self) -> list[TokenRow]:
         """The rows to train on; call it once the session is closed."""
@@ -388,15 +301,8 @@ class Session:
             made.append(one)
         return made
 
-    def refusals_made(self) -> list[dict[str, Any]]:
-        """The requests that were refused, as plain data for the record of the episode."""
-        return [
-            {"times": times, "status": refused.status, "path": refused.path, "message": refused.message}
-            for refused, times in self.refusals.items()
-        ]
-
     def transcript(self) -> list[TranscriptEntry]:
-        """What was said, by requests; each entry has the number of its request and of the one that this continues."""
+        """All messages by requests; an entry has the number of its request and of the one that this continues."""
         entries = []
         for node in self.tree.nodes:
             if node.turn is None:
@@ -404,46 +310,84 @@ class Session:
             details: dict[str, Any] = {"request": node.number}
             if node.parent is not None:
                 details["continues"] = node.parent.number
-            said = [*node.messages, {**(node.reply or {}), "role": "assistant"}]
+            messages = [*node.messages, {**(node.reply or {}), "role": "assistant"}]
             entries += [
                 TranscriptEntry(
                     message["role"],
                     str(message.get("content") or ""),
                     details | {key: message[key] for key in ("reasoning", "tool_calls") if message.get(key)},
                 )
-                for message in said
+                for message in messages
             ]
         return entries
 
-    async def _tail(self, request: AgentRequest, parent: Node | None, known: int) -> np.ndarray:
-        """Ids of the prompt behind what it continues."""
+    def _check_limits(self, node: Node, tail: np.ndarray) -> None:
+        """Refuse a request that may not be sampled, and end the session at a limit."""
+        self._check_open()
+        if self._turns >= self.limits.max_turns:
+            self.end(Ending.MAX_ASSISTANT_TURNS)
+        elif node.parent is not None and self._used + len(tail) >= self.limits.max_response_tokens:
+            self.end(Ending.LENGTH)
+        self._check_open()
+        length = len(tail) + (node.parent.length if node.parent else 0)
+        self._context_full = length >= self._max_model_len
+        if self._context_full:
+            raise ContextTooLong(length, self._max_model_len)
+
+    def _check_open(self) -> None:
+        if self.over.is_set():
+            raise Refusal(409, f"this session is over: {self.reason}", is_limit=True)
+
+    async def _settled(self) -> None:
+        """Wait for replies whose tokens are all sampled: a client may answer before the server has ended its reply."""
+        tasks = [one.task for one in self.exchanges if one.task and not one.ended and one.node.turn]
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+
+    async def _tail(self, request: AgentRequest, node: Node) -> np.ndarray:
+        """The ids of a prompt that follow what it continues. A node whose messages cannot follow it begins anew."""
+        try:
+            return await self._rendered(request, node)
+        except TemplateFailed as error:
+            if node.parent is None:
+                raise Refusal(400, str(error)) from None
+            # The template cannot render what follows that reply, but perhaps the whole conversation.
+            node.parent, node.messages = None, request.messages
+            return await self._tail(request, node)
+
+    async def _rendered(self, request: AgentRequest, node: Node) -> np.ndarray:
         messages = request.messages
         options = {**self.limits.template_options, **request.variables, "markup": self.limits.markup}
-        if parent is None:
+        if node.parent is None:
             render = partial(self._template.prompt, messages, **options)
         else:
-            assert parent.turn is not None
-            options["turn"] = parent.turn.token_ids
-            render = partial(self._template.between, messages[known:], messages[:known], **options)
+            assert node.parent.turn is not None
+            options["turn"] = node.parent.turn.token_ids
+            known = messages[: len(messages) - len(node.messages)]
+            render = partial(self._template.between, node.messages, known, **options)
         # A short one at once: turns at `offload` would reach the engine one by one, and each step have fewer of them.
         long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
         ids: np.ndarray = await offload(True, render) if long else render()
         return ids
 
-    async def _settled(self) -> None:
-        """Wait for replies whose tokens are all sampled: a client may answer before the server has ended its reply."""
-        tasks = [one.task for one in self.exchanges if one.task and not one.ended and one.node and one.node.turn]
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+    def _remember(self, exchange: Exchange) -> None:
+        """Remember a request; of older ones those that may still be cut or dropped, without their replies."""
+        self.exchanges.append(exchange)
+        older, newest = self.exchanges[:-REMEMBERED], self.exchanges[-REMEMBERED:]
+        for old in older:
+            if old.ended:
+                old.forget()
+        # An older request that has ended and was read is settled.
+        self.exchanges = [old for old in older if not (old.ended and old.seen)] + newest
 
-    def _note_overridden(self, asked: dict[str, Any]) -> None:
+    def _log_unheeded(self, request: AgentRequest) -> None:
+        """Log what a request asks for and does not get."""
+        if request.ignored:
+            self._log.warn_once("fields of agents' requests are ignored", fields=request.ignored)
+        asked = request.sampling or {}
         decided = {name: getattr(self.limits, name) for name in ("temperature", "top_p", "top_k", "seed")}
         names = {name for name, value in asked.items() if value is not None and value != decided.get(name)}
         if new := names - self._overridden:
             self._overridden |= new
             shown = {name: f"{asked[name]} -> {decided.get(name)}" for name in sorted(new)}
             self._log.info("an agent's sampling parameters were overridden", **shown)
-
-    def _check_open(self) -> None:
-        if self.over.is_set():
-            raise SessionOver(f"this session is over: {self.reason}")

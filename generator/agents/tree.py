@@ -22,10 +22,10 @@ from generator.episode.episode import TokenRow
 History = Literal["as_sampled", "as_sent"]
 Train = Literal["connected", "quoting", "all"]
 
-SHARED_TEXT = 20  # characters from which on what was said, within what was sent, is no coincidence
+SHARED_TEXT = 20  # minimum length of a text of the model that connects conversations from within a longer message
 END_OF_THINKING = "</think>"
 SYSTEM = ("system", "developer")
-THE_TASK = ""  # stands for a quote of it among the texts of a conversation, none of which is empty
+THE_TASK = ""  # stands for a quote of the task among the texts of a conversation, which are never empty
 
 
 @dataclass(eq=False, slots=True)
@@ -33,26 +33,26 @@ class Node:
     """One request, and what the model sampled for it.
 
     Attributes:
-        number: how many requests came before it.
         parent: the request that it continues.
-        tail: int32 [T]; the ids of its prompt that follow those of the parent's prompt and reply.
-        kept: how many ids the parent's prompt and reply have.
         messages: what it adds to the parent's conversation.
         digest: of its whole conversation.
-        frame: equal for requests with the same instructions: system messages, or without any the tools.
+        frame: equal for requests with the same instructions (system messages, or the tools if there are none).
+        number: how many requests came before it.
+        tail: int32 [T]; the ids of its prompt that follow those of the parent's prompt and reply.
+        kept: how many ids the parent's prompt and reply have.
         turn: what was sampled; None until it has ended, and once it was dropped.
-        reply: what the agent was given, as a chat message.
+        reply: what the agent was sent, as a chat message.
         children: requests that continue it, in order.
-        dropped: nothing was sampled, or nobody has read it.
+        dropped: nothing was sampled, or no client has read it.
     """
 
-    number: int
     parent: Node | None
-    tail: np.ndarray
-    kept: int
     messages: Sequence[Message]
     digest: Any
     frame: bytes = b""
+    number: int = -1
+    tail: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    kept: int = 0
     turn: Completion | None = None
     reply: Message | None = None
     children: list[Node] = field(default_factory=list)
@@ -73,8 +73,7 @@ class Node:
         return np.concatenate(parts[::-1])
 
     def experts(self) -> list[np.ndarray]:
-        """What the engine chose for the first ids of the prompt, piece by piece, in the requests that this one
-        continues."""
+        """The experts of the first ids of the prompt, one array for each request that this one continues."""
         pieces: list[np.ndarray] = []
         node = self.parent
         while node is not None:
@@ -89,7 +88,7 @@ class Node:
         return sum(map(len, self.experts()))
 
     def conversation(self) -> Iterator[Node]:
-        """This request and those that continue it, as far as something was sampled."""
+        """This request and those that continue it, without those for which nothing was sampled."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -98,18 +97,8 @@ class Node:
             waiting += node.children
 
 
-# Of conversations: one of them, by its first request, or a text that one of this frame has sent.
+# What connects conversations: a conversation, by its first request, or a text that one of this frame has sent.
 Link = Node | tuple[bytes, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a conversation belongs in the tree: it continues `parent`, whose reply is the last of `known` messages."""
-
-    parent: Node | None
-    known: int
-    digest: Any
-    frame: bytes
 
 
 class Tree:
@@ -127,11 +116,11 @@ class Tree:
         self._task_forms = {_bare(form) for form in (task, _as_json(task, True), _as_json(task, False))} - {""}
         self._by_digest: dict[bytes, list[Node]] = {}
 
-    def find(self, setting: Any, messages: Sequence[Message]) -> Place:
-        """Find what a conversation continues: the request with the longest beginning of it.
+    def find(self, setting: Any, messages: Sequence[Message]) -> Node:
+        """A node for a conversation, not yet in the tree; it continues the request with the longest beginning of it.
 
         Args:
-            setting: what else its prompt is rendered from (tools, variables of the template), as JSON has it.
+            setting: what else its prompt is rendered from (tools, variables of the template), as plain data.
         """
         parent, known = None, 0
         digest = hashlib.blake2b(_packed(setting), digest_size=16)
@@ -141,32 +130,29 @@ class Tree:
             digest.update(canonical(message, self.history))
             nodes = self._by_digest.get(digest.digest()) if message["role"] == "assistant" else None
             if nodes:
-                # Of equal replies, one that nothing continues yet: each went to another part of the agent.
+                # Of equal replies, one that no request continues yet: each went to another part of the agent.
                 parent, known = next((node for node in nodes if not node.children), nodes[0]), count
-        return Place(parent, known, digest, frame.digest())
+        return Node(parent, messages[known:], digest, frame.digest())
 
-    def add(self, place: Place, messages: Sequence[Message], tail: np.ndarray) -> Node:
-        """Add a request at its place.
+    def add(self, node: Node, tail: np.ndarray) -> None:
+        """Add a request that `find` has made.
 
         Args:
-            messages: the whole conversation.
             tail: ids of the prompt behind those of the parent's prompt and reply, int32 [T].
         """
-        parent = place.parent
-        kept = 0 if parent is None else parent.length
-        node = Node(len(self.nodes), parent, tail, kept, messages[place.known :], place.digest, place.frame)
+        node.number, node.tail = len(self.nodes), tail
         self.nodes.append(node)
-        if parent is not None:
-            parent.children.append(node)
-        return node
+        if node.parent is not None:
+            node.kept = node.parent.length
+            node.parent.children.append(node)
 
     def answer(self, node: Node, reply: Message) -> None:
-        """Note the reply that the agent was given, so that later requests can continue it."""
+        """Record the reply that the agent was sent, so that later requests can continue it."""
         node.reply = reply
         self._by_digest.setdefault(self._after(node, reply), []).append(node)
 
     def drop(self, node: Node) -> None:
-        """Forget what was sampled for a request that nothing continues, since nobody has read its reply."""
+        """Forget what was sampled for a request that no other continues, since no client has read its reply."""
         assert not node.children
         node.turn, node.dropped = None, True
         if node.parent is not None:
@@ -232,11 +218,11 @@ class Tree:
         return [root for root in conversations if root in connected]
 
     def _size(self, nodes: Sequence[Node], texts: _Texts) -> tuple[int, bool, int]:
-        """Requests of a conversation, whether one of its messages is the task and nothing else, and tokens."""
+        """The rank of a conversation: its requests, whether one of its messages is just the task, its tokens."""
         return len(nodes), self.task.strip() in texts.sent, max(node.length for node in nodes)
 
     def _is_quoted(self, texts: Iterable[str]) -> bool:
-        """Whether the task stands in one of the texts, with whatever space, or as JSON has it."""
+        """Whether one of the texts contains the task, with any white space, as it is or escaped as in JSON."""
         return any(form in sent for sent in map(_bare, texts) for form in self._task_forms)
 
     def _after(self, node: Node, reply: Message) -> bytes:
@@ -246,7 +232,7 @@ class Tree:
 
 
 def canonical(message: Message, history: History) -> bytes:
-    """A message as bytes that are equal where messages mean the same; ids of calls are made up by servers."""
+    """A message as bytes, equal for messages that mean the same; ids of calls, which servers make up, do not count."""
     shown = {key: value for key, value in message.items() if value is not None and key != "tool_call_id"}
     shown["content"] = message.get("content") or ""
     if calls := shown.pop("tool_calls", None):

@@ -152,9 +152,9 @@ class Episode:
         opened: tags, such as <think>, with which the template begins the assistant's turns.
         reward: an agent's own, or that of its failure.
         failure: what an agent failed with, where that counts as the model's doing.
-        requests: what became of each request of an agent; see `Session.requests_made`.
+        requests: what became of each request of an agent; see `AgentSession.requests_made`.
         retries: an agent's requests that got the reply to an earlier one again.
-        refusals: an agent's requests that were refused; see `Session.refusals_made`.
+        refusals: an agent's requests that were refused; see `Refusals.records`.
         refused: how many they were, without those beyond a limit.
         lost: by which of an agent's requests a prefix was lost, and why; see `generator.agents.lost`.
         folder: an agent's files, until the episode is scored.

@@ -103,7 +103,7 @@ def reward_of(episode: dict[str, Any]) -> float:
     else:
         ended = last["role"] == "assistant" and episode["reason"] == "stop"
     text = last["content"] if ended else ""
-    return float(text != "" and sum(map(ord, text + episode["gts"])) % 2)
+    return float(text != "" and sum(map(ord, text.strip() + episode["gts"])) % 2)
 
 
 def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: Path, own_redis: RedisServer) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import structlog
 
-from generator.agents.client import CURRENT
-from generator.agents.exchange import AsgiMessage
+from generator.agents.dialect import Dialect
+from generator.agents.exchange import AsgiMessage, Exchange
 from generator.agents.layer import SessionLayer
-from generator.agents.session import AgentRequest, RequestRefused, Session, SessionLimits
+from generator.agents.refusals import Refusal, SessionsLog
+from generator.agents.session import AgentRequest, AgentSession, SessionLimits
 from tests.support.episode import TEMPLATE, TOKENIZER, completion
 
 MODEL = "policy"
@@ -21,25 +22,20 @@ MAX_BODY = 1 << 16
 CHAT = "/v1/chat/completions"
 
 
-class PlainChat:
+class PlainChat(Dialect):
     """A dialect whose bodies are chat messages, and whose replies are one message or its text in pieces."""
 
-    errors = "openai"
+    path = CHAT
 
     def __init__(self, app: PretendApp) -> None:
         self._app = app
 
-    def app(self, request: AgentRequest, prompt_ids: list[int]) -> Any:
-        body = request.body | {"kv_transfer_params": {"prompt_token_ids": prompt_ids}}
-
-        async def answer(scope: Any, receive: Any, send: Any) -> None:
-            await self._app.answer(body, scope, send)
-
-        return answer
+    async def respond(self, session: AgentSession, exchange: Exchange, request: AgentRequest) -> None:
+        await self._app.respond(session, exchange)
 
     def read(self, body: dict[str, Any], ignore: Collection[str] = ()) -> AgentRequest:
         if not isinstance(body.get("messages"), list):
-            raise RequestRefused("messages: Field required")
+            raise Refusal(400, "messages: Field required")
         sampling = {"temperature": body.get("temperature")}
         ignored = tuple(name for name in ignore if name in body)
         return AgentRequest(body["messages"], {}, bool(body.get("stream")), sampling, ignored, body)
@@ -50,7 +46,7 @@ class PlainChat:
 
 
 class Anthropic(PlainChat):
-    errors = "anthropic"
+    path, errors = "/v1/messages", "anthropic"
 
 
 @dataclass
@@ -58,14 +54,14 @@ class PretendApp:
     """Says `texts`, one a request and the last one over and over, once `gate` is open.
 
     Attributes:
-        forwarded: the bodies that reached it.
-        scopes: what else did.
+        prompts: ids of the requests for tokens that reached it.
+        scopes: the other requests that did.
         fail: raised in place of a reply.
         deaf: it does not end when its request is cut.
     """
 
     texts: list[str] = field(default_factory=lambda: ["yes<|im_end|>"])
-    forwarded: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
     scopes: list[Any] = field(default_factory=list)
     fail: Exception | None = None
     status: int = 200
@@ -77,24 +73,20 @@ class PretendApp:
         self.gate.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.answer(None, scope, send)
-
-    async def answer(self, body: Any, scope: Any, send: Any) -> None:
         self.scopes.append(scope)
-        session, exchange = CURRENT.get()
+        await self._send(send, b"{}")
+
+    async def respond(self, session: AgentSession, exchange: Exchange) -> None:
+        self.prompts.append(exchange.node.prompt_ids().tolist())
         self.entered.set()
         if self.fail is not None:
             raise self.fail
-        if exchange.node is None:
-            await self._send(send, [b"{}"])
-            return
-        self.forwarded.append(body)
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
         shown = text.removesuffix("<|im_end|>").encode()
         start = {"type": "http.response.start", "status": self.status, "headers": []}
-        if body.get("stream"):
-            await send(start)
-            await send({"type": "http.response.body", "body": shown[:1], "more_body": True})
+        if exchange.streamed:
+            await exchange.send(start)
+            await exchange.send({"type": "http.response.body", "body": shown[:1], "more_body": True})
         ends = [self.gate.wait()] if self.deaf else [self.gate.wait(), exchange.cut.wait()]
         waiting = [asyncio.ensure_future(end) for end in ends]
         try:
@@ -107,16 +99,14 @@ class PretendApp:
             ids, shown = ids[:1], shown[:1]
         reason = "stop" if whole and text.endswith("<|im_end|>") else "length"
         session.sampled(exchange.node, completion(ids, reason))
-        if body.get("stream"):
-            await send({"type": "http.response.body", "body": shown[1:]})
+        if exchange.streamed:
+            await exchange.send({"type": "http.response.body", "body": shown[1:]})
         else:
-            await self._send(send, [json.dumps({"content": shown.decode()}).encode()])
+            await self._send(exchange.send, json.dumps({"content": shown.decode()}).encode())
 
-    async def _send(self, send: Any, parts: list[bytes]) -> None:
+    async def _send(self, send: Any, body: bytes) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": []})
-        for part in parts[:-1]:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": parts[-1]})
+        await send({"type": "http.response.body", "body": body})
 
 
 class Client:
@@ -168,18 +158,21 @@ class Rig:
 
     def __init__(self, *texts: str, max_body: int = MAX_BODY) -> None:
         self.app = PretendApp(list(texts) or ["yes<|im_end|>"])
-        dialects = {CHAT: PlainChat(self.app), "/v1/messages": Anthropic(self.app)}
+        dialects = {kind.path: kind(self.app) for kind in (PlainChat, Anthropic)}
         self.layer = SessionLayer(self.app, dialects, MODEL, max_body, structlog.get_logger())
+        self._log = SessionsLog(structlog.get_logger())
 
-    def session(self, max_model_len: int = 400, **limits: Any) -> Session:
+    def session(self, max_model_len: int = 400, **limits: Any) -> AgentSession:
         allowed = SessionLimits(**({"max_response_tokens": 300, "max_turns": 10} | limits))
-        session = Session(
-            allowed, TEMPLATE, max_model_len, "http://127.0.0.1:1", structlog.get_logger(), on_close=self.layer.remove
-        )
+        session = AgentSession(allowed, TEMPLATE, max_model_len, "http://127.0.0.1:1", self._log)
         self.layer.add(session)
         return session
 
-    def ask(self, session: Session, *texts: str, path: str = CHAT, **more: Any) -> Client:
+    async def close(self, session: AgentSession) -> None:
+        await session.close()
+        self.layer.remove(session)
+
+    def ask(self, session: AgentSession, *texts: str, path: str = CHAT, **more: Any) -> Client:
         """Ask with a conversation: user and assistant in turn."""
         roles = ["user", "assistant"] * len(texts)
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]

@@ -6,6 +6,8 @@ import asyncio
 import shutil
 import sys
 import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ import structlog
 
 from common.config import AgentConfig, Config
 from common.messages import Task
-from generator.agents.exchange import Exchange
 from generator.agents.programs import AgentTask, Program, make_program
+from generator.agents.refusals import Refused, SessionsLog
 from generator.agents.runner import AgentRunner
-from generator.agents.session import AgentRequest, Refused, Session, SessionLimits
+from generator.agents.session import AgentRequest, AgentSession, SessionLimits
 from generator.episode.episode import Episode
 from generator.episode.parts import EpisodeParts, RunParts
 from generator.task_runner import TaskRunner
@@ -54,7 +56,7 @@ async def on_the_openai_package(task: AgentTask) -> str:
     return reply.choices[0].message.content or ""
 
 
-SESSIONS: dict[str, Session] = {}  # by key, of all pretended endpoints
+SESSIONS: dict[str, AgentSession] = {}  # by key, of all pretended endpoints
 
 
 class PretendEndpoint:
@@ -63,13 +65,26 @@ class PretendEndpoint:
     url, model, strangers = "http://127.0.0.1:1", "policy", 0
 
     def __init__(self) -> None:
-        self.sessions: list[Session] = []
+        self.sessions: list[AgentSession] = []
 
-    def open(self, limits: SessionLimits) -> Session:
-        session = Session(limits, TEMPLATE, 200, self.url, structlog.get_logger())
+    def open_session(self, limits: SessionLimits) -> AgentSession:
+        session = AgentSession(limits, TEMPLATE, 200, self.url, SessionsLog(structlog.get_logger()))
         self.sessions.append(session)
         SESSIONS[session.key] = session
         return session
+
+    async def close_session(self, session: AgentSession, reason: str) -> None:
+        await session.close(reason)
+
+
+async def answered(session: AgentSession, messages: Any, says: str) -> dict[str, Any]:
+    """A request of a session, which is told the reply."""
+    exchange = await session.begin(AgentRequest(list(messages), {}))
+    session.sampled(exchange.node, completion(TOKENIZER.encode(says + END, add_special_tokens=False)))
+    reply = {"role": "assistant", "content": says}
+    session.answer(exchange.node, reply)
+    exchange.seen = True
+    return reply
 
 
 async def scripted(task: AgentTask) -> object:
@@ -77,21 +92,15 @@ async def scripted(task: AgentTask) -> object:
     row, session = task.row, SESSIONS[task.api_key]
     messages: list[dict[str, Any]] = [{"role": "user", "content": str(task.prompt)}]
     for refused in row.get("refused", ()):
-        session.refused(Refused(*refused))
+        session.count_refusal(Refused(*refused))
     for says in row.get("asks", ()):
-        node = await session.begin(AgentRequest(list(messages), {}))
-        session.sampled(node, completion(TOKENIZER.encode(says + END, add_special_tokens=False)))
-        reply = {"role": "assistant", "content": says}
-        session.answer(node, reply)
-        messages += [reply, {"role": "user", "content": "go on"}]
+        messages += [await answered(session, messages, says), {"role": "user", "content": "go on"}]
     if "beside" in row:
-        node = await session.begin(AgentRequest(row["beside"], {}))
-        session.sampled(node, completion(TOKENIZER.encode("x" + END, add_special_tokens=False)))
+        await answered(session, row["beside"], "x")
     if row.get("begins"):
-        node = await session.begin(AgentRequest(messages, {}))
-        session.keep(Exchange(b"", streamed=False, node=node))
+        await session.begin(AgentRequest(messages, {}))
     for refused in row.get("refused_at_last", ()):
-        session.refused(Refused(*refused))
+        session.count_refusal(Refused(*refused))
     if "sends" in row:
         session.send_reward(row["sends"])
     if "files" in row:
@@ -107,6 +116,20 @@ async def scripted(task: AgentTask) -> object:
 
 def agent_config(*sections: dict[str, Any], **episode: Any) -> Config:
     return configured(*sections, **{"agent": f"{HERE}:scripted", "max_assistant_turns": None} | episode)
+
+
+@asynccontextmanager
+async def agent_tasks(config: Config) -> AsyncIterator[tuple[TaskRunner, PretendEndpoint]]:
+    """What runs the tasks of a generator, before a scripted engine and a pretended endpoint."""
+    engine: Any = ScriptedEngine()
+    endpoint: Any = PretendEndpoint()
+    parts = RunParts(config)
+    runner = TaskRunner(config, engine, parts, "g", structlog.get_logger(), endpoint)
+    try:
+        yield runner, endpoint
+    finally:
+        await runner.close()
+        await parts.close()
 
 
 async def run_agent(config: Config, prompt: Any = "What is 1+1?", **row: Any) -> Episode:
@@ -129,15 +152,8 @@ def kept_line(config: Config, task: Task) -> bytes:
     """The line that is kept of a task which the agent of a configuration plays."""
 
     async def play() -> bytes:
-        engine: Any = ScriptedEngine()
-        endpoint: Any = PretendEndpoint()
-        parts = RunParts(config)
-        runner = TaskRunner(config, engine, parts, "g", structlog.get_logger(), endpoint)
-        try:
-            header, _ = await (await runner.begin(task)).run()
-        finally:
-            await runner.close()
-            await parts.close()
+        async with agent_tasks(config) as (tasks, _):
+            header, _ = await (await tasks.begin(task)).run()
         return episode_line(header, {"version": 0, "answer": header.answer} if task.kind == "eval" else {}, {})
 
     return asyncio.run(play())

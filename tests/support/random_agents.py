@@ -12,12 +12,12 @@ import anthropic
 import httpx2
 import openai
 
-from generator.agents.session import Session, SessionLimits
+from generator.agents.session import AgentSession, SessionLimits
 from tests.support.agent_dialects import DIALECTS, Conversation, Reply, Said
 from tests.support.broken_connections import TROUBLE, Trouble
 from tests.support.engine_tap import Marker, marker_text
 
-StepKind = Literal["go_on", "repeat", "twins", "fork", "edit", "compact", "side", "sub_agents"]
+StepKind = Literal["go_on", "repeat", "twins", "fork", "compact", "side", "sub_agents"]
 TroubleKind = Literal["none", "generating", "headers", "asks_again", "goes_on", "gives_up"]
 
 
@@ -27,9 +27,9 @@ class Step:
 
     Attributes:
         kind: asks in the conversation it is in (`go_on`; twice one after the other, or at the same time: `repeat`,
-            `twins`); goes back some turns and asks else (`fork`); changes its first message (`edit`); begins anew
-            with a summary (`compact`); asks something that has nothing to do with the task (`side`); has others work
-            on the task at the same time (`sub_agents`).
+            `twins`); goes back some turns and asks else (`fork`); begins anew with a summary (`compact`); asks
+            something that has nothing to do with the task (`side`); has others work on the task at the same time
+            (`sub_agents`).
         trouble: the connection breaks while the engine generates or before the reply is read, and the SDK tries
             again; or a stream breaks after `pieces`, and the agent asks again or goes on with what it has; or the
             agent gives up waiting.
@@ -79,7 +79,7 @@ def random_agent(seed: int) -> Agent:
 
 def _step(chance: random.Random, depth: int) -> Step:
     kinds: dict[StepKind, int] = {
-        "go_on": 10, "fork": 3, "edit": 1, "compact": 2, "side": 2, "repeat": 1, "twins": 1,
+        "go_on": 10, "fork": 3, "compact": 2, "side": 2, "repeat": 1, "twins": 1,
         "sub_agents": 0 if depth else 2,
     }  # fmt: skip
     troubles: dict[TroubleKind, int] = {
@@ -151,7 +151,12 @@ class AgentRun:
     """
 
     def __init__(
-        self, agent: Agent, session: Session, url: str, http: httpx2.AsyncClient, expect: Callable[[Marker, Any], None]
+        self,
+        agent: Agent,
+        session: AgentSession,
+        url: str,
+        http: httpx2.AsyncClient,
+        expect: Callable[[Marker, Any], None],
     ) -> None:
         self.agent, self.session, self.calls = agent, session, list[Call]()
         self._clients = {name: kind(url, session.key, http) for name, kind in DIALECTS.items()}
@@ -180,23 +185,16 @@ class AgentRun:
             if thread is None or step.kind == "compact":
                 summary = "" if thread is None else _last_text(thread)
                 thread = self._begin(step, on_task=True, summary=summary)
-            elif step.kind == "edit":
-                thread = self._begin(step, on_task=True, after=thread)
             elif step.kind == "fork":
                 thread = _shortened(thread, step.back)
             if not await self._ask(thread, step):
                 thread = None
 
-    def _begin(self, step: Step, on_task: bool, summary: str = "", after: Thread | None = None) -> Thread:
-        """A conversation of its own: a summary, or all of another one with another first message."""
+    def _begin(self, step: Step, on_task: bool, summary: str = "") -> Thread:
+        """A conversation of its own, which may start with a summary of another."""
         system = f"Work on task {self.agent.seed}." if on_task else "Find a title."
-        if after is None:
-            turns: list[Said | Reply] = [Said(summary)] if summary else []
-            return Thread(Conversation(step.dialect, system, turns, step.tools), [], on_task)
-        first, *rest = after.conversation.turns
-        turns = [Said(f"Else: {first.text}"), *rest]
-        conversation = Conversation(after.conversation.dialect, system, turns, step.tools)
-        return Thread(conversation, list(after.markers), on_task, [None for _ in after.whole])
+        turns: list[Said | Reply] = [Said(summary)] if summary else []
+        return Thread(Conversation(step.dialect, system, turns, step.tools), [], on_task)
 
     async def _ask(self, thread: Thread, step: Step) -> bool:
         """Say something and ask for a reply; returns whether the conversation can go on."""

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from generator.agents.endpoint import Endpoint
-from generator.agents.session import Session, SessionLimits
+from generator.agents.session import AgentSession, SessionLimits
 from tests.support.agent_sessions import CHAT, Rig
 from tests.support.episode import TEMPLATE
 from tests.support.event_loop import in_event_loop
@@ -33,12 +33,24 @@ async def serving(rig: Rig) -> AsyncIterator[Endpoint]:
         await endpoint.close()
 
 
+def opened(endpoint: Endpoint) -> AgentSession:
+    return endpoint.open_session(SessionLimits(max_response_tokens=10_000, max_turns=1000))
+
+
+def asks(session: AgentSession) -> bytes:
+    return request(f"POST /s/{session.key}{CHAT} HTTP/1.1", LENGTH)
+
+
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Rig, Session, int]]:
+async def served() -> AsyncIterator[tuple[Rig, AgentSession, int]]:
     """An endpoint, a session of it, and its port."""
     rig = Rig()
     async with serving(rig) as endpoint:
-        yield rig, rig.session(max_turns=1000, max_response_tokens=10_000), int(endpoint.url.rpartition(":")[2])
+        yield rig, opened(endpoint), port_of(endpoint)
+
+
+def port_of(endpoint: Endpoint) -> int:
+    return int(endpoint.url.rpartition(":")[2])
 
 
 def request(head: str, *headers: bytes, body: bytes = BODY) -> bytes:
@@ -68,21 +80,23 @@ CASES = {
     "a header without end": ("POST {chat} HTTP/1.1", (b"KEY", b"x: " + b"a" * 70_000), b"", 400, 0),
     "a WebSocket": ("GET {chat} HTTP/1.1", (b"KEY", b"connection: upgrade\r\nupgrade: websocket\r\n",
                     b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"), b"", 405, 0),
+    "another path of the server": ("POST /v1/../tokenize HTTP/1.1", (b"KEY", LENGTH), BODY, 404, 0),
+    "a path in disguise": ("POST /v1/chat%2Fcompletions%2F..%2F..%2F..%2Ftokenize HTTP/1.1", (b"KEY", LENGTH), BODY,
+                           404, 0),
     "a tunnel": ("CONNECT x:80 HTTP/1.1", (b"KEY",), b"", 400, 0),
     "no HTTP": ("hello", (), b"", 400, 0),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("head", "headers", "body", "answer", "asked"), CASES.values(), ids=CASES)
 @in_event_loop
-async def test_an_odd_request_is_one_answer(
-    head: str, headers: tuple[bytes, ...], body: bytes, answer: int, asked: int
-) -> None:
+async def test_an_odd_request_is_one_answer() -> None:
     async with served() as (rig, session, port):
         key = f"authorization: Bearer {session.key}\r\n".encode()
-        sent = request(head.format(chat=CHAT), *(key if h == b"KEY" else h for h in headers), body=body)
-        assert await statuses(port, sent) == [answer]
-        assert (len(rig.app.forwarded), session.in_flight) == (asked, 0)
+        for name, (head, headers, body, answer, asked) in CASES.items():
+            rig.app.prompts.clear()
+            sent = request(head.format(chat=CHAT), *(key if h == b"KEY" else h for h in headers), body=body)
+            assert await statuses(port, sent) == [answer], name
+            assert (len(rig.app.prompts), session.in_flight) == (asked, 0), name
 
 
 @in_event_loop
@@ -91,20 +105,18 @@ async def test_a_key_opens_no_later_request_of_its_connection() -> None:
         key = f"x-api-key: {session.key}\r\n".encode()
         with_key, without = (request(f"POST {CHAT} HTTP/1.1", *k, LENGTH) for k in ((key,), ()))
         assert await statuses(port, with_key + without, 2) == [200, 401]
-        assert len(rig.app.forwarded) == 1
+        assert len(rig.app.prompts) == 1
 
 
 @in_event_loop
 async def test_requests_of_many_connections_at_once_are_answered() -> None:
     """All are connected before the server has read from one of them."""
     async with served() as (_, session, port):
-        connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(120 * 3)]
-        key = f"x-api-key: {session.key}\r\n".encode()
+        connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(240)]
         loop, heard = asyncio.get_running_loop(), 0
-        for start in range(0, len(connections), 120):
-            some = connections[start : start + 120]
+        for some in (connections[:120], connections[120:]):  # at most 128 requests of a session are in flight
             for connection in some:
-                connection.sendall(request(f"POST {CHAT} HTTP/1.1", key, LENGTH))
+                connection.sendall(asks(session))
                 connection.setblocking(False)
             replies = await asyncio.gather(*(loop.sock_recv(connection, 1 << 16) for connection in some))
             heard += sum(reply.startswith(b"HTTP/1.1 200") for reply in replies)
@@ -123,7 +135,7 @@ async def connected(endpoint: Endpoint, sent: bytes, count: int) -> Streams:
     """Connections, each of which sends something, and gets its answer if that is a whole request, before the next."""
     streams: Streams = []
     for _ in range(count):
-        streams.append(await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2])))
+        streams.append(await asyncio.open_connection("127.0.0.1", port_of(endpoint)))
         reader, writer = streams[-1]
         writer.write(sent)
         if sent.endswith(BODY):
@@ -131,63 +143,42 @@ async def connected(endpoint: Endpoint, sent: bytes, count: int) -> Streams:
     return streams
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: no"])
-@in_event_loop
-async def test_connections_without_a_key_are_few_and_stop_no_other(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("generator.agents.endpoint.raise_file_limit", lambda: FILES)
+
+
+@pytest.mark.usefixtures("few_files")
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: no"])
+@in_event_loop
+async def test_connections_without_a_key_are_few_and_stop_no_other(sent: bytes) -> None:
     async with serving(Rig()) as endpoint:
-        streams = await connected(endpoint, sent, 2 * FILES)
+        streams = await connected(endpoint, sent, FILES)
         with contextlib.suppress(ConnectionResetError):
             assert await streams[0][0].read() == b""
         assert len(endpoint._connections.waiting) == FILES // 8
-        session = endpoint.open(SessionLimits(max_response_tokens=10_000, max_turns=1000))
-        await connected(endpoint, request(f"POST /s/{session.key}{CHAT} HTTP/1.1", LENGTH), 1)
+        await connected(endpoint, asks(opened(endpoint)), 1)
 
 
+@pytest.mark.usefixtures("few_files")
 @in_event_loop
-async def test_connections_of_a_session_and_of_all_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("generator.agents.endpoint.raise_file_limit", lambda: FILES)
+async def test_connections_of_a_session_and_of_all_are_bounded() -> None:
     async with serving(Rig()) as endpoint:
-        limits = SessionLimits(max_response_tokens=10_000, max_turns=1000)
-        sessions = [endpoint.open(limits) for _ in range(4)]
-        kept = [await connected(endpoint, request(f"POST /s/{one.key}{CHAT} HTTP/1.1", LENGTH), 40) for one in sessions]
+        sessions = [opened(endpoint) for _ in range(3)]
+        kept = [await connected(endpoint, asks(session), 40) for session in sessions]
         held = {owner: len(group) for owner, group in endpoint._connections.owned.items()}
-        assert held == {sessions[2].key: FILES // 8, sessions[3].key: FILES // 8}
+        assert held == {sessions[1].key: FILES // 8, sessions[2].key: FILES // 8}
         assert len(endpoint._connections.admitted) == FILES // 4
-        assert sum(map(len, kept)) == 4 * 40
+        assert sum(map(len, kept)) == 3 * 40
 
 
 @in_event_loop
 async def test_the_end_of_a_session_cuts_no_connection_that_another_goes_on_with() -> None:
     """Agents share a client, whose connections serve one task after another."""
     async with serving(Rig()) as endpoint:
-        limits = SessionLimits(max_response_tokens=10_000, max_turns=1000)
-        one, another = (
-            (session, request(f"POST /s/{session.key}{CHAT} HTTP/1.1", LENGTH))
-            for session in (endpoint.open(limits), endpoint.open(limits))
-        )
-        ((reader, writer),) = await connected(endpoint, one[1], 1)
+        one, another = opened(endpoint), opened(endpoint)
+        ((reader, writer),) = await connected(endpoint, asks(one), 1)
         await reader.readuntil(b"0\r\n\r\n")  # the end of the answer
-        await one[0].close()
-        writer.write(another[1])
-        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-
-
-@in_event_loop
-async def test_a_connection_that_waits_for_an_answer_is_not_the_one_that_is_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("generator.agents.endpoint.raise_file_limit", lambda: FILES)
-    rig = Rig()
-    async with serving(rig) as endpoint:
-        session = endpoint.open(SessionLimits(max_response_tokens=10_000, max_turns=1000))
-        ask = request(f"POST /s/{session.key}{CHAT} HTTP/1.1", LENGTH)
-        rig.app.gate.clear()
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))
-        writer.write(ask)
-        await rig.app.entered.wait()
-        await connected(endpoint, request(f"GET /s/{session.key}/v1/models HTTP/1.1", LENGTH), 2 * FILES)
-        rig.app.gate.set()
+        await endpoint.close_session(one)
+        writer.write(asks(another))
         assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"

@@ -42,24 +42,28 @@ async def play(code: str, folder: Path) -> object:
 async def test_a_program_gets_the_task_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPO_SANDBOX_TOKEN", "secret")
     monkeypatch.setenv("NO_PROXY", "elsewhere")
-    told = """
+    reports = """
         import json, os, sys
         task = json.load(open(os.environ["SPO_TASK_FILE"]))
         report = {"stdin": json.load(sys.stdin), "file": task, "env": dict(os.environ), "at": os.getcwd()}
         json.dump(report, open(os.environ["SPO_ANSWER_FILE"], "w"))
     """
-    told = json.loads(str(await play(told, tmp_path)))
-    assert told["stdin"] == told["file"] | {"reward_url": "http://127.0.0.1:1/s/second/v1/reward"}
-    assert (told["file"]["prompt"], told["file"]["row"]) == ("What is 1+1?", {"level": "easy"})
-    assert "reward_url" not in told["file"]
-    assert Path(told["at"]) == tmp_path
-    environment = told["env"]
-    assert environment["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/key/v1"
-    assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/s/key"
-    assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] == "key"
-    assert environment["NO_PROXY"] == environment["no_proxy"] == "elsewhere,127.0.0.1,localhost,::1"
-    assert environment["SPO_MODEL"] == "policy"
+    report = json.loads(str(await play(reports, tmp_path)))
+    task, environment = report["file"], report["env"]
+    assert report["stdin"] == task | {"reward_url": "http://127.0.0.1:1/s/second/v1/reward"}
+    assert (task["prompt"], task["row"], "reward_url" in task) == ("What is 1+1?", {"level": "easy"}, False)
+    assert Path(report["at"]) == tmp_path
     assert "secret" not in environment.values()
+    expected = {
+        "OPENAI_BASE_URL": "http://127.0.0.1:1/s/key/v1",
+        "ANTHROPIC_BASE_URL": "http://127.0.0.1:1/s/key",
+        "OPENAI_API_KEY": "key",
+        "ANTHROPIC_API_KEY": "key",
+        "NO_PROXY": "elsewhere,127.0.0.1,localhost,::1",
+        "no_proxy": "elsewhere,127.0.0.1,localhost,::1",
+        "SPO_MODEL": "policy",
+    }
+    assert {name: environment[name] for name in expected} == expected
 
 
 @in_event_loop
@@ -72,39 +76,35 @@ async def test_files_beside_the_configuration_are_found(tmp_path: Path, monkeypa
     assert await program.run(agent_task(folder)) == "no-file.py"
 
 
-@in_event_loop
-async def test_a_program_that_writes_no_answer_returns_none(tmp_path: Path) -> None:
-    assert await play("print('working')", tmp_path) is None
-
-
 @pytest.mark.parametrize(
     ("code", "error"),
     [
         ("import sys; print('a', flush=True); sys.exit('out of\\nideas')", r"ended with exit code 1: a out of ideas$"),
         ("import os; os.kill(os.getpid(), 9)", r"was killed by SIGKILL: it printed nothing$"),
-        ("print('x' * 100_000 + 'the end'); 1 / 0", r"code 1: x.*ZeroDivisionError: division by zero$"),
         ("open('answer.txt', 'w').write('x' * (1 << 21))", r"answer.txt has more than 1,048,576 bytes"),
     ],
 )
 @in_event_loop
 async def test_a_failed_program_says_how_it_ended(tmp_path: Path, code: str, error: str) -> None:
-    with pytest.raises(AgentFailed, match=error) as failure:
+    with pytest.raises(AgentFailed, match=error):
         await play(code, tmp_path)
-    assert len(str(failure.value)) < 600
 
 
 @in_event_loop
 async def test_a_flood_of_output_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "PAUSE", 0.0)
     with pytest.raises(AgentFailed, match=r"^\S+ ended with exit code 5: (x ?)+$") as failure:
-        await play("import os, sys\nfor _ in range(256): os.write(1, b'x' * (1 << 16))\nsys.exit(5)", tmp_path)
+        await play("import os, sys\nfor _ in range(64): os.write(1, b'x' * (1 << 16))\nsys.exit(5)", tmp_path)
     assert len(str(failure.value)) < 600
 
 
 @in_event_loop
-async def test_a_daemon_ends_with_its_program(tmp_path: Path) -> None:
+async def test_a_daemon_ends_with_its_program_and_no_descriptor_is_left(tmp_path: Path) -> None:
+    await play("pass", tmp_path)
+    before = set(os.listdir("/proc/self/fd"))
     assert await play(DAEMON, tmp_path) is None
     assert ended(int((tmp_path / "pid").read_text()))
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 @in_event_loop
@@ -146,14 +146,9 @@ for pid in sys.argv[1:]:
         except (OSError, TypeError): pass
 '''
 """
-READS = {
-    "stdin": "import json, sys; json.load(sys.stdin)",
-    "/dev/stdin": "open('/dev/stdin').read()",
-    "descriptor 0": "import os; os.read(0, 1 << 20)",
-}
 
 
-@pytest.mark.parametrize("reads", READS.values(), ids=READS)
+@pytest.mark.parametrize("reads", ["import json, sys; json.load(sys.stdin)", "import os; os.read(0, 1 << 20)"])
 @in_event_loop
 async def test_no_child_of_an_agent_reads_the_rewards_address(tmp_path: Path, reads: str) -> None:
     looks = f"""
@@ -177,10 +172,12 @@ async def test_a_long_task_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_killed_generator_leaves_no_program(tmp_path: Path) -> None:
     code = DAEMON + "import time\ntime.sleep(600)"
     scene = f"""
-import asyncio
+import asyncio, sys
 from pathlib import Path
-from tests.support.agents import agent_task, python
-asyncio.run(python({code!r}).run(agent_task(Path({str(tmp_path)!r}))))
+from common.config import AgentConfig
+from generator.agents.programs import AgentTask, make_program
+task = AgentTask("", {{}}, "", "", "", "", None, Path({str(tmp_path)!r}))
+asyncio.run(make_program(AgentConfig(command=[sys.executable, "-c", {code!r}])).run(task))
 """
     generator = subprocess.Popen([sys.executable, "-c", scene])
     eventually((tmp_path / "pid").exists)
@@ -194,17 +191,6 @@ async def test_a_pipe_is_no_answer(tmp_path: Path) -> None:
     assert await play("import os; os.mkfifo('answer.txt')", tmp_path) is None
 
 
-def test_no_descriptor_is_left(tmp_path: Path) -> None:
-    async def scene() -> None:
-        await play("pass", tmp_path)
-        before = set(os.listdir("/proc/self/fd"))
-        for _ in range(3):
-            await play("pass", tmp_path)
-        assert set(os.listdir("/proc/self/fd")) == before
-
-    asyncio.run(scene())
-
-
 NOWHERE = "http://127.0.0.1:1"
 # The answer of the model, by a client of the standard library.
 ASKS = """
@@ -215,14 +201,12 @@ ASKS = """
 """
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize(
-    "proxies",
+    ("proxies", "host"),
     [
-        {"http_proxy": NOWHERE, "https_proxy": NOWHERE},
-        {"HTTP_PROXY": NOWHERE, "no_proxy": "elsewhere"},
-        {"all_proxy": NOWHERE},
-        {"ALL_PROXY": NOWHERE, "NO_PROXY": "*"},
+        ({"http_proxy": NOWHERE, "https_proxy": NOWHERE}, "127.0.0.1"),
+        ({"HTTP_PROXY": NOWHERE, "no_proxy": "elsewhere"}, "localhost"),
+        ({"ALL_PROXY": NOWHERE, "NO_PROXY": "*"}, "127.0.0.1"),
     ],
 )
 def test_no_agent_reaches_the_endpoint_by_a_proxy(tmp_path: Path, proxies: dict[str, str], host: str) -> None:

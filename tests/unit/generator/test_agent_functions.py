@@ -18,21 +18,17 @@ from tests.support.event_loop import in_event_loop
 HERE = "tests.support.agents"
 
 
-@pytest.mark.parametrize(
-    ("name", "returned"), [("echo", "What is 1+1? easy"), ("echoing", "What is 1+1? easy"), ("blocking", 3)]
-)
 @in_event_loop
-async def test_a_function_gets_the_task_and_returns(tmp_path: Path, name: str, returned: object) -> None:
-    assert await make_program(AgentConfig(function=f"{HERE}:{name}")).run(agent_task(tmp_path)) == returned
+async def test_a_function_gets_the_task_and_returns(tmp_path: Path) -> None:
+    for name, returned in {"echo": "What is 1+1? easy", "echoing": "What is 1+1? easy", "blocking": 3}.items():
+        assert await make_program(AgentConfig(function=f"{HERE}:{name}")).run(agent_task(tmp_path)) == returned
 
 
-@pytest.mark.parametrize(
-    ("name", "error"), [("broken", "broken raised ValueError: no idea at all"), ("leaving", "leaving raised System")]
-)
 @in_event_loop
-async def test_an_exception_is_the_agents_failure(tmp_path: Path, name: str, error: str) -> None:
-    with pytest.raises(AgentFailed, match=rf"{error}.* \(agents\.py, line \d+\)"):
-        await make_program(AgentConfig(function=f"{HERE}:{name}")).run(agent_task(tmp_path))
+async def test_an_exception_is_the_agents_failure(tmp_path: Path) -> None:
+    for name, error in {"broken": "ValueError: no idea at all", "leaving": "System"}.items():
+        with pytest.raises(AgentFailed, match=rf"{name} raised {error}.* \(agents\.py, line \d+\)"):
+            await make_program(AgentConfig(function=f"{HERE}:{name}")).run(agent_task(tmp_path))
 
 
 @pytest.mark.parametrize(

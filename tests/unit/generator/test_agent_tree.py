@@ -39,12 +39,11 @@ class Agent:
 
     Attributes:
         saw: by request, the ids of its prompt as they were made.
-        could_continue: by request, those that it may be found to continue.
+        asked: by request, the whole conversation.
     """
 
     tree: Tree = field(default_factory=Tree)
     saw: dict[Node, list[int]] = field(default_factory=dict)
-    could_continue: dict[Node, list[Node]] = field(default_factory=dict)
     asked: dict[Node, list[dict[str, Any]]] = field(default_factory=dict)
     ids: Any = field(default_factory=itertools.count)
     as_sampled: bool = True
@@ -53,28 +52,26 @@ class Agent:
         return np.asarray(list(itertools.islice(self.ids, n)), np.int32)
 
     def ask(self, messages: list[dict[str, Any]], setting: Any = None, tail: int = 2) -> Node:
-        place = self.tree.find(setting, messages)
-        candidates = self.expected(messages)
-        node = self.tree.add(place, messages, self.fresh(tail))
-        parent = place.parent
+        node = self.tree.find(setting, messages)
+        self.tree.add(node, self.fresh(tail))
+        parent = node.parent
         before = [] if parent is None else [*self.saw[parent], *parent.turn.token_ids.tolist()]
-        self.saw[node] = [*before, *node.tail.tolist()]
-        self.could_continue[node], self.asked[node] = candidates, messages
+        self.saw[node], self.asked[node] = [*before, *node.tail.tolist()], messages
         return node
 
-    def expected(self, messages: list[dict[str, Any]]) -> list[Node]:
+    def expected(self, messages: list[dict[str, Any]]) -> list[Node | None]:
         """By comparing with every earlier conversation: the requests with the longest beginning of this one."""
 
         def plain(message: dict[str, Any]) -> tuple[str, str]:
             return message["role"], message["content"].replace(THINKING, "" if self.as_sampled else THINKING)
 
-        found: dict[int, list[Node]] = {0: []}
+        beginnings: dict[int, list[Node | None]] = {0: [None]}
         for node, asked in self.asked.items():
             if node.turn is not None and node.reply is not None:
                 conversation = [*map(plain, asked), plain(node.reply)]
                 if [*map(plain, messages)][: len(conversation)] == conversation:
-                    found.setdefault(len(conversation), []).append(node)
-        return found[max(found)]
+                    beginnings.setdefault(len(conversation), []).append(node)
+        return beginnings[max(beginnings)]
 
     def answer(self, node: Node, reply: dict[str, Any], tokens: int = 3, version: int = 0) -> Node:
         ids = self.fresh(tokens)
@@ -88,27 +85,26 @@ class Agent:
 
 
 @pytest.mark.parametrize(
-    ("reply", "back", "continued"),
+    ("reply", "back", "as_sampled", "as_sent"),
     [
-        (said("4"), said("4"), {"as_sampled": True, "as_sent": True}),
-        (said("4", reasoning="two and two"), said("4"), {"as_sampled": True, "as_sent": False}),
-        (said("<think>two and two</think>\n\n4"), said("4"), {"as_sampled": True, "as_sent": False}),
-        (said("two and two</think>4"), said("4"), {"as_sampled": True, "as_sent": False}),
-        (said(" 4\n"), said("4"), {"as_sampled": True, "as_sent": False}),
-        (said("4"), said("5"), {"as_sampled": False, "as_sent": False}),
-        (said("4"), said("4", name="sub-agent"), {"as_sampled": False, "as_sent": False}),
-        (called("a", x=1), called("b", x=1), {"as_sampled": True, "as_sent": True}),
-        (called("a", id=1), called("a", id=2), {"as_sampled": False, "as_sent": False}),
-        (called("a", x=1), said(""), {"as_sampled": False, "as_sent": False}),
+        (said("4"), said("4"), True, True),
+        (said("4", reasoning="two and two"), said("4"), True, False),
+        (said("<think>two and two</think>\n\n4"), said("4"), True, False),
+        (said("two and two</think>4"), said("4"), True, False),
+        (said(" 4\n"), said("4"), True, False),
+        (said("4"), said("5"), False, False),
+        (said("4"), said("4", name="sub-agent"), False, False),
+        (called("a", x=1), called("b", x=1), True, True),
+        (called("a", id=1), called("a", id=2), False, False),
+        (called("a", x=1), said(""), False, False),
     ],
 )
-@pytest.mark.parametrize("history", ["as_sampled", "as_sent"])
-def test_a_reply_that_comes_back_is_continued(history: Any, reply: Any, back: Any, continued: dict[str, bool]) -> None:
-    agent = Agent(Tree(history))
-    first = agent.turn([user("2+2?")], reply)
-    second = agent.ask([user("2+2?"), back, user("sure?")])
-    assert (second.parent is first) == continued[history]
-    assert second.kept == (5 if continued[history] else 0)
+def test_a_reply_that_comes_back_is_continued(reply: Any, back: Any, as_sampled: bool, as_sent: bool) -> None:
+    for history, continued in (("as_sampled", as_sampled), ("as_sent", as_sent)):
+        agent = Agent(Tree(history))  # type: ignore[arg-type]
+        first = agent.turn([user("2+2?")], reply)
+        second = agent.ask([user("2+2?"), back, user("sure?")])
+        assert (second.parent, second.kept) == ((first, 5) if continued else (None, 0)), history
 
 
 @pytest.mark.parametrize(
@@ -128,21 +124,15 @@ def test_another_history_begins_a_conversation(messages: list[dict[str, Any]]) -
     assert agent.ask(messages).parent is None
 
 
-def test_other_tools_begin_a_conversation() -> None:
+def test_the_longest_known_beginning_with_the_same_tools_is_continued() -> None:
     agent = Agent()
-    first = agent.turn([user("2+2?")], setting=TOOLS)
-    history = [user("2+2?"), said("yes"), user("sure?")]
-    assert agent.ask(history).parent is None
-    assert agent.ask(history, TOOLS).parent is first
-
-
-def test_the_longest_known_beginning_is_continued() -> None:
-    agent = Agent()
-    agent.turn([user("a")], "1")
-    second = agent.turn([user("a"), said("1"), user("b")], "2")
-    later = agent.ask([user("a"), said("1"), user("b"), said("2"), user("c"), said("foreign"), user("d")])
+    agent.turn([user("a")], "1", TOOLS)
+    second = agent.turn([user("a"), said("1"), user("b")], "2", TOOLS)
+    history = [user("a"), said("1"), user("b"), said("2"), user("c"), said("foreign"), user("d")]
+    later = agent.ask(history, TOOLS)
     assert later.parent is second
     assert [message["content"] for message in later.messages] == ["c", "foreign", "d"]
+    assert agent.ask(history).parent is None
 
 
 def test_of_equal_replies_each_is_continued() -> None:
@@ -155,48 +145,11 @@ def test_of_equal_replies_each_is_continued() -> None:
 
 def test_a_fork_trains_on_what_it_shares_once() -> None:
     agent = Agent()
-    first = agent.turn([user("a")], "1")
-    left = agent.turn([user("a"), said("1"), user("b")], "2")
-    right = agent.turn([user("a"), said("1"), user("c")], "3")
-    rows = agent.tree.rows()
-    assert [row.tokens().tolist() for row in rows] == [
-        [*agent.saw[left], *left.turn.token_ids.tolist()],
-        [*agent.saw[right], *right.turn.token_ids.tolist()],
-    ]
-    assert [row.spans for row in rows] == [[(2, 5), (7, 10)], [(7, 10)]]
-    assert first in agent.saw
-
-
-def test_a_dropped_request_leaves_its_row_to_the_next() -> None:
-    agent = Agent()
     agent.turn([user("a")], "1")
-    twin = agent.turn([user("a"), said("1"), user("b")], "2")
-    kept = agent.turn([user("a"), said("1"), user("b")], "2")
-    agent.tree.drop(twin)
-    (row,) = agent.tree.rows()
-    assert row.tokens().tolist() == [*agent.saw[kept], *kept.turn.token_ids.tolist()]
-    assert agent.tree.find(None, [user("a"), said("1"), user("b"), said("2")]).parent is kept
-
-
-CONNECTED = {
-    "shares a message": ([user("the task"), user("more")], "x", True),
-    "was told what the task's conversation said": ([user("Sum up: it is forty-two, I am quite sure")], "x", True),
-    "said what was sent to the task's conversation": ([user("look it up")], "the result", True),
-    "was given a call's argument": ([user("go and find the answer to everything")], "x", True),
-    "shares nothing": ([user("Write a title")], "Numbers", False),
-    "was told the same by the model": ([user("Write a title")], "it is forty-two, I am quite sure", False),
-}
-
-
-@pytest.mark.parametrize(("messages", "reply", "trained"), CONNECTED.values(), ids=CONNECTED)
-def test_what_shares_nothing_with_the_task_is_left_out(messages: Any, reply: str, trained: bool) -> None:
-    agent = Agent()
-    agent.turn(messages, reply)  # before the task, as some agents ask for a title
-    call = called("a", task="find the answer to everything")
-    agent.turn([user("the task")], call)
-    agent.turn([user("the task"), call, user("the result")], "it is forty-two, I am quite sure")
-    assert len(agent.tree.rows("connected")) == 1 + trained
-    assert len(agent.tree.rows("all")) == 2
+    forks = [agent.turn([user("a"), said("1"), user(text)]) for text in "bc"]
+    rows = agent.tree.rows()
+    assert [row.tokens().tolist() for row in rows] == [[*agent.saw[one], *one.turn.token_ids] for one in forks]
+    assert [row.spans for row in rows] == [[(2, 5), (7, 10)], [(7, 10)]]
 
 
 def system(text: str) -> dict[str, Any]:
@@ -206,31 +159,25 @@ def system(text: str) -> dict[str, Any]:
 AIDE, TITLER = system("You solve tasks with tools"), system("You write titles")
 TASK = "Find out how many files there are"
 # What an agent asks beside [AIDE, TASK] and its calls, what the model says, and which settings train on it.
-BESIDE: dict[str, tuple[list[dict[str, Any]], str, Any, set[str]]] = {
-    "a title that quotes the task": ([TITLER, user("Write a title:"), user(TASK)], "Files", None, {"quoting", "all"}),
-    "the same instructions for another part": (
-        [AIDE, user("look elsewhere")], "Files", None, {"connected", "quoting", "all"},
-    ),
-    "the task without instructions": ([user(TASK)], "Files", None, {"quoting", "all"}),
-    "a topic that shares nothing": ([TITLER, user("Is this new?")], "no", None, {"all"}),
-    "another try": ([AIDE, user(TASK)], "About seven", TOOLS, {"connected", "quoting", "all"}),
+BESIDE: dict[str, tuple[list[dict[str, Any]], str, Any, str]] = {
+    "a title that quotes the task": ([TITLER, user("Write a title:"), user(TASK)], "Files", None, "quoting all"),
+    "the task without instructions": ([user(TASK)], "Files", None, "quoting all"),
+    "a topic that shares nothing": ([TITLER, user("Is this new?")], "no", None, "all"),
+    "what was said before, said again": ([TITLER, user("Is this new?")], "first a, then b, and c", None, "all"),
+    "the same instructions for another part": ([AIDE, user("look elsewhere")], "x", None, "connected quoting all"),
+    "another try": ([AIDE, user(TASK)], "About seven", TOOLS, "connected quoting all"),
     "a sub-agent that was asked by a call": (
-        [system("You search"), user("search the whole disk for files")], "Seven", None, {"connected", "quoting", "all"},
+        [system("You search"), user("search the whole disk for files")], "x", None, "connected quoting all",
     ),
     "a sub-agent whose answer is sent back": (
-        [system("You search"), user("go")], "There are seven files", None, {"connected", "quoting", "all"},
+        [system("You search"), user("go")], "There are seven files", None, "connected quoting all",
     ),
-    "a summary of what was said": (
-        [system("You sum up"), user("So far: I count them one by one, which takes long")], "x", None,
-        {"connected", "quoting", "all"},
-    ),
-    "a plan without its thinking": (
-        [system("You do what is planned"), user("Do it: first a, then b, and c")], "x", None,
-        {"connected", "quoting", "all"},
+    "a plan without its thinking, within a message": (
+        [system("You do what is planned"), user("Do it: first a, then b, and c")], "x", None, "connected quoting all",
     ),
     "a memory in the system message": (
         [system("Remember: I count them one by one, which takes long"), user("go on")], "x", TOOLS,
-        {"connected", "quoting", "all"},
+        "connected quoting all",
     ),
 }  # fmt: skip
 
@@ -240,14 +187,9 @@ QUOTED = "Count  the files\nin \u201c/tmp\u201d"
 QUOTES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]], bool]] = {
     "as a message": (TASK, [AIDE, user(TASK)], [TITLER, user("Title:"), user(TASK)], True),
     "within a message": (TASK, [AIDE, user(TASK)], [TITLER, user(f"Title of <task>{TASK}</task>")], True),
-    "both within a message": (TASK, [AIDE, user(f"Solve: {TASK}")], [TITLER, user(f"Title: {TASK}")], True),
     "in the system message": (TASK, [AIDE, user(TASK)], [system(f"Give {TASK!r} a title"), user("go")], True),
-    "a short task": ("17 + 25 = ?", [user("17 + 25 = ?")], [TITLER, user("Title: 17 + 25 = ?")], True),
     "with other space": (QUOTED, [user(QUOTED)], [TITLER, user("Title: " + " ".join(QUOTED.split()))], True),
     "in JSON": (QUOTED, [user(QUOTED)], [TITLER, user(json.dumps({"task": QUOTED}))], True),
-    "in JSON with letters as they are": (
-        QUOTED, [user(QUOTED)], [TITLER, user(json.dumps([QUOTED], ensure_ascii=False))], True,
-    ),
     "of an agent that rewrites its task": (TASK, [AIDE, user("how many?")], [TITLER, user(f"Title: {TASK}")], True),
     "another text": (TASK, [AIDE, user(TASK)], [TITLER, user("Title of: " + TASK.replace("files", "users"))], False),
     "no task": ("", [AIDE, user("a")], [TITLER, user("b")], False),
@@ -266,39 +208,23 @@ def test_a_conversation_that_quotes_the_task_is_known_however_it_does(quotes: st
     assert main.parent in agent.tree.trained("connected")
 
 
-def test_conversations_about_the_task_under_the_same_instructions_are_connected() -> None:
-    agent = Agent(Tree(task="2+2?"))
-    plan = agent.turn([user("Plan how to solve this: 2+2?")], "add")
-    tries = [agent.turn([user(f"2+2?\n\n{how}")], "4") for how in ("Follow this plan:\nadd", "Guess.")]
-    other = agent.turn([user("Say hello")], "hello")
-    assert agent.tree.trained("connected") == [plan, *tries]
-    assert agent.tree.trained("all") == [plan, *tries, other]
-
-
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("train", ["connected", "quoting", "all"])
 @pytest.mark.parametrize("beside", BESIDE)
-def test_what_an_agent_asks_beside_its_task_is_trained_on_by_a_rule(beside: str, train: Any, first: bool) -> None:
+def test_what_an_agent_asks_beside_its_task_is_trained_on_by_a_rule(beside: str, first: bool) -> None:
     messages, reply, setting, trained = BESIDE[beside]
     agent = Agent()
-
-    def ask_beside() -> Node:
-        return agent.turn(messages, reply, setting)
-
-    side = ask_beside() if first else None
+    side = agent.turn(messages, reply, setting) if first else None
     call = called("a", query="search the whole disk for files")
-    agent.turn([AIDE, user(TASK)], call, TOOLS)
     result = {"role": "tool", "content": "There are seven files"}
     thinks = said("I count them one by one, which takes long")
-    agent.turn([AIDE, user(TASK), call, result], thinks, TOOLS)
-    asked = [AIDE, user(TASK), call, result, thinks, user("well?")]
     plan = said("<think>hm</think>\n\nfirst a, then b, and c")
-    agent.turn(asked, plan, TOOLS)
-    main = agent.turn([*asked, plan, user("and?")], "Seven", TOOLS)
-    side = side or ask_beside()
-    roots = agent.tree.trained(train)
-    assert (side in roots) == (train in trained)
-    assert agent.tree.nodes[agent.tree.nodes.index(main)].parent is not None
+    asked = [AIDE, user(TASK)]
+    for says in ([call, result], [thinks, user("well?")], [plan, user("and?")]):
+        agent.turn(asked, says[0], TOOLS)
+        asked = [*asked, *says]
+    side = side or agent.turn(messages, reply, setting)
+    trains: tuple[Any, ...] = ("connected", "quoting", "all")
+    assert [train for train in trains if side in agent.tree.trained(train)] == trained.split()
 
 
 def test_of_conversations_of_one_request_each_the_task_is_the_one_with_the_most_tokens() -> None:
@@ -309,16 +235,12 @@ def test_of_conversations_of_one_request_each_the_task_is_the_one_with_the_most_
     assert agent.tree.trained("connected") == [first, second]
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_of_conversations_of_one_request_each_the_task_is_the_one_that_has_it_as_a_message(first: bool) -> None:
+def test_of_conversations_of_one_request_each_the_task_is_the_one_that_has_it_as_a_message() -> None:
     agent = Agent(Tree(task=TASK))
-    title = [TITLER, user(f"Write a title of {TASK}")]
-    if first:
-        agent.answer(agent.ask(title, tail=30), said("Files"))
+    title = agent.answer(agent.ask([TITLER, user(f"Write a title of {TASK}")], tail=30), said("Files"))
     main = agent.turn([user(TASK)], "Seven")
-    if not first:
-        agent.answer(agent.ask(title, tail=30), said("Files"))
     assert agent.tree.trained("connected") == [main]
+    assert agent.tree.trained("all") == [title, main]
 
 
 def test_conversations_are_connected_through_others() -> None:
@@ -331,9 +253,9 @@ def test_conversations_are_connected_through_others() -> None:
 @pytest.mark.integration  # computes for seconds
 def test_thousands_of_conversations_are_connected_at_once() -> None:
     agent = Agent()
-    for number in range(3000):
+    for number in range(2000):
         agent.turn([user("the task"), user(f"{number}")], "x")
-    assert len(agent.tree.rows("connected")) == 3000
+    assert len(agent.tree.rows("connected")) == 2000
 
 
 @st.composite
@@ -354,7 +276,9 @@ def stories(draw: st.DrawFn) -> Agent:
                 messages[0] = user("edited")
             if messages[-1]["role"] == "assistant":
                 messages.append(user(draw(st.sampled_from("de"))))
+        candidates = agent.expected(messages)
         node = agent.ask(messages, tail=draw(st.integers(1, 3)))
+        assert node.parent in candidates
         end = draw(st.sampled_from(["answered", "answered", "answered", "unanswered", "dropped", "unread"]))
         if end == "unanswered":
             continue
@@ -368,7 +292,7 @@ def stories(draw: st.DrawFn) -> Agent:
     return agent
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(stories())
 def test_each_sampled_token_is_in_one_row_after_its_prompt(agent: Agent) -> None:
     rows = agent.tree.rows("all")
@@ -390,60 +314,42 @@ def test_each_sampled_token_is_in_one_row_after_its_prompt(agent: Agent) -> None
     for row in rows:
         assert row.routed == row.length - 1
         assert np.concatenate(row.experts).tolist() == row.tokens()[:-1].tolist()
-
-
-@settings(max_examples=150, deadline=None)
-@given(stories())
-def test_a_request_continues_its_longest_known_beginning(agent: Agent) -> None:
-    for node, candidates in agent.could_continue.items():
-        assert node.parent in (candidates or [None])
-
-
-@settings(max_examples=100, deadline=None)
-@given(stories())
-def test_connected_rows_are_some_of_all_rows(agent: Agent) -> None:
-    everything = [row.tokens().tolist() for row in agent.tree.rows("all")]
-    connected = [row.tokens().tolist() for row in agent.tree.rows("connected")]
+    everything, connected = ([row.tokens().tolist() for row in agent.tree.rows(t)] for t in ("all", "connected"))
     assert [tokens for tokens in everything if tokens in connected] == connected
     assert bool(connected) == bool(everything)
 
 
 LONG = "I count them one by one, since there is no other way that I know of"
-LOST: dict[str, tuple[list[dict[str, Any]], Any, str | None]] = {
-    "is continued": ([user("2+2?"), said("4"), user("sure?")], None, None),
-    "begins anew": ([user("2+2?")], None, None),
+# The reply to "2+2?", a later request, its tools, and words of what is lost.
+LOST: dict[str, tuple[str, list[dict[str, Any]], Any, str]] = {
+    "is continued": ("4", [user("2+2?"), said("4"), user("sure?")], None, ""),
+    "begins anew": ("4", [user("2+2?")], None, ""),
+    "adds a reply of its own": ("4", [user("2+2?"), said("4"), user("sure?"), said("yes"), user("well?")], None, ""),
+    "has other roles": ("4", [said("hello"), user("2+2?"), said("4")], None, ""),
     "has another reply": (
-        [user("2+2?"), said("4, I think"), user("sure?")], None,
+        "4", [user("2+2?"), said("4, I think"), user("sure?")], None,
         "request 1 does not continue 0: message 1 (assistant) is '4, I think', and was '4'",
     ),
     "has another question": (
-        [user("2+3?"), said("4"), user("sure?")], None, "message 0 (user) is '2+3?', and was '2+2?'",
+        "4", [user("2+3?"), said("4"), user("sure?")], None, "message 0 (user) is '2+3?', and was '2+2?'",
     ),
-    "has other tools": ([user("2+2?"), said("4"), user("sure?")], TOOLS, "it has other tools, or other variables"),
-    "has a call for a text": (
-        [user("2+2?"), called("a", x=1), user("sure?")], None, "message 1 (assistant) is \"{'name'",
+    "has other tools": ("4", [user("2+2?"), said("4"), user("sure?")], TOOLS, "it has other tools, or other variables"),
+    "has a call for a text": ("4", [user("2+2?"), called("a", x=1), user("sure?")], None, "(assistant) is \"{'name'"),
+    "differs late": (
+        LONG, [user("2+2?"), said(LONG.replace("know of", "can see")), user("sure?")], None,
+        "is '…no other way that I can see', and was '…no other way that I know of'",
     ),
-    "has other roles": ([said("hello"), user("2+2?"), said("4")], None, None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("later", LOST)
 def test_the_first_message_by_which_a_prefix_is_lost_is_named(later: str) -> None:
-    messages, setting, expected = LOST[later]
+    reply, messages, setting, expected = LOST[later]
     agent = Agent()
-    agent.turn([user("2+2?")], "4")
+    agent.turn([user("2+2?")], reply)
     agent.turn(messages, "yes", setting)
     lost = first_lost(agent.tree)
-    assert lost is None if expected is None else expected in str(lost)
-
-
-def test_a_long_text_is_shown_around_the_first_difference() -> None:
-    agent = Agent()
-    agent.turn([user("how?")], LONG)
-    agent.turn([user("how?"), said(LONG.replace("know of", "can see")), user("sure?")])
-    lost = first_lost(agent.tree)
-    assert lost is not None
-    assert (lost.sent, lost.before) == ("…no other way that I can see", "…no other way that I know of")
+    assert expected in str(lost) if expected else lost is None
 
 
 def test_a_request_is_compared_with_the_nearest_earlier_one() -> None:
