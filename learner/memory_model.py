@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from learner.critic import attention_parameters
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
 from learner.policy.kernels import has_sinks
+from learner.policy.logprobs import LogprobHead
 from learner.policy.model import Policy, own_slice
 from learner.ranks.ulysses import SequenceGroup
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET, MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
+FEW_CHUNKS = 3  # of the log-prob head; those after the second take as much memory as it does
 FEW_LAYERS = 2  # what passes through one layer alone is not what passes from layer to layer
 
 
@@ -178,6 +180,7 @@ def _measure(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> int:
     arguments = inputs(micro)
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy = make_policy(config, micro, dtype)
+        policy.model.get_output_embeddings().__class__ = _FewChunks
         tracker = MemTracker()
         tracker.track_external(policy)
         with tracker, warnings.catch_warnings(action="ignore"):
@@ -185,6 +188,13 @@ def _measure(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> int:
     peak: dict[str, int] = next(iter(tracker.get_tracker_snapshot("peak").values()))
     own = sum(tensor.numel() * tensor.element_size() for tensor in (*policy.parameters(), *policy.buffers()))
     return peak["Total"] - own
+
+
+class _FewChunks(LogprobHead):
+    """The log-prob head, which computes only its first chunks: a long context has hundreds, of equal size."""
+
+    def parts(self, count: int) -> list[slice]:
+        return super().parts(count)[:FEW_CHUNKS]
 
 
 def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
