@@ -14,11 +14,10 @@ import torch
 
 from common.config import AlgorithmConfig, TeacherConfig
 from common.config.losses import spec_of
-from learner.batch.teacher import taught_advantages
 from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR, second_moment, weight_divisor
 from learner.correction.ranking import over_all
-from learner.losses import Denominators, PolicyTokens, covariance
+from learner.losses import Denominators, covariance
 from learner.ranks.world import World
 from learner.stats import Stats
 from learner.step_loss import (
@@ -26,8 +25,8 @@ from learner.step_loss import (
     Precomputed,
     TrainPosition,
     correct,
+    loss_input,
     proximal_logprobs,
-    sure_negatives,
 )
 
 Forward = Callable[[MicroBatch], PolicyOutput]
@@ -113,34 +112,9 @@ def compare_all(
         precomputed = [replace(one, m2_keep=keep) for one, keep in zip(precomputed, verdicts, strict=True)]
     if compares:
         columns = [
-            _compared(micro, own, old, values, position, config, teacher)
+            covariance.columns(loss_input(micro, own, old, values, position, config, Stats(), teacher)[1])
             for micro, own, old, values in zip(mini_batch, logprobs, olds, precomputed, strict=True)
         ]
         verdicts = over_all(columns, covariance.choose(config.loss, config), world)
         precomputed = [replace(one, chosen=chosen) for one, chosen in zip(precomputed, verdicts, strict=True)]
     return precomputed
-
-
-def _compared(
-    micro: MicroBatch,
-    logprobs: torch.Tensor,
-    old: torch.Tensor,
-    values: Precomputed,
-    position: TrainPosition,
-    config: AlgorithmConfig,
-    teacher: TeacherConfig | None,
-) -> torch.Tensor:
-    """What the loss compares, of the tokens that the correction keeps."""
-    correction = correct(micro, logprobs, old, position.version, config, Stats(), values.m2_keep)
-    advantages = taught_advantages(micro.advantages, old, micro.teacher, teacher, position.version)
-    keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
-    tokens = PolicyTokens.of(
-        logprobs=logprobs,
-        old=old,
-        rollout=micro.rollout_logprobs,
-        advantages=advantages,
-        keep=keep,
-        layout=micro.layout,
-        config=config,
-    )
-    return covariance.columns(tokens)

@@ -82,11 +82,6 @@ class Stats:
         metric = Figure(name, "sample_std" if sample else "std", 0, over)
         self._add(Statistic(_sums(values - around if around else values), (metric,)))
 
-    def mean_and_sample_std(self, mean: str, std: str, values: torch.Tensor, over: str, around: float = 0.0) -> None:
-        """The mean under one name, and the deviation that divides by one less than the number of values."""
-        metrics = Figure(mean, "mean", 0, over, around), Figure(std, "sample_std", 0, over)
-        self._add(Statistic(_sums(values - around if around else values), metrics))
-
     def effective_sample_size(self, name: str, weights: torch.Tensor, over: str) -> None:
         """(sum w)^2 / (n sum w^2) of the weights, between 0 and 1."""
         self._add(Statistic(_sums(weights), (Figure(name, "effective_sample_size", 0, over),)))

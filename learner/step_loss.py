@@ -105,27 +105,11 @@ def step_loss(
         teacher: what its scores are for; None: the run has no teacher.
     """
     old = proximal_logprobs(micro, policy.logprobs, precomputed.old, position, config)
-    correction = correct(micro, policy.logprobs, old, position.version, config, stats, precomputed.m2_keep)
-    advantages = taught_advantages(micro.advantages, old, micro.teacher, teacher, position.version)
-    keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
-
-    weights = None
-    if correction.weights is not None and config.weighs_loss:
-        weights = torch.where(keep, correction.weights / precomputed.weight_mean, 0.0)
-    tokens = PolicyTokens.of(
-        logprobs=policy.logprobs,
-        old=old,
-        rollout=micro.rollout_logprobs,
-        advantages=advantages,
-        keep=keep,
-        layout=micro.layout,
-        config=config,
-        weights=weights,
-        chosen=precomputed.chosen,
-    )
+    correction, tokens = loss_input(micro, policy.logprobs, old, precomputed, position, config, stats, teacher)
+    keep = tokens.keep
     losses, token_metrics = token_loss(tokens, config)
-    if weights is not None and not spec_of(config.loss).weighs_rows:
-        losses = losses * weights.to(losses.dtype)
+    if tokens.weights is not None and not spec_of(config.loss).weighs_rows:
+        losses = losses * tokens.weights.to(losses.dtype)
 
     lengths = row_lengths(keep, micro.layout, config)
 
@@ -162,6 +146,37 @@ def step_loss(
         _compare(micro, policy.logprobs, old, position, stats)
     parts = (policy_loss, kl, entropy, distance)
     return StepLoss(loss, torch.stack([part.detach() for part in parts]).double())
+
+
+def loss_input(
+    micro: MicroBatch,
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    precomputed: Precomputed,
+    position: TrainPosition,
+    config: AlgorithmConfig,
+    stats: Stats,
+    teacher: TeacherConfig | None,
+) -> tuple[TokenCorrection, PolicyTokens]:
+    """The correction of a micro-batch, and the input of its loss: kept tokens, their advantages and weights."""
+    correction = correct(micro, logprobs, old, position.version, config, stats, precomputed.m2_keep)
+    advantages = taught_advantages(micro.advantages, old, micro.teacher, teacher, position.version)
+    keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
+    weights = None
+    if correction.weights is not None and config.weighs_loss:
+        weights = torch.where(keep, correction.weights / precomputed.weight_mean, 0.0)
+    tokens = PolicyTokens.of(
+        logprobs=logprobs,
+        old=old,
+        rollout=micro.rollout_logprobs,
+        advantages=advantages,
+        keep=keep,
+        layout=micro.layout,
+        config=config,
+        weights=weights,
+        chosen=precomputed.chosen,
+    )
+    return correction, tokens
 
 
 def proximal_logprobs(

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from generator.episode.self_teacher import SelfTeacher, told
 
 from common.config import parse_config
 from common.messages import Task
 from generator.chat.template import ChatTemplate
 from generator.episode.episode import Episode, Row, Transcript
 from generator.rewards import Score
+from generator.teacher.self_teacher import SelfTeacher, told
 from tests.support.engine import engine_config, reference_logprobs, save_tiny_model, start_engine
 from tests.support.episode import completion
 
