@@ -91,8 +91,8 @@ def compare_all(
 
     All ranks must call this together. Nothing changes if neither compares tokens.
     """
-    compares, bounds_m2 = spec_of(config.loss).compares, config.correction.m2_threshold is not None
-    if not (compares or bounds_m2) or (len(mini_batch) == 1 and world.shares == 1):
+    compares, m2_threshold = spec_of(config.loss).compares, config.correction.m2_threshold
+    if (not compares and m2_threshold is None) or (len(mini_batch) == 1 and world.shares == 1):
         return precomputed
     logprobs = [
         forward(micro).logprobs if compares or values.old is None else values.old
@@ -102,13 +102,13 @@ def compare_all(
         proximal_logprobs(micro, own, values.old, position, config)
         for micro, own, values in zip(mini_batch, logprobs, precomputed, strict=True)
     ]
-    if config.correction.m2_threshold is not None:
+    if m2_threshold is not None:
         corrected = logprobs if config.proximal == "rollout" else olds
         columns = [
             second_moment.columns(nearer, micro.rollout_logprobs, micro.layout)
             for micro, nearer in zip(mini_batch, corrected, strict=True)
         ]
-        verdicts = over_all(columns, second_moment.second_moment_mask(config.correction.m2_threshold), world)
+        verdicts = over_all(columns, second_moment.second_moment_mask(m2_threshold), world)
         precomputed = [replace(one, m2_keep=keep) for one, keep in zip(precomputed, verdicts, strict=True)]
     if compares:
         columns = [
