@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
+from learner import memory_model
 from learner.policy.logprobs import LogprobHead
 
 N, H, V = 50, 16, 33
@@ -95,3 +97,10 @@ def test_bfloat16_weights_give_nearly_exact_float32_logprobs(bias, in_float32, t
     torch.testing.assert_close((logprobs, entropy), exact, rtol=0, atol=tolerance)
     # Rounded logits are far from what float32 ones are near to.
     assert in_float32 or (logprobs - exact[0]).abs().max() > 1e-3
+
+
+def test_the_memory_model_finds_the_peak_of_all_chunks_in_a_few(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, micro = AutoConfig.from_pretrained(model), memory_model.Micro((60, 40), prompt=1, chunk=8)
+    few = memory_model.peak_activations(config, micro)
+    monkeypatch.setattr(memory_model, "FEW_CHUNKS", 100)
+    assert few == memory_model.peak_activations(config, micro) > 0
