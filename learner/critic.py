@@ -2,7 +2,7 @@
 
 With c the tracker's value of the prompt (`algorithm.baseline: both`) or 0.5 (`critic`), the value of a state is
 V = c + f, and f is what the model computes. Its head starts at zero, so that V = c at first: with `both` the advantages
-begin as the tracker's, offline scores included, and change as f learns what the tokens tell.
+begin as the tracker's, offline scores included, and change as f learns from the tokens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def load_value_model(config: Config, weights: bool = True) -> ValueModel:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block transformers does not report what of the policy it does not read, and that it finds no head."""
+    """Within the block transformers does not warn of the policy's output layer, which it ignores, nor of a new head."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -130,7 +130,7 @@ def critic_key(config: Config) -> str:
 
 
 def _whole(parameters: list[nn.Parameter]) -> Any:
-    """Within the block the parameters are whole, and changes of them count; ZeRO 3 has them in pieces."""
+    """Within the block the parameters are whole, and changes to them are kept; ZeRO 3 divides them."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
@@ -250,7 +250,7 @@ def _rewarded(micro: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _report(micro: MicroBatch, values: torch.Tensor, target: torch.Tensor, stats: Stats) -> None:
-    """Report the values, and what they and the tracker's leave of the returns' spread."""
+    """Report the values, and the spreads of the returns and of the errors of the critic's and the tracker's values."""
     assert micro.tracked is not None
     stats.total("critic_tokens", float(len(values)))
     stats.mean("critic/value_mean", values, over="critic_tokens")
@@ -262,7 +262,7 @@ def _report(micro: MicroBatch, values: torch.Tensor, target: torch.Tensor, stats
 def with_explained_variance(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics with 1 - Var(R - V) / Var(R), of the critic's values and of the tracker's, in place of the spreads.
 
-    Each is left out where all returns are equal, or where values are not finite, whose spread there is not.
+    Each is left out if all returns are equal, or if values are not finite.
     """
     metrics = dict(metrics)
     spread, *errors = (metrics.pop(f"critic/{name}_std", None) for name in ("return", "error", "tracker_error"))

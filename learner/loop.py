@@ -46,12 +46,10 @@ LOGGED = {
     "masked": "rollout_corr/masked_fraction",
 }
 ANNOUNCEMENTS_KEPT = 64
-# Training has diverged after so many optimizer steps in a row whose gradient was not finite, once a weight is so many
-# times the largest at the start, or where the weights find the tokens of a fixed prompt less likely than this on
-# average; at random they are near -12.
-DIVERGED_AFTER = 3
-MOST_GROWTH = 100.0
-LEAST_LOGPROB = -1000.0
+# Training has diverged if one of these is exceeded.
+DIVERGED_AFTER = 3  # optimizer steps in a row whose gradient was not finite
+MOST_GROWTH = 100.0  # times the largest weight at the start
+LEAST_LOGPROB = -1000.0  # mean log-prob of a fixed prompt's tokens; random weights give about -12
 
 
 class Learner:
@@ -143,7 +141,7 @@ class Learner:
                 self.inbox.release_before(self.version)
             return is_over
         finally:
-            self.publisher.close()
+            self.publisher.shutdown()
             if self.server:
                 self.server.close()
 
@@ -173,7 +171,7 @@ class Learner:
         return lambda version: version <= newest_version or version in paired or not paired
 
     def _open(self) -> None:
-        """Remove what this run will write again, and start rank 0's weight server.
+        """Remove records of batches that are trained on again, and start rank 0's weight server.
 
         Raises:
             UserError: a file cannot be removed, or the server cannot be started.
@@ -235,7 +233,7 @@ class Learner:
                 f"batch {batch.batch_id} is next, but the newest checkpoint in {self.checkpoints.folder} is of version "
                 f"{self.version}: bring back the run's checkpoints, or start a run with another run.name"
             )
-        # Batches that the newest checkpoint covers are kept until there is another one.
+        # Redis keeps the batches that the newest checkpoint holds until there is another one: the learner skips them.
         return batch.batch_id == self.version
 
     def _train(self, batch: Batch, phases: Phases) -> Phases:
@@ -297,7 +295,7 @@ class Learner:
         """The weights as they are now, or this rank's share of them.
 
         Raises:
-            UserError: on every rank; nothing can be sampled from them, so they are neither served nor saved.
+            UserError: on every rank, if nothing can be sampled from them; they are neither served nor saved.
         """
         prompt = scored_prompt(self.trainer)
         copy = self.copies.copy(self.server, version, self.trainer.weights(), prompt)
@@ -314,7 +312,7 @@ class Learner:
         return copy
 
     def _diverged(self, reason: str) -> UserError:
-        """The error that ends a run; the newest checkpoint is whole by then."""
+        """Finish the newest checkpoint, and make the error that ends the run."""
         self._finish_checkpoint()
         return UserError(
             f"diverged at step {self.version + 1}: {reason}; lower learner.lr ({self.config.learner.lr:g}); "
@@ -399,9 +397,9 @@ class Learner:
             self.log.info("saved checkpoint", version=version)
 
     def _free_memory(self) -> None:
-        """Save early and release all batches: Redis is nearly full, and no task is sent until it has room again.
+        """Save early and release all batches, because Redis is nearly full and no task is sent until it has room.
 
-        Even batches that the checkpoint before this one would need are released.
+        The batches that the checkpoint before this one would need are released too.
         """
         if self.world.is_main:
             self.log.warning("redis is nearly full: saving early, to free the tokens of batches", version=self.version)

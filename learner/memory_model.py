@@ -1,4 +1,4 @@
-"""What a rank of the learner holds, without a GPU and without weights: fake tensors through the learner's own forward.
+"""The memory that a rank of the learner needs, found without a GPU and without weights.
 
 Activations are measured: the policy's forward and backward pass run on fake tensors, which have shapes and no memory,
 and every storage is counted. What DeepSpeed holds is arithmetic, from its source (0.19.8):
@@ -21,13 +21,15 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from learner.critic import attention_parameters
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
 from learner.policy.kernels import has_sinks
+from learner.policy.logprobs import LogprobHead
 from learner.policy.model import Policy, own_slice
 from learner.ranks.ulysses import SequenceGroup
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET, MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
-FEW_LAYERS = 2  # what passes through one layer alone is not what passes from layer to layer
+FEW_CHUNKS = 3  # of the log-prob head; those after the second take as much memory as it does
+FEW_LAYERS = 2  # the fewest with activations between layers
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Micro:
     """One micro-batch: lengths of the packed sequences, of which all but a prompt's tokens are learned from.
 
     Attributes:
-        sequence_parallel: ranks that divide the tokens among them; the last one's part is what is meant here.
+        sequence_parallel: ranks that divide the tokens among them; the memory is that of the last one.
         on_gpu: the policy computes as on a GPU: attention by `varlen`, the first choice of `learner.kernels`, and no
             float32 copy of the output layer.
     """
@@ -57,8 +59,8 @@ class Zero:
     """How DeepSpeed divides: its stage, ranks, bytes of a weight, and the sizes of its buffers, in elements.
 
     Attributes:
-        frozen: an adapter is trained, whose gradients and optimizer are too small to count.
-        host_optimizer, host_weights: the host's memory holds them.
+        frozen: an adapter is trained, whose gradients and optimizer are small enough to ignore.
+        host_optimizer, host_weights: whether they are in the host's memory.
     """
 
     stage: int
@@ -169,7 +171,7 @@ def peak_activations(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype 
     """Bytes of activations and temporary tensors, at most, of a forward and a backward pass."""
     if config.num_hidden_layers <= FEW_LAYERS + 1:
         return _measure(config, micro, dtype)
-    # All layers are alike: what one more of them takes is known after two runs.
+    # All layers take the same, so the difference of two runs is the memory of one more layer.
     few, one_more = (_measure(_with_layers(config, FEW_LAYERS + more), micro, dtype) for more in (0, 1))
     return few + (config.num_hidden_layers - FEW_LAYERS) * (one_more - few)
 
@@ -178,6 +180,7 @@ def _measure(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> int:
     arguments = inputs(micro)
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy = make_policy(config, micro, dtype)
+        policy.model.get_output_embeddings().__class__ = _FewChunks
         tracker = MemTracker()
         tracker.track_external(policy)
         with tracker, warnings.catch_warnings(action="ignore"):
@@ -185,6 +188,13 @@ def _measure(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> int:
     peak: dict[str, int] = next(iter(tracker.get_tracker_snapshot("peak").values()))
     own = sum(tensor.numel() * tensor.element_size() for tensor in (*policy.parameters(), *policy.buffers()))
     return peak["Total"] - own
+
+
+class _FewChunks(LogprobHead):
+    """The log-prob head, which computes only its first chunks: a long context has hundreds, of equal size."""
+
+    def parts(self, count: int) -> list[slice]:
+        return super().parts(count)[:FEW_CHUNKS]
 
 
 def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
@@ -227,7 +237,7 @@ def inputs(micro: Micro) -> tuple[Any, ...]:
 
 
 class _Alone(SequenceGroup):
-    """One rank of a group without the others: what it would receive takes as much memory as what it sends."""
+    """One rank of a group without the others: received parts take as much memory as sent ones."""
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         return parts.clone()

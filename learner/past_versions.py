@@ -1,8 +1,8 @@
 """Exact log-probs of stale tokens: each scored by the version that sampled it (arXiv 2605.12070; docs/correction.md).
 
-What lies between a token's recorded log-prob and today's has two causes. The engine computes other numbers than the
-learner does from the same weights, and the weights have changed since. With the version's own weights the learner can
-tell one from the other: log π_rollout − log π_exact is the engine's, log π_exact − log π_old is the staleness.
+A token's recorded log-prob differs from its current one for two reasons: the engine and the learner compute different
+numbers from the same weights, and the weights have changed since. With the weights of that version the learner
+separates the two: log π_rollout − log π_exact is the engine's part, log π_exact − log π_old is staleness.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class OlderValues:
 
     Attributes:
         values: [K], in host memory.
-        where: positions in the flat parameter that differ, int32 [K] (int64 where it has more); None: `values` are all.
+        where: positions in the flat parameter that differ, int32 [K] (int64 in large parameters); None: all of them.
     """
 
     values: torch.Tensor
     where: torch.Tensor | None
 
     def swap(self, parameter: torch.Tensor) -> None:
-        """Exchange the values with the parameter's: once goes back a version, twice changes nothing."""
+        """Exchange the values with the parameter's: the first call goes back a version, the second undoes it."""
         flat, older = parameter.detach().view(-1), self.values.to(parameter.device)
         if self.where is None:
             self.values = flat.to("cpu", copy=True)
@@ -51,8 +51,8 @@ class OlderValues:
 class PastVersions:
     """The trained weights of the last versions, as lossless differences from one to the next, in host memory.
 
-    At the small steps of reinforcement learning most bfloat16 weights stay as they are, so that a version takes a few
-    percent of the model. A process that has just started knows none.
+    The steps of reinforcement learning are so small that most bfloat16 weights do not change, so a version takes a few
+    percent of the model's size. A process that has just started has no earlier version.
 
     Args:
         parameters: what training changes; whole on this rank, so not under ZeRO 3.
@@ -70,17 +70,17 @@ class PastVersions:
         tensors = [tensor for step in self._older for one in step for tensor in (one.values, one.where)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def keep(self) -> None:
-        """Take what the parameters are now as the current version, and what they were as the one before."""
+    def advance(self) -> None:
+        """Make the parameters' values the current version, and the current version the one before."""
         self._older.appendleft(
             [_difference(old, new.detach()) for old, new in zip(self._current, self._parameters, strict=True)]
         )
 
     @contextmanager
     def travel(self) -> Iterator[Iterator[int]]:
-        """Within the block, the parameters become those of the version before, as often as the iterator is advanced.
+        """Within the block, each step of the iterator takes the parameters back one version, and yields how many it is.
 
-        It yields how many versions back they are; afterwards they are bit for bit what they were.
+        After the block they are bit for bit what they were.
         """
         gone: list[list[OlderValues]] = []
 
@@ -102,7 +102,7 @@ class PastVersions:
 
 
 def _difference(old: torch.Tensor, new: torch.Tensor) -> OlderValues:
-    """What leads from `new` back to `old`, which is overwritten by `new`."""
+    """The values of `old` where `new` differs; `old` is overwritten by `new`."""
     current, before = new.cpu().view(-1), old.view(-1)
     bits = BITS[old.element_size()]
     where = (current.view(bits) != before.view(bits)).nonzero()[:, 0]
@@ -147,8 +147,8 @@ def exact_statistics(
 def in_own_turn(micro: MicroBatch) -> torch.Tensor:
     """Which model tokens are of the version that read their turn's prompt, bool [N].
 
-    After an update the engine goes on with the keys and values that it has: what it samples in the rest of a turn is
-    of neither version alone.
+    After an update within a turn the engine keeps the turn's keys and values, so the rest of the turn is sampled by
+    neither version alone.
     """
     predict = micro.predict[: micro.model_tokens]
     begins = torch.ones_like(predict, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Metrics of a step: statistics of its batch, and where its time goes."""
+"""Metrics of a step: statistics of its batch, and the seconds of its phases."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Statistic(NamedTuple):
 
 
 class Stats:
-    """Named statistics. Which names there are depends on the configuration alone, never on the data.
+    """Named statistics. The set of names depends on the configuration alone, never on the data.
 
     A name with a slash is a metric; one without is a total that others are divided by.
     """
@@ -70,7 +70,7 @@ class Stats:
         self._add(Statistic(_sum(values - around if around else values), (metric,)))
 
     def means(self, values: dict[str, torch.Tensor], over: str, where: torch.Tensor | None = None) -> None:
-        """The means of several values [N] by name, added up in one go; only those at `where`, bool [N]."""
+        """The means of several values [N] by name, summed together; only those at `where`, bool [N]."""
         table = torch.stack([*values.values()])
         if where is not None:
             table = table & where if table.dtype == torch.bool else torch.where(where, table, 0)
@@ -81,11 +81,6 @@ class Stats:
         """Standard deviation of the values; `sample` divides by one less than their number."""
         metric = Figure(name, "sample_std" if sample else "std", 0, over)
         self._add(Statistic(_sums(values - around if around else values), (metric,)))
-
-    def mean_and_sample_std(self, mean: str, std: str, values: torch.Tensor, over: str, around: float = 0.0) -> None:
-        """The mean under one name, and the deviation that divides by one less than the number of values."""
-        metrics = Figure(mean, "mean", 0, over, around), Figure(std, "sample_std", 0, over)
-        self._add(Statistic(_sums(values - around if around else values), metrics))
 
     def effective_sample_size(self, name: str, weights: torch.Tensor, over: str) -> None:
         """(sum w)^2 / (n sum w^2) of the weights, between 0 and 1."""
@@ -127,7 +122,7 @@ class Stats:
     ) -> None:
         """The largest and the smallest of several values [N] by name; only those at `where`, bool [N].
 
-        Left out where there is none.
+        Left out if there is no value.
         """
         table = torch.stack([*largest.values(), *(-values for values in smallest.values())]).double()
         if where is not None:

@@ -26,7 +26,7 @@ class PolicyOutput(NamedTuple):
 
     Attributes:
         routing: what the routers of a mixture of experts did; None with other models.
-        likeliest: log pi_theta of a teacher's likeliest tokens [N, K]; None where there are none.
+        likeliest: log pi_theta of a teacher's likeliest tokens [N, K]; None if it scored the sampled ones, or none.
     """
 
     logprobs: torch.Tensor
@@ -65,7 +65,7 @@ class Precomputed:
         reference: log pi_ref [N]; None without a KL penalty.
         weight_mean: divisor of the importance weights (`rollout_is_batch_normalize`).
         m2_keep: tokens that `m2_threshold` keeps, bool [N]; None: the micro-batch is the whole mini-batch.
-        chosen: tokens that a loss which compares all of a mini-batch's chooses, bool [N]; None as above.
+        chosen: tokens that `clip_cov` or `kl_cov` chooses, bool [N]; None: the micro-batch is the whole mini-batch.
     """
 
     old: torch.Tensor | None = None
@@ -105,27 +105,11 @@ def step_loss(
         teacher: what its scores are for; None: the run has no teacher.
     """
     old = proximal_logprobs(micro, policy.logprobs, precomputed.old, position, config)
-    correction = correct(micro, policy.logprobs, old, position.version, config, stats, precomputed.m2_keep)
-    advantages = taught_advantages(micro.advantages, old, micro.teacher, teacher, position.version)
-    keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
-
-    weights = None
-    if correction.weights is not None and config.weighs_loss:
-        weights = torch.where(keep, correction.weights / precomputed.weight_mean, 0.0)
-    tokens = PolicyTokens.of(
-        policy.logprobs,
-        old,
-        micro.rollout_logprobs,
-        advantages,
-        keep,
-        micro.layout,
-        config,
-        weights,
-        precomputed.chosen,
-    )
+    correction, tokens = loss_input(micro, policy.logprobs, old, precomputed, position, config, stats, teacher)
+    keep = tokens.keep
     losses, token_metrics = token_loss(tokens, config)
-    if weights is not None and not spec_of(config.loss).weighs_rows:
-        losses = losses * weights.to(losses.dtype)
+    if tokens.weights is not None and not spec_of(config.loss).weighs_rows:
+        losses = losses * tokens.weights.to(losses.dtype)
 
     lengths = row_lengths(keep, micro.layout, config)
 
@@ -145,7 +129,7 @@ def step_loss(
         distance = weight_at(teacher, position.version) * aggregate(teacher_loss(micro, policy, tokens))
         loss = loss + distance
 
-    # Of such a log-prob no mask keeps the gradient finite.
+    # A mask cannot remove a NaN log-prob from the gradient.
     stats.total("not_finite", ~loss.detach().isfinite() | policy.logprobs.isnan().any())
     stats.total("learned_tokens", keep)
     stats.total("learned_samples", torch.where(micro.layout.segment_any(keep), micro.layout.shares, 0.0))
@@ -162,6 +146,37 @@ def step_loss(
         _compare(micro, policy.logprobs, old, position, stats)
     parts = (policy_loss, kl, entropy, distance)
     return StepLoss(loss, torch.stack([part.detach() for part in parts]).double())
+
+
+def loss_input(
+    micro: MicroBatch,
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    precomputed: Precomputed,
+    position: TrainPosition,
+    config: AlgorithmConfig,
+    stats: Stats,
+    teacher: TeacherConfig | None,
+) -> tuple[TokenCorrection, PolicyTokens]:
+    """The correction of a micro-batch, and the input of its loss: kept tokens, their advantages and weights."""
+    correction = correct(micro, logprobs, old, position.version, config, stats, precomputed.m2_keep)
+    advantages = taught_advantages(micro.advantages, old, micro.teacher, teacher, position.version)
+    keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
+    weights = None
+    if correction.weights is not None and config.weighs_loss:
+        weights = torch.where(keep, correction.weights / precomputed.weight_mean, 0.0)
+    tokens = PolicyTokens.of(
+        logprobs=logprobs,
+        old=old,
+        rollout=micro.rollout_logprobs,
+        advantages=advantages,
+        keep=keep,
+        layout=micro.layout,
+        config=config,
+        weights=weights,
+        chosen=precomputed.chosen,
+    )
+    return correction, tokens
 
 
 def proximal_logprobs(
@@ -212,10 +227,10 @@ def correct(
 
 
 def sure_negatives(old: torch.Tensor, advantages: torch.Tensor, max_prob: float) -> torch.Tensor:
-    """Tokens of negative samples that the proximal policy is sure of, bool [N]; they are not trained on.
+    """Tokens with a negative advantage that the proximal policy is sure of, bool [N]; they are not trained on.
 
-    A failed response shares most of its confident tokens with successful ones; with one response per prompt nothing
-    cancels their penalty. The idea comes from arXiv 2606.17250 (negative token filtering); the criterion, a
+    A failed response shares most of its confident tokens with successful ones; with one response per prompt no other
+    response cancels their penalty. The idea comes from arXiv 2606.17250 (negative token filtering); the criterion, a
     probability above `max_prob`, is ours.
     """
     return (advantages < 0) & (old > math.log(max_prob)) if max_prob < 1 else torch.zeros_like(old, dtype=torch.bool)
@@ -253,7 +268,7 @@ def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str
 def teacher_loss(micro: MicroBatch, policy: PolicyOutput, tokens: PolicyTokens) -> torch.Tensor:
     """Reverse KL of policy and teacher at each token [N], with gradient; 0 at tokens without scores.
 
-    Of sampled tokens the estimate is k2, whatever `algorithm.kl_estimator` is, because its gradient is the KL's own.
+    For sampled tokens the estimate is k2, whatever `algorithm.kl_estimator` is, because its gradient is the KL's own.
     """
     scores = micro.teacher
     assert scores is not None

@@ -1,4 +1,4 @@
-"""Records what the learner computed for the tokens of kept episodes, and from what, for inspection and audit."""
+"""Records the learner's inputs and results for the tokens of kept episodes, for inspection and audit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TokenRecord:
         path = folder / FOLDER / f"{version}.{rank}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # On the disk before a checkpoint counts: its batches are not trained on again.
+            # Synced before a checkpoint counts, because the batches before a checkpoint are not trained on again.
             rewrite(path, (f"{line}\n".encode() for line in self._lines()))
             if keep_bytes is not None:
                 remove_oldest(path.parent, keep_bytes)
@@ -82,7 +82,7 @@ class TokenRecord:
 
 
 def _columns(micro: MicroBatch) -> dict[str, torch.Tensor]:
-    """What the learner was given for each model token of a micro-batch, and its critic's figures, [N] or [N, K]."""
+    """The learner's inputs for each model token of a micro-batch, and a critic's results, [N] or [N, K]."""
     tokens = slice(micro.model_tokens)
     columns = {
         "token_ids": micro.targets[tokens],
@@ -103,7 +103,7 @@ def _columns(micro: MicroBatch) -> dict[str, torch.Tensor]:
 
 
 def discard(folder: Path, first: int) -> None:
-    """Remove records of batch `first` and later ones: another run left them, or the batches are trained on again.
+    """Remove records of batch `first` and later ones, which another run left or which will be written again.
 
     Raises:
         UserError: a file cannot be removed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from common.log import get_logger
 from common.masking import what_masks
 from learner.batch.teacher import weight_at
 from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
-from learner.correction import BATCH_NORM_FACTOR, weight_divisor
 from learner.correction.statistics import age_buckets
 from learner.critic import Critic, with_explained_variance
 from learner.losses import Denominators, load_loss
@@ -32,16 +30,16 @@ from learner.policy.engine import (
 from learner.policy.lora import merged_weights
 from learner.policy.model import Policy
 from learner.policy.routers import Routing, routing_statistics
+from learner.precompute import compare_all, precompute
 from learner.ranks.world import World
 from learner.reference import load_reference
 from learner.stats import Phases, Stats
-from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, proximal_logprobs, step_loss
-from learner.survey import survey
+from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, step_loss
 from learner.token_record import TokenRecord
 
 TAG = "deepspeed"  # the folder of the ranks' files in a checkpoint
 CRITIC_TAG = "deepspeed-critic"  # that of the critic's, if there is one
-# They decide on an optimizer step, and are known only after the forward pass of its last micro-batch.
+# Statistics that decide whether to take an optimizer step; known after the last micro-batch's forward pass.
 LEFT = ("learned_tokens", "learned_samples", "not_finite", "rollout_corr/eff_sample_size")
 
 
@@ -50,7 +48,7 @@ class Trainer:
 
     Attributes:
         not_finite: optimizer steps in a row that were skipped because loss or gradient was not finite.
-        past: the versions before, if tokens are to be scored by those that sampled them.
+        past: earlier versions, if `learner.exact_every` has stale tokens scored by the versions that sampled them.
         critic: the value model, if `algorithm.baseline` has one.
     """
 
@@ -117,7 +115,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Train on one batch: `learner.mini_batches` optimizer steps; returns metrics, equal on all ranks.
 
-        A critic first gives the tokens their advantages, and learns from the batch once the policy has.
+        A critic computes the tokens' advantages first, and learns from the batch after the policy.
 
         The gradient is that of one loss over all ranks and micro-batches. A mini-batch without any usable
         token, or whose tokens are all rejected, or whose loss or gradient is not finite, is skipped, with a warning.
@@ -131,7 +129,7 @@ class Trainer:
             with phases("critic"):
                 batch = self.critic.judge(batch, stats)
         with phases("old"):
-            precomputed = self._precompute(batch)
+            precomputed = precompute(batch, self._forward, self.reference, self.config.algorithm, self.world)
         exact = self._exact(batch, phases) if self.config.learner.exact_every else {}
         before: torch.Tensor | None = None
         grad_norms = []
@@ -146,7 +144,7 @@ class Trainer:
                     grad_norms.append(grad_norm)
         if self.past is not None:
             with phases("exact"):
-                self.past.keep()
+                self.past.advance()
         batch_statistics(batch, stats)
         metrics = stats.reduce(self.world) | exact
         if self.critic is not None:
@@ -166,15 +164,15 @@ class Trainer:
         return metrics
 
     def _exact(self, batch: RolloutBatch, phases: Phases) -> dict[str, float]:
-        """Metrics of the tokens' scores by the versions that sampled them, where they are due."""
+        """Metrics of the tokens' scores by the versions that sampled them; none if this version is not due."""
         if self.past is None:
-            # Only now: a checkpoint may have been loaded since the model.
+            # Not in __init__: a checkpoint may be loaded after it.
             trained = (parameter for _, parameter in self.policy.named_weights())
             self.past = PastVersions(trained, self.config.sampler.max_staleness)
         if batch.version % self.config.learner.exact_every:
             return {}
         with phases("exact"):
-            self.before_update()  # meanwhile the weights are others
+            self.before_update()  # the weights are swapped while this runs
             return exact_statistics(batch, self.past, lambda micro: self._forward(micro).logprobs, self.world)
 
     def _train_mini_batch(
@@ -185,19 +183,19 @@ class Trainer:
         stats: Stats,
         record: TokenRecord | None,
     ) -> tuple[torch.Tensor | None, float | None]:
-        """One optimizer step; skipped, with a warning, where no rank has a token to learn from, or one is not finite.
+        """One optimizer step; skipped, with a warning, if no rank has a token to learn from, or a loss is not finite.
 
         Losses are divided by the counts before rejection. The counts after it are known, on all ranks, before the last
-        backward pass; the gradient then gets its true denominator on the way into the optimizer.
+        backward pass; a factor then corrects the gradient just before the optimizer step.
 
         Returns:
-            The first micro-batch's log-probs before the step [N], and the gradient norm; None where skipped.
+            The first micro-batch's log-probs before the step [N], and the gradient norm; None if not computed.
         """
         config, denominators = self.config.algorithm, position.denominators
         if denominators.tokens == 0:
             self._warn_skipped("no usable tokens", position)
             return None, None
-        precomputed = survey(mini_batch, precomputed, position, self._forward, config, self.world, self.teacher)
+        precomputed = compare_all(mini_batch, precomputed, position, self._forward, config, self.world, self.teacher)
         step_stats, parts = Stats(), torch.zeros(4, dtype=torch.float64, device=self.world.device)
         before: torch.Tensor | None = None
         for micro, values in zip(mini_batch, precomputed, strict=True):
@@ -239,29 +237,6 @@ class Trainer:
         self._report_loss(stats, parts * factor, steps=1)
         return before, grad_norm
 
-    @torch.no_grad()
-    def _precompute(self, batch: RolloutBatch) -> list[list[Precomputed]]:
-        """Compute what needs the weights from before the batch, by mini-batch and micro-batch.
-
-        The first mini-batch needs no recomputed policy: its training pass has the same weights.
-        """
-        config = self.config.algorithm
-        recomputes = config.proximal in ("recompute", "compare")
-        precomputed = [
-            [
-                Precomputed(
-                    old=self._forward(micro).logprobs if recomputes and number else None,
-                    reference=self.reference(micro) if self.reference else None,
-                )
-                for micro in mini_batch
-            ]
-            for number, mini_batch in enumerate(batch.mini_batches)
-        ]
-        if not config.correction.rollout_is_batch_normalize:
-            return precomputed
-        mean = self._weight_mean(batch, precomputed)
-        return [[replace(values, weight_mean=mean) for values in mini_batch] for mini_batch in precomputed]
-
     def _forward(self, micro: MicroBatch, training: bool = False) -> PolicyOutput:
         """Log-probs of the model tokens [N]; the routers of a mixture take what was replayed.
 
@@ -281,28 +256,13 @@ class Trainer:
         return PolicyOutput(logprobs[model_tokens], entropies[model_tokens], named.get("routing"), *likeliest)
 
     def _routing_loss(self, routing: Routing, denominators: Denominators, stats: Stats) -> torch.Tensor:
-        """Report what the routers did with a micro-batch, and give its share of their balance loss.
+        """Report what the routers did with a micro-batch; returns their balance loss.
 
-        It has as large a share as of the mini-batch's model tokens.
+        It is weighted by the micro-batch's share of the mini-batch's model tokens.
         """
         learner, balance = self.config.learner, routing.balance_loss()
         routing_statistics(routing, balance, learner.router_replay == "rollout", stats)
         return learner.router_balance * balance * len(routing.positions) / denominators.tokens
-
-    @torch.no_grad()
-    def _weight_mean(self, batch: RolloutBatch, precomputed: list[list[Precomputed]]) -> float:
-        """Mean of the batch's importance weights over all ranks at its start.
-
-        It takes a forward pass over mini-batches without recomputed log-probs: the first, or all of them.
-        """
-        config, stats = self.config.algorithm, Stats()
-        start = TrainPosition(batch.version, 0, 1, Denominators(1.0, 1.0, 1.0))
-        for mini_batch, mini_batch_values in zip(batch.mini_batches, precomputed, strict=True):
-            for micro, values in zip(mini_batch, mini_batch_values, strict=True):
-                logprobs = self._forward(micro).logprobs if values.old is None else values.old
-                old = proximal_logprobs(micro, logprobs, values.old, start, config)
-                correct(micro, logprobs, old, batch.version, config, stats)
-        return weight_divisor(stats.reduce(self.world, [BATCH_NORM_FACTOR]))
 
     def _positions(self, batch: RolloutBatch) -> Iterator[TrainPosition]:
         """Each mini-batch's place, with its counts over all ranks before rejection."""

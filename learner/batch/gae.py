@@ -1,8 +1,7 @@
 """Advantages and returns of the model's tokens, from rewards and a critic's values (GAE, arXiv 1506.02438).
 
 A step goes from one token that the model sampled to the next one of its row: what tools and users wrote between the two
-is part of the state, and no step (SAO, arXiv 2607.07508). All tensors are of model tokens alone, row after row, so
-nothing of tools or users is here at all.
+is part of the state, not a step (SAO, arXiv 2607.07508). All tensors hold model tokens alone, row after row.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ EPSILON = 1e-8
 def gae(rewards: torch.Tensor, values: torch.Tensor, segment_ids: torch.Tensor, lambda_: float) -> torch.Tensor:
     """Generalised advantage estimates, float64 [N].
 
-    A_t = d_t + lambda A_(t+1), d_t = r_t + V_(t+1) - V_t; behind a row's last token both V and A are 0.
+    A_t = d_t + lambda A_(t+1), d_t = r_t + V_(t+1) - V_t; after a row's last token both V and A are 0.
 
     Args:
         rewards: r, at the token that earned it [N].
@@ -28,7 +27,7 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, segment_ids: torch.Tensor, 
     """
     rewards, values = rewards.double(), values.double()
     estimates = rewards - values + _later(values, segment_ids, 1)
-    # Each pass doubles the number of terms that have been added up: as many passes as the number of tokens has bits.
+    # Each pass doubles the number of terms that are summed, so log2(N) passes suffice.
     distance, decay = 1, lambda_
     while distance < len(estimates) and decay:
         estimates = estimates + decay * _later(estimates, segment_ids, distance)
@@ -37,7 +36,7 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, segment_ids: torch.Tensor, 
 
 
 def _later(numbers: torch.Tensor, segment_ids: torch.Tensor, distance: int) -> torch.Tensor:
-    """The number so many tokens later in the same row, 0 where there is none [N]."""
+    """The value `distance` tokens later in the same row, 0 past its end [N]."""
     later = torch.zeros_like(numbers)
     later[:-distance] = torch.where(segment_ids[distance:] == segment_ids[:-distance], numbers[distance:], 0.0)
     return later
@@ -49,11 +48,11 @@ def returns(rewards: torch.Tensor, values: torch.Tensor, segment_ids: torch.Tens
 
 
 def normalised(advantages: Sequence[torch.Tensor], world: World, clip: float | None = None) -> list[torch.Tensor]:
-    """z-score over all model tokens of a batch, on all ranks; these must call it together.
+    """z-score over all model tokens of a batch, on all ranks; all ranks must call this together.
 
     Args:
         advantages: of each micro-batch of this rank [N].
-        clip: results are cut to [-clip, clip]; None: none is.
+        clip: results are clipped to [-clip, clip]; None: no clipping.
 
     Returns:
         float32 [N] of each micro-batch; zeros where all values are equal, or there are fewer than two.

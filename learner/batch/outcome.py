@@ -1,4 +1,4 @@
-"""What the sampler says of a sample, advantage, returns and value, and the same of its rows and their model tokens."""
+"""Advantage, returns and value of a sample, which the sampler sends, and those of its rows and model tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CriticTarget:
     """What a critic learns from a sample, or from one of its rows.
 
     Attributes:
-        returns: the reward; or for each turn what followed it, this turn's reward included.
+        returns: the reward; or for each turn the sum of the rewards from it on.
         value: the tracker's, of the prompt.
     """
 

@@ -1,10 +1,10 @@
-"""What the rows of a micro-batch begin with alike is packed once, and goes through the model once.
+"""Common prefixes of the rows of a micro-batch are packed once, and go through the model once.
 
 Samples share a system prompt and the descriptions of tools, those of a group their whole prompt, and the rows of an
-episode what was said before they part. Laid out as a tree, whose branches the rows are, each such token has one place
+episode all turns before they part. The rows are laid out as a prefix tree, in which each shared token has one place
 among the packed tokens. Embeddings, projections and feed-forward layers, which see a token alone, compute it once;
-attention reads it for every row that begins with it (`learner.policy.attention`). No token before the place
-where rows part can tell them apart, so log-probs and gradients are the same as without, but for rounding.
+attention reads it for every row that begins with it (`learner.policy.attention`). Log-probs and gradients are the same
+as without sharing, but for rounding, because attention is causal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_SAVING = 0.2  # of the tokens; below it, what attention moves for every row outweighs what is saved
+LEAST_SAVING = 0.2  # of the tokens; below it, laying rows out for attention costs more than is saved
 
 
 class PackedRows(NamedTuple):
@@ -23,8 +23,8 @@ class PackedRows(NamedTuple):
     Attributes:
         tokens: int64 [T].
         positions: of each token inside its row, int64 [T].
-        places: packed position of each token of the rows laid end to end, int64 [the sum of their lengths]; None where
-            that is how they are packed.
+        places: packed position of each token of the rows laid end to end, int64 [the sum of their lengths]; None if
+            the rows are packed end to end.
     """
 
     tokens: np.ndarray
@@ -46,7 +46,7 @@ def pack_rows(rows: Sequence[np.ndarray], share: bool) -> PackedRows:
 
 def tree_places(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Packed position of each token of the rows laid end to end, int64: beginnings that are equal have the same."""
-    # In alphabetical order a row shares with the one before it all that it shares with any before.
+    # In alphabetical order a row's longest common prefix with any earlier row is the one with the row before it.
     alphabetical = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
     places: list[np.ndarray] = [np.empty(0, np.int64)] * len(rows)
     before, end = np.empty(0, rows[0].dtype), 0

@@ -1,4 +1,4 @@
-"""A teacher's scores of the policy's tokens, and what they are to advantage and loss (docs/teacher.md)."""
+"""A teacher's scores of the policy's tokens, and how they change advantages and loss (docs/teacher.md)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_scores(ids: np.ndarray, top_k: int, vocabulary: int) -> None:
 
 
 def scores_of_rows(rows: Sequence[Payload], top_k: int, device: torch.device | str) -> TeacherScores | None:
-    """A teacher's scores of the rows' model tokens; None where no row has any."""
+    """A teacher's scores of the rows' model tokens; None if no row has any."""
     taught = [row for row in rows if len(row.teacher_logprobs)]
     if not taught:
         return None
@@ -108,9 +108,9 @@ def taught_advantages(
 def coarse_kl(policy: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Reverse KL of two distributions of K + 1 outcomes [N], with gradient: K tokens, and all others together.
 
-    By the data-processing inequality it is at most the KL of the whole distributions; it is equal if the K tokens are
-    all that there are. What the others have together is at least the type's resolution, of either distribution, so
-    that logarithm and gradient stay finite where the K tokens have everything.
+    By the data-processing inequality it is at most the KL of the whole distributions, and equal to it if the K tokens
+    are the whole vocabulary. The others' probability, in either distribution, is at least the type's resolution, so
+    that logarithm and gradient stay finite if the K tokens have all of the probability.
 
     Args:
         policy, teacher: log-probs of the same K tokens [N, K].

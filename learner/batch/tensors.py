@@ -26,7 +26,7 @@ class MicroBatch:
     """Rows that go through the model together.
 
     Attributes:
-        input_ids: packed tokens, int64 [1, T]; what rows begin with alike may be there once.
+        input_ids: packed tokens, int64 [1, T]; common prefixes of rows may be packed once.
         position_ids: positions inside each row, int64 [1, T].
         sequences: where each row begins and ends.
         predict: packed positions whose row's next token is a model token, int64 [N]; one position even if N is 0.
@@ -35,13 +35,13 @@ class MicroBatch:
         rollout_logprobs: log pi_rollout of the model tokens, float32 [N].
         advantages: float32 [N].
         versions: weight version that sampled each model token, int64 [N].
-        experts: ids that the engine chose, uint8 or int16 [T, layers, k]; None where it told none.
-        known: tokens for which it told them, bool [T]; None with `experts`.
-        teacher: a teacher's scores of the model tokens; None where no row has any.
-        rewards: at each model token, float64 [N]: of a row, or of a turn, at its last; None without a critic.
+        experts: ids that the engine chose, uint8 or int16 [T, layers, k]; None if not recorded.
+        known: tokens whose experts are recorded, bool [T]; None if `experts` is.
+        teacher: a teacher's scores of the model tokens; None if no row has any.
+        rewards: placed on the last token of the row or turn, float64 [N]; None without a critic.
         tracked: the tracker's value of each token's prompt, float64 [N]; None without a critic.
-        values: the critic's, of the state in which each token was sampled, float32 [N]; None before it has judged.
-        returns: what the critic learns at each token, float32 [N]; None before it has judged.
+        values: the critic's value of the state before each token, float32 [N]; None before `Critic.judge`.
+        returns: the critic's target at each token, float32 [N]; None before `Critic.judge`.
         names: sample id and number of each row, in order; empty if not needed.
     """
 
@@ -83,7 +83,7 @@ class RolloutBatch:
         samples: samples of the whole batch, over all ranks.
         tokens: prompt and response tokens of this rank's rows.
         left_out: samples without a usable payload whose first row is this rank's.
-        reason: why one of this rank's samples cannot be used; empty: all can, or have no payload.
+        reason: why one of this rank's samples cannot be used; empty if each is usable or has no payload.
         rewards: of the whole batch.
     """
 
@@ -97,7 +97,7 @@ class RolloutBatch:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of the rows that are not computed, because another row begins with them too."""
+        """Tokens that are not computed again because they are in a common prefix."""
         return sum(micro.sequences.tokens_saved for micros in self.mini_batches for micro in micros)
 
 
@@ -109,9 +109,9 @@ class Packer:
         vocabulary: number of the model's token ids.
         device: where the tensors are.
         experts: numbers of the model's experts, if those that the engine chose are replayed.
-        top_k: likeliest tokens of a teacher's at each model token, 0 where it scores that itself; None: no teacher.
-        share_prefixes: pack what rows begin with alike once; not with `experts`, which are told for each row.
-        together: samples, one after another, whose rows are shares of all their model tokens (`prompt-mean`).
+        top_k: a teacher's likeliest tokens at each model token, 0 if it scores the sampled token; None: no teacher.
+        share_prefixes: pack common prefixes once; not with `experts`, which are recorded for each row.
+        together: number of consecutive samples that answer one prompt, with `prompt-mean`; otherwise 1.
     """
 
     vocabulary: int
@@ -135,16 +135,15 @@ class Packer:
         places = plan.of_rank(world.share)
         samples = sorted({sample for micro_batches in places for held in micro_batches for sample, _ in held})
         payloads = fetch([batch.sample_ids[sample] for sample in samples])
-        # The plan is made from the headers: a row longer than its header says could exceed the device's memory, again
-        # each time the batch is trained on.
+        # The plan is made from the headers: a row longer than its header says could exceed the device's memory each
+        # time the batch is trained on.
         as_planned = {
             sample: payload
             for sample, payload in zip(samples, payloads, strict=True)
             if payload is not None and [len(row.token_ids) for row in payload.rows()] == row_tokens[sample]
         }
         if world.sequence is not None:
-            # Ranks with slices of the same sequences must have the same ones: a payload that one of them could not
-            # read, the others leave out too.
+            # Ranks with slices of the same sequences must agree: all of them drop a sample that one of them is missing.
             missing = set(samples) - as_planned.keys()
             is_missing = world.all_reduce_max([float(sample in missing) for sample in range(len(row_tokens))])
             as_planned = {sample: payload for sample, payload in as_planned.items() if not is_missing[sample]}
@@ -172,14 +171,15 @@ class Packer:
     ) -> RolloutBatch:
         """This rank's share of a batch, from its rows in the plan and the payloads of their samples.
 
-        Samples whose payload is missing or unusable, or has not as many turns as advantages, are left out and counted.
+        A sample is left out and counted if its payload is missing or unusable, or has fewer or more turns than
+        advantages.
 
         Args:
             places: `[mini_batch][micro_batch]` lists of rows.
             payloads: by sample index.
             advantages: of the whole batch [B].
             sample_ids: of the whole batch [B], if its micro-batches need them.
-            unit_tokens: model tokens of which each sample's rows are shares [B]; by default those of the sample.
+            unit_tokens: model tokens of each sample's unit, a sample or a prompt [B]; by default those of the sample.
             critic: of the whole batch [B]; None without a critic.
         """
         rows: dict[RowId, tuple[Payload, Advantage]] = {}
@@ -235,7 +235,7 @@ class Packer:
         shares: Sequence[float] | None = None,
         critic: Sequence[CriticTarget] | None = None,
     ) -> MicroBatch:
-        """Pack usable payloads of one row with their advantages; none at all gives a micro-batch without model tokens.
+        """Pack usable payloads of one row with their advantages; without any, the micro-batch has no model tokens.
 
         Args:
             names: sample id and number of each row.
@@ -271,7 +271,7 @@ class Packer:
         )
 
     def _idle(self, judged: bool) -> MicroBatch:
-        """A micro-batch for a rank without samples, so that collectives meet: a token is predicted, none is learned."""
+        """A micro-batch for a rank without samples, which must take part in collectives: nothing is learned from it."""
         ids = np.zeros(2, np.int32)
         payload = Payload(ids, np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
         packed = Packer(self.vocabulary, self.device).micro_batch([(payload, 0.0)])
@@ -318,7 +318,7 @@ def _check_row(row: Payload, vocabulary: int, experts: ExpertShape | None) -> No
 
 
 def _replayed(rows: Sequence[Payload], shape: ExpertShape, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """The fields `experts` and `known` of a micro-batch; none where no row has experts."""
+    """The fields `experts` and `known` of a micro-batch; empty if no row has experts."""
     if not any(len(row.experts) for row in rows):
         return {}
     known = np.concatenate([np.arange(len(row.token_ids)) < len(row.experts) for row in rows])

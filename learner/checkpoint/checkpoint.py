@@ -38,7 +38,7 @@ from learner.trainer import Trainer
 
 # Written under this name and renamed when complete, so that a half-written one is never taken for a checkpoint.
 UNFINISHED = ".unfinished"
-# A checkpoint that cannot be continued from gets this suffix, and is kept for inspection.
+# A checkpoint that cannot be continued from is renamed with this suffix, and kept for inspection.
 SET_ASIDE = ".set-aside"
 
 

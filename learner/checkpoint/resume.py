@@ -42,7 +42,7 @@ def has_frozen(engine: Any) -> bool:
 
 
 def load_redivided(trainer: Trainer, folder: Path, differing: str) -> None:
-    """Each rank reads its share of what other ranks wrote.
+    """Each rank reads its part of what other ranks wrote.
 
     Args:
         differing: how the checkpoint's division differs from the one here, as text.
@@ -57,10 +57,10 @@ def load_redivided(trainer: Trainer, folder: Path, differing: str) -> None:
 
 
 def _load_redivided(engine: Any, world: World, folder: Path, tag: str, differing: str) -> None:
-    def read() -> tuple[SavedState, Share]:
+    def read() -> tuple[SavedState, RankState]:
         try:
             saved = read_state(folder / tag, trained_parameters(engine))
-            return saved, own_share(engine, saved, world)
+            return saved, own_state(engine, saved, world)
         except Indivisible as error:
             raise UserError(
                 f"checkpoint {folder} was written with {differing}, and cannot be divided in another way: {error}; "
@@ -69,8 +69,8 @@ def _load_redivided(engine: Any, world: World, folder: Path, tag: str, differing
         except Exception as error:
             raise _unreadable(folder, error) from error
 
-    saved, share = world.raise_on_all_ranks(read)
-    load_share(engine, share, saved, world)
+    saved, rank_state = world.raise_on_all_ranks(read)
+    load_state(engine, rank_state, saved, world)
 
 
 def _unreadable(folder: Path, error: Exception) -> UserError:
@@ -93,7 +93,7 @@ class FlatPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankState:
     """The fp32 weights that one rank holds, and the optimizer's state of each of its tensors."""
 
     weights: list[torch.Tensor]
@@ -105,8 +105,8 @@ def trained_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
 
 
-def own_share(engine: Any, saved: SavedState, world: World) -> Share:
-    """Assemble this rank's share, in host memory.
+def own_state(engine: Any, saved: SavedState, world: World) -> RankState:
+    """Assemble what this rank holds, in host memory.
 
     Raises:
         ValueError: the checkpoint is of another model.
@@ -116,7 +116,7 @@ def own_share(engine: Any, saved: SavedState, world: World) -> Share:
         raise ValueError("it is of another model")
     keys = {key for parameter in saved.parameters.values() for key in parameter.pieces}
     weights, states = [], {}
-    for number, (size, places) in enumerate(_layout(engine, world.rank)):
+    for number, (size, places) in enumerate(_flat_pieces(engine, world.rank)):
         tensors = {key: torch.zeros(size) for key in keys}
         for place in places:
             parameter = saved.parameters[place.name]
@@ -126,26 +126,26 @@ def own_share(engine: Any, saved: SavedState, world: World) -> Share:
         weights.append(tensors.pop(FP32))
         # Copies: a shared counter in a tensor would be increased once for each state that shares it.
         states[number] = tensors | copy.deepcopy(saved.counts)
-    return Share(weights, states)
+    return RankState(weights, states)
 
 
-def load_share(engine: Any, share: Share, saved: SavedState, world: World) -> None:
-    """Load a share into the engine; all ranks together."""
+def load_state(engine: Any, rank_state: RankState, saved: SavedState, world: World) -> None:
+    """Load this rank's state into the engine; all ranks together."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
         parameters = list(trained_parameters(engine).values())
         for number, parameter in enumerate(parameters):
-            parameter.data.copy_(share.weights[number].view_as(parameter))
-            for key, value in share.states[number].items():
+            parameter.data.copy_(rank_state.weights[number].view_as(parameter))
+            for key, value in rank_state.states[number].items():
                 if key not in saved.counts:
-                    share.states[number][key] = value.view_as(parameter)
-        optimizer.load_state_dict(_optimizer_state(optimizer.state_dict(), share, saved))
+                    rank_state.states[number][key] = value.view_as(parameter)
+        optimizer.load_state_dict(_optimizer_state(optimizer.state_dict(), rank_state, saved))
     else:
         state, weights = NAMES.get(stage, NAMES_BELOW_3)
         if stage == 3:
             optimizer.checkpoint_event_prologue()
         content = optimizer.state_dict()
-        content |= {weights: share.weights, state: _optimizer_state(content[state], share, saved)}
+        content |= {weights: rank_state.weights, state: _optimizer_state(content[state], rank_state, saved)}
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints for debugging
             optimizer.load_state_dict({world.rank: content}, load_from_fp32_weights=True)
         if stage == 3:
@@ -156,7 +156,7 @@ def load_share(engine: Any, share: Share, saved: SavedState, world: World) -> No
         setattr(engine, name, value)
 
 
-def _layout(engine: Any, rank: int) -> Iterator[tuple[int, list[FlatPiece]]]:
+def _flat_pieces(engine: Any, rank: int) -> Iterator[tuple[int, list[FlatPiece]]]:
     """Size of each tensor that this rank's optimizer changes, and the places of parameters in it."""
     stage, zero, names = engine.zero_optimization_stage(), engine.optimizer, engine.param_names
     if stage == 0:
@@ -187,6 +187,6 @@ def _even_pieces(group: list[Any], names: dict[Any, str], rank: int) -> Iterator
         offset += size
 
 
-def _optimizer_state(own: dict[str, Any], share: Share, saved: SavedState) -> dict[str, Any]:
+def _optimizer_state(own: dict[str, Any], rank_state: RankState, saved: SavedState) -> dict[str, Any]:
     """The state of torch's optimizer in its own form."""
-    return {"state": share.states, "param_groups": [group | saved.settings for group in own["param_groups"]]}
+    return {"state": rank_state.states, "param_groups": [group | saved.settings for group in own["param_groups"]]}

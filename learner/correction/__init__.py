@@ -31,12 +31,12 @@ __all__ = [
 BATCH_NORM_FACTOR = "rollout_corr/rollout_is_batch_norm_factor"
 
 
-# Weights whose mean is not above this are left as they are, as in verl: divided by it, noise would become 1.
+# Weights with a smaller mean are not normalised, as in verl: dividing by so small a number would amplify noise.
 SMALLEST_MEAN = 1e-8
 
 
 def weight_divisor(metrics: Mapping[str, float]) -> float:
-    """What `rollout_is_batch_normalize` divides the weights by: their mean, which the metrics hold; or 1."""
+    """The divisor of the weights with `rollout_is_batch_normalize`: their mean, read from the metrics, or 1."""
     mean = metrics.get(BATCH_NORM_FACTOR, 0.0)
     return mean if mean > SMALLEST_MEAN else 1.0
 

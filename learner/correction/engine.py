@@ -54,9 +54,8 @@ def correct_tokens(
 ) -> TokenCorrection:
     """Weights and mask of model tokens; their statistics go into `stats`.
 
-    Nothing here waits for the device, unless `m2_threshold` is to be answered from these tokens alone.
-
-    The weights are not divided by their mean here, even if the configuration says so: that takes all ranks.
+    Nothing here waits for the device, unless `m2_threshold` is set and `m2_keep` is None. The weights are not divided
+    by their mean here, even if the configuration says so, because the mean is over all ranks.
 
     Args:
         old: log pi_old of each model token [N].
@@ -71,13 +70,13 @@ def correct_tokens(
     old, rollout = torch.where(finite, old, 0.0), torch.where(finite, rollout, 0.0)
     x = old - rollout
     everything = torch.ones_like(finite)
-    # Rules see a token of probability 0, which no loss can learn from, so that it drops its row.
+    # Rules still see a token of probability 0, so that rules for rows drop its row; it is removed from `keep` below.
     weights, truncated, keep = None, torch.zeros_like(finite), finite | ratio_logs.isinf()
 
     divergences = token_divergences(x)
     divergence_statistics(stats, old, rollout, finite, divergences, layout, config)
     dialect = (SkyRLStatistics if config.skyrl else VerlStatistics)(stats, ratio_logs, layout, config)
-    for stage in dict.fromkeys(config.stages()):  # what stands there twice is done, and reported, once
+    for stage in dict.fromkeys(config.stages()):  # a stage named twice is applied once
         if isinstance(stage, SecondMoment):
             if m2_keep is None:
                 m2_keep = second_moment_mask(stage.threshold)(columns(*given, layout))
@@ -123,7 +122,7 @@ def log_ratios(old: torch.Tensor, rollout: torch.Tensor, finite: torch.Tensor) -
 def importance_ratio(x: torch.Tensor, stage: Weight, layout: Layout, seen: torch.Tensor) -> torch.Tensor:
     """exp(clip(x, +-20)) of each token [N], or exp(clip(sum of x, +-20)) over the seen tokens of each row [B]."""
     if stage.of_rows:
-        # A row with tokens that only one, and others that only the other policy can sample, has no product.
+        # The sum is NaN if it has both infinities: tokens that only one, and tokens that only the other policy samples.
         x = layout.segment_sum(torch.where(seen, x, 0.0)).nan_to_num(nan=-LOG_RATIO_BOUND)
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 

@@ -1,4 +1,4 @@
-"""Compares the tokens of a whole mini-batch, on all ranks, so that packing decides nothing."""
+"""Compares the tokens of a whole mini-batch, over all ranks, so that the result does not depend on packing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FIRST, SECOND = -49064778989728563, -4265267296055464877
 
 
 def token_keys(rollout: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A number for each token [N], float64, that decides draws and ties.
+    """A key for each token [N], float64, that decides random draws and ties.
 
-    It is a hash of the row's recorded log-probs and of the token's place in the row, so that it depends neither on
-    packing and ranks nor on a seed: the same batch is drawn from in the same way, also after a restart.
+    It is a hash of the row's recorded log-probs and of the token's place in the row. It depends neither on packing and
+    ranks nor on a seed, so a batch that is trained on again after a restart has the same draws.
 
     Args:
         rollout: log pi_rollout of each token, row by row [N].
@@ -56,7 +56,7 @@ def over_all(
         The verdicts on each micro-batch's tokens, bool [N] each.
     """
     own = torch.cat([column.double() for column in columns])
-    # Ranks that hold slices of the same sequences have the same tokens; the first of them tells.
+    # Ranks that hold slices of the same sequences have the same tokens; only the first of them sends its own.
     data = world.gather(own.cpu().numpy().tobytes() if world.counts_share else b"")
     width = own.shape[1]
     tables = [torch.frombuffer(bytearray(part), dtype=torch.float64).view(-1, width) for part in data if part]

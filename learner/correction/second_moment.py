@@ -11,7 +11,7 @@ from learner.correction.ranking import largest, token_keys
 
 
 def columns(old: torch.Tensor, rollout: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """What the mask depends on, float64 [N, 3]: x^2, the key that decides ties, and whether both are finite.
+    """The table that the mask is computed from, float64 [N, 3]: x^2, the key for ties, whether both are finite.
 
     Args:
         old, rollout: log-probs of each token of a micro-batch, of the proximal and of the generating policy [N].
@@ -32,7 +32,7 @@ def second_moment_mask(threshold: float) -> Callable[[torch.Tensor], torch.Tenso
             return kept
         squares, keys, _ = table[places].unbind(1)
         order = largest(squares, keys, len(places))
-        # Of the tokens from each place on, in descending order: their mean.
+        # The mean of the tokens from each place of the descending order to its end.
         counts = torch.arange(len(order), 0, -1, dtype=squares.dtype, device=squares.device)
         means = squares[order].flip(0).cumsum(0).flip(0) / counts
         below = (means < threshold).nonzero()

@@ -243,7 +243,8 @@ def ratio_statistics(
     means = layout.segment_mean(tokens)
     centred = torch.where(rows, means, neutral)
     lowest, highest = (lower, upper) if of_rows else _strictest(lower, upper, layout)
-    stats.mean_and_sample_std(f"{name}_seq_mean", f"{name}_seq_std", centred, over=total, around=neutral)
+    stats.mean(f"{name}_seq_mean", centred, over=total, around=neutral)
+    stats.std(f"{name}_seq_std", centred, over=total, around=neutral, sample=True)
     largest = {f"{name}_seq_max": means, f"{name}_seq_max_deviation": (means - neutral).abs()}
     stats.extremes(largest, {f"{name}_seq_min": means}, where=rows)
     if applied is not None:

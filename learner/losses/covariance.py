@@ -33,7 +33,7 @@ def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
 
 
 def columns(tokens: PolicyTokens) -> torch.Tensor:
-    """What the choice depends on, float64 [N, 5]: log pi_theta, log pi_old, the advantage, the key, whether kept."""
+    """The table that tokens are chosen from, float64 [N, 5]: log pi_theta, log pi_old, advantage, key, whether kept."""
     keys = token_keys(tokens.rollout_logprobs, tokens.layout)
     values = (tokens.logprobs.detach(), tokens.old_logprobs, tokens.advantages, keys, tokens.keep)
     return torch.stack([value.double() for value in values], dim=1)

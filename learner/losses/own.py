@@ -66,7 +66,10 @@ def _try(loss: TokenLoss, config: AlgorithmConfig, field: str) -> None:
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     keep = torch.tensor([True, True, False, True, True, True])
     # The second row has no token.
-    tokens = PolicyTokens.of(logprobs, old, old - 0.1, advantages, keep, Layout.of_lengths([3, 0, 3]), config)
+    layout = Layout.of_lengths([3, 0, 3])
+    tokens = PolicyTokens.of(
+        logprobs=logprobs, old=old, rollout=old - 0.1, advantages=advantages, keep=keep, layout=layout, config=config
+    )
     try:
         losses, _ = loss(tokens, config)
     except UserError:

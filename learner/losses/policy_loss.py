@@ -81,7 +81,14 @@ def policy_loss(
     if correction is not None and correction.weights is not None and weighs(name, config.proximal):
         weights = torch.where(keep, tokens(correction.weights), 0.0)
     policy_tokens = PolicyTokens.of(
-        tokens(logprobs), tokens(old_logprobs), tokens(rollout), tokens(advantages), keep, layout, config, weights
+        logprobs=tokens(logprobs),
+        old=tokens(old_logprobs),
+        rollout=tokens(rollout),
+        advantages=tokens(advantages),
+        keep=keep,
+        layout=layout,
+        config=config,
+        weights=weights,
     )
     losses, values = LOSSES[name](policy_tokens, config)
     if weights is not None and not spec_of(name).weighs_rows:

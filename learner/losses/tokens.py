@@ -44,6 +44,7 @@ class PolicyTokens:
     @classmethod
     def of(
         cls,
+        *,
         logprobs: torch.Tensor,
         old: torch.Tensor,
         rollout: torch.Tensor,

@@ -28,7 +28,7 @@ with contextlib.suppress(ImportError):
 
 PACKED_SDPA = "spo_packed_padded"  # a name with "sdpa" would be refused for models with sinks by transformers
 PACKED_VARLEN = "spo_packed_varlen"
-# Parts of a model's attention that these two lack, and an implementation that may have them.
+# Parts of a model's attention that these two do not compute, and an implementation that may.
 MISSING_PARTS = {"softcap": "flash_attention_2", "s_aux": "sdpa"}
 SINK_WIDTH = 8  # numbers that a sink adds to a head; kernels take multiples of 8
 # Up to this length torch's kernel for CPUs is faster in float32 than in 16 bits, up to twice at 85 tokens.
@@ -58,9 +58,9 @@ class PackedSequences:
         max_seqlen: tokens of the longest sequence.
         padded: the same sequences as padded groups.
         unpad_indices: position of each packed token in the padded groups laid end to end, int64 [T].
-        places: packed position of each token of the sequences laid end to end, int64 [cu_seqlens[-1]]; None where that
-            is how they are packed.
-        first: where in that layout each packed token comes first, int64 [T]; None with `places`.
+        places: packed position of each token of the sequences laid end to end, int64 [cu_seqlens[-1]]; None if the
+            sequences are packed end to end.
+        first: first place of each packed token in that layout, int64 [T]; None if `places` is.
         group: ranks that hold a slice each of the packed tokens; None: this rank has all.
     """
 
@@ -74,11 +74,11 @@ class PackedSequences:
 
     @property
     def tokens_saved(self) -> int:
-        """Tokens of the sequences that are not computed, because an earlier sequence begins with them too."""
+        """Tokens that are not computed again because they are in a common prefix."""
         return 0 if self.places is None else len(self.places) - len(self.unpad_indices)
 
     def divided(self, group: SequenceGroup, padding: int) -> PackedSequences:
-        """The same sequences and one of so many padding tokens, for tokens in slices of a group's ranks."""
+        """The same sequences and one more of `padding` tokens, for packed tokens that a group's ranks divide."""
         if not padding:
             return replace(self, group=group)
         tokens, cells = len(self.unpad_indices), sum(len(one.indices) for one in self.padded)
@@ -132,7 +132,7 @@ def pack_sequences(
     bounds = cu_seqlens.to(device, torch.int32), max(lengths)
     if places is None:
         return PackedSequences(*bounds, padded, unpad_indices.to(device))
-    # What a shared token sees, and so its result, is the same in all of its sequences.
+    # A shared token attends to the same tokens in all of its sequences, so its result is the same in all.
     first = torch.from_numpy(np.unique(places, return_index=True)[1])
     return PackedSequences(*bounds, padded, unpad_indices[first].to(device), place.to(device), first.to(device))
 

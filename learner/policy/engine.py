@@ -147,7 +147,7 @@ def set_learning_rate(engine: Any, rate: float) -> None:
 
 
 class GradientFactor:
-    """Multiplies the gradient on its way into the optimizer, which all of ZeRO's partitions go through.
+    """Multiplies the gradient just before the optimizer reads it, in every ZeRO stage.
 
     The divisor of a loss is known only after the last micro-batch; by then DeepSpeed's buffers hold the gradients of
     the others.
@@ -174,7 +174,7 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
 def optimizer_step(engine: Any, config: LearnerConfig, factor: float = 1.0) -> float:
     """Multiply the accumulated gradient with `factor`, clip, step and clear it; returns its norm before clipping.
 
-    Where the norm is not finite, which all ranks see alike, the gradient is only cleared.
+    If the norm, which is the same on all ranks, is not finite, the gradient is only cleared.
     """
     if _clips_itself(config):
         scale_gradients(engine.module.parameters(), factor)
@@ -185,8 +185,8 @@ def optimizer_step(engine: Any, config: LearnerConfig, factor: float = 1.0) -> f
         else:
             engine.zero_grad()
         return float(norm)
-    # DeepSpeed clips before the factor is applied: the same as clipping to the limit afterwards. It takes no step where
-    # the norm over all ranks is not finite.
+    # DeepSpeed clips before the factor is applied, so its limit is divided by the factor. It takes no step if the norm
+    # over all ranks is not finite.
     engine.gradient_factor.value, engine.optimizer.clip_grad = factor, config.grad_clip / factor
     engine.step()
     return float(engine.get_global_grad_norm() or 0.0) * factor

@@ -49,23 +49,27 @@ class LogprobHead(nn.Linear):
             return super().forward(hidden)
         temperature = self.temperature if temperature is None else temperature
         precise = self.in_float32 and hidden.dtype.itemsize < 4
+        parts = self.parts(len(targets))
         results = _TargetLogprobs.apply(
-            hidden, self.weight, self.bias, targets, others, self.chunk, temperature, entropy, precise
+            hidden, self.weight, self.bias, targets, others, parts, temperature, entropy, precise
         )
         return results[:2] if others is None else results
+
+    def parts(self, count: int) -> list[slice]:
+        """The chunks of `count` targets."""
+        return [slice(start, start + self.chunk) for start in range(0, count, self.chunk)]
 
 
 class _TargetLogprobs(torch.autograd.Function):
     """Computes logits chunk by chunk, and once more in the backward pass instead of keeping them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, targets, others, chunk, temperature, entropy, precise):  # type: ignore[no-untyped-def]
-        count, logits_of = len(targets), _projection(weight, bias, precise)
-        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+    def forward(ctx: Any, hidden, weight, bias, targets, others, parts, temperature, entropy, precise):  # type: ignore[no-untyped-def]
+        logits_of = _projection(weight, bias, precise)
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.zeros_like(logprobs)
         of_others = None if others is None else torch.empty_like(others, dtype=torch.float32)
-        for start in range(0, count, chunk):
-            part = slice(start, start + chunk)
+        for part in parts:
             log_p = _log_softmax(logits_of(hidden[part]), temperature)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             if of_others is not None:
@@ -73,7 +77,7 @@ class _TargetLogprobs(torch.autograd.Function):
             if entropy:
                 entropies[part] = -log_p.exp().mul_(log_p).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, others, entropies)
-        ctx.chunk, ctx.temperature, ctx.entropy, ctx.precise = chunk, temperature, entropy, precise
+        ctx.parts, ctx.temperature, ctx.entropy, ctx.precise = parts, temperature, entropy, precise
         ctx.set_materialize_grads(False)  # entropies that are only reported have no gradient
         return logprobs, entropies, of_others
 
@@ -89,8 +93,7 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
+        for part in ctx.parts:
             log_p = _log_softmax(logits_of(hidden[part]), ctx.temperature)
             # [C, V] of a large vocabulary is mostly a matter of moving memory: no copy more than needed.
             p = log_p.exp() if with_entropy else log_p.exp_()

@@ -1,10 +1,10 @@
 """A model's state at the end of each prompt, as a short vector from which rewards can be predicted.
 
-The model has read the prompt and is about to answer, so what it makes of it is in the hidden states of the last token
-(POISE, arXiv 2605.07579; BASIS, arXiv 2605.27293). Those of the middle and the last layer are scaled per dimension,
-reduced to their principal components, each divided by the root of its deviation, and scaled to length 1. With full
-whitening noise would count as much as what differs most, and without any a small step of the regression would hardly
-see the rest: half way in between predicts best (docs/studies.md).
+The state is the hidden states of the prompt's last token, when the model is about to answer (POISE, arXiv 2605.07579;
+BASIS, arXiv 2605.27293). Those of the middle and the last layer are scaled per dimension, reduced to their principal
+components, each divided by the root of its deviation, and scaled to length 1. Full whitening would weigh noise as much
+as the largest differences, and without whitening the regression would hardly use the smaller components: half
+whitening predicts best (docs/studies.md).
 """
 
 from __future__ import annotations

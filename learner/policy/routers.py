@@ -1,8 +1,8 @@
 """The routers of a mixture of experts: what they choose, and how they take what the engine chose.
 
 Router replay (`learner.router_replay`): a rollout's tokens go through the experts that the engine chose for them. The
-weights of these experts come from the learner's own router, which so gets its gradient. Where the engine told none,
-and in the reference policy, the router chooses itself.
+weights of these experts come from the learner's own router, which so gets its gradient. The router chooses itself for
+tokens whose experts are not recorded, and in the reference policy.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ExpertShape(NamedTuple):
 
 
 def weights_of_all(router: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Weights of these experts [T, k]: their probabilities among all, which are made to add up to 1 or not."""
+    """Weights of these experts [T, k]: their probabilities among all experts, normalised if the model says so."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(-1, ids)
-    # Mixtral has no such setting, and always does it.
+    # Mixtral has no such setting, and always normalises.
     return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
 
 
@@ -77,7 +77,7 @@ class Routing:
     Attributes:
         positions: packed positions that predict the model tokens, int64 [N].
         experts: ids that the engine chose [T, layers, k]; None: the routers choose themselves.
-        known: tokens for which it told them, bool [T]; None with `experts`.
+        known: tokens whose experts are recorded, bool [T]; None if `experts` is.
         balanced: whether `balance_loss` is to have a gradient.
     """
 
@@ -89,7 +89,7 @@ class Routing:
     _counts: list[int] = field(default_factory=list)  # model tokens of each rank, once it is divided
 
     def replayed(self) -> torch.Tensor:
-        """Model tokens for whose prediction the engine told experts, bool [N]."""
+        """Model tokens whose prediction uses recorded experts, bool [N]."""
         if self.known is None:
             return torch.zeros_like(self.positions, dtype=torch.bool)
         return self.known[self.positions]
@@ -173,7 +173,7 @@ class Routers:
         taken = own
         if routing.experts is not None and routing.known is not None:
             taken = torch.where(routing.known[:, None], routing.experts[:, number].long(), own)
-        # What a backward pass computes again it frees again, so it is not kept here.
+        # Gradient checkpointing calls the router again in the backward pass: only the first call is noted.
         noted = _routed(logits if routing.balanced else logits.detach(), own, taken, routing.positions)
         routing.layers.setdefault(number, noted)
         if routing.experts is None:

@@ -1,8 +1,8 @@
-"""Publishes a version: all ranks copy its weights, a prompt is scored with them, and a thread does the rest.
+"""Publishes a version: the ranks copy its weights, score a prompt with them, and a thread serves the copy.
 
-The ranks of rank 0's machine copy each version together: each its share, into the memory that rank 0 serves from. Ranks
-of other machines only help to gather sharded weights. Training does not wait for checksums: the publishing threads
-exchange them.
+Each rank of rank 0's machine copies a part of the weights into the memory that rank 0 serves from. Ranks of other
+machines only help to gather sharded weights. Training does not wait for checksums, which the publishing threads
+exchange.
 """
 
 from __future__ import annotations
@@ -161,6 +161,6 @@ class Publisher:
         if self._under_way is not None and self._under_way.done():
             self.wait()
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Wait until no action is running, and ignore its error."""
         self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""Memory that a learner on a processor has freed, given back to the system."""
+"""Returns memory that a learner on a CPU has freed to the operating system."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ STATM = Path("/proc/self/statm")
 class Heap:
     """Keeps the C library's heap from growing by tensors whose sizes differ from batch to batch.
 
-    The library puts tensors of up to 32 MiB into one heap, from which it gives only the end back to the system. Batches
-    of ever other lengths leave holes in it: a model of 135 M parameters took 6.7 GB after one step and 13.6 after 73.
+    The library puts tensors of up to 32 MiB into one heap, and returns only the end of it to the system. Batches of
+    different lengths leave holes in it: a model of 135 M parameters took 6.7 GB after one step and 13.6 GB after 73.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Heap:
         self._settled = 0
 
     def give_back(self) -> None:
-        """If the process has grown by a quarter since the last time, give back what is free; to be called by step."""
+        """Return free memory if the process has grown by a quarter since the last time; called once a step."""
         if self._trim is None or resident() < GROWTH * self._settled:
             return
         self._trim(0)

@@ -12,11 +12,11 @@ USER_ERROR = 2
 
 
 def launch(ranks: int, arguments: Sequence[str], unfinished_code: int) -> int:
-    """Run `spo-learner` with these arguments on so many ranks, and return the exit code of the whole.
+    """Run `spo-learner` with these arguments on `ranks` ranks, and return the exit code of the first that failed.
 
-    It is 0 if all have trained to the end, `unfinished_code` if a signal has ended them, and otherwise that of the
-    rank that failed first: 2 says, as for a single rank, that its input is wrong and nothing is gained by another try.
-    torchrun itself would end with 1 in each of these cases.
+    The code is 0 if all ranks have trained to the end, and `unfinished_code` if a signal has ended them. A code of 2
+    means, as for a single rank, that the input is wrong and another try is useless. torchrun itself would end with 1 in
+    each of these cases.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -25,9 +25,9 @@ def launch(ranks: int, arguments: Sequence[str], unfinished_code: int) -> int:
     os.environ |= {LAUNCHER: str(os.getpid()), "PYTHONSAFEPATH": "1"}
     options = {
         "--nproc-per-node": ranks,
-        "--local-addr": "127.0.0.1",  # the machine's own name may lead nowhere
-        "--max-restarts": 0,  # whoever started this starts it again, with all ranks
-        "--shutdown-timeout": 3600,  # for the last checkpoint; whoever is in a hurry kills this process
+        "--local-addr": "127.0.0.1",  # the machine's own name may not resolve
+        "--max-restarts": 0,  # a supervisor starts this command again, with all ranks
+        "--shutdown-timeout": 3600,  # for the last checkpoint
     }
     words = [str(word) for option in options.items() for word in option]
     try:

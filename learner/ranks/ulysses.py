@@ -1,4 +1,4 @@
-"""Ulysses (arXiv 2309.14509): ranks of a group hold a slice each of the same packed tokens, and share their attention.
+"""Ulysses (arXiv 2309.14509): each rank of a group holds a slice of the same packed tokens; they divide attention.
 
 All layers but attention treat each token by itself, so a rank computes them for its slice [1, T / N]. For attention the
 ranks exchange slices: each gets all T tokens of H / N heads, and afterwards its own tokens of all H heads again.

@@ -85,7 +85,7 @@ class Served:
         """Close a session and return what was sampled in its only row, which the engine gives the same log-probs."""
         self(self.endpoint.close_session(session))
         (row,) = session.rows()
-        scores = self(self.engine.score(row.tokens()))
+        scores = self(self.engine.logprobs(row.tokens()))
         own = np.concatenate([scores[start:end] for start, end in row.spans])
         assert np.abs(own - np.concatenate(row.logprobs)).max() < TOLERANCE
         return [self.engine.tokenizer.decode(row.tokens()[start:end]) for start, end in row.spans]

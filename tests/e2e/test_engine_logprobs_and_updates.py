@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from common.errors import UserError
 from common.log import get_logger
 from generator.engine.engine import Completion, Engine, EngineDied
-from generator.slots import Cache
 from tests.support.engine import (
     MAX_MODEL_LEN,
     engine_config,
@@ -96,28 +95,10 @@ def error_of(completion: Completion, prompt: list[int], model: Any, temperature:
     return float(np.abs(reference[len(prompt) :] - completion.logprobs).mean())
 
 
-def test_the_cache_is_as_full_as_its_requests_are_long(running: Running) -> None:
-    cache = Cache(running.engine)
-
-    async def look() -> tuple[int, int]:
-        asked = asyncio.ensure_future(running.engine.generate([5, 6, 7], max_tokens=100))
-        most = 0
-        while not asked.done():
-            most = max(most, cache.used())
-            await asyncio.sleep(0)
-        return most, len((await asked).token_ids)
-
-    most, sampled = running(look())
-    assert 3 < most <= 3 + sampled
-    assert cache.used() == 0
-    assert cache.most_requests == 16
-    assert cache.tokens > 1000
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_recorded_logprobs_are_transformers_after_temperature(running: Running, temperature: float) -> None:
     model = running.load(1)
-    for prompt in (random_prompt(seed, 20 + 10 * seed) for seed in range(4)):
+    for prompt in (random_prompt(seed, 20 + 10 * seed) for seed in range(2)):
         completion = running.generate(prompt, max_tokens=100, temperature=temperature)
         assert len(completion.logprobs) == len(completion.token_ids) > 0
         assert error_of(completion, prompt, model, temperature) < TOLERANCE
@@ -139,20 +120,10 @@ def test_an_update_leaves_no_prefix_of_the_old_weights(running: Running) -> None
     assert again.cached_tokens == 2 * BLOCK  # so there is something stale to find
     model = running.load(4)
     assert error_of(running.generate(prompt, max_tokens=30), prompt, model) < TOLERANCE
-    greedy = running.generate(prompt, max_tokens=10, temperature=0.0)
-    assert greedy.token_ids.tolist() == greedily(model, prompt, 10)
     assert np.abs(running.score(prompt) - reference_logprobs(model, prompt)).mean() < TOLERANCE
     # Nor where a version's number comes again, with other weights.
     running.load(3, seed=6)
     assert error_of(running.generate(prompt, max_tokens=30), prompt, tiny_model(6)) < TOLERANCE
-
-
-@torch.no_grad()
-def greedily(model: Any, prompt: list[int], tokens: int) -> list[int]:
-    ids = list(prompt)
-    while len(ids) < len(prompt) + tokens and (len(ids) == len(prompt) or ids[-1] != model.config.eos_token_id):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
 
 
 def test_a_later_turn_may_read_its_episodes_prefix_cache(running: Running) -> None:
@@ -233,20 +204,6 @@ def test_stop_tokens_end_a_response_and_belong_to_it(running: Running) -> None:
     assert all(completion.token_ids[:-1] >= 128)
     with pytest.raises(ValueError, match="maximum model length"):
         running.generate(random_prompt(0, MAX_MODEL_LEN), max_tokens=1)
-
-
-def test_a_seed_decides_also_where_the_prompt_is_read_in_parts(running: Running, folder: Path) -> None:
-    running.load(0)
-    in_parts = Running(folder, max_num_batched_tokens=32)
-    try:
-        prompt, limits = random_prompt(0, 100), {"max_tokens": 20, "seed": 7, "stop_token_ids": []}
-        whole, read_in_parts, other = (
-            engine.generate(prompt, **limits | {"seed": seed}).token_ids.tolist()
-            for engine, seed in ((running, 7), (in_parts, 7), (running, 8))
-        )
-        assert whole == read_in_parts != other
-    finally:
-        in_parts.close()
 
 
 def test_weights_of_another_model_end_the_engine(small: Running) -> None:

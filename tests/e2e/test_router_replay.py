@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from common.config import BrokerConfig, Config, parse_config
-from common.log import get_logger
 from common.payload import Payload, decode_payload, encode_payload
 from common.streams.broker import connect
 from generator.engine.engine import Completion, Engine
@@ -26,7 +24,7 @@ from learner.trainer import Trainer
 from tests.conftest import RedisServer
 from tests.e2e.test_logprobs_agree import MOVED, Update, move, with_engine
 from tests.support.engine import load, random_prompt, start_engine
-from tests.support.mixtures import FAMILIES, save_mixture, tiny_mixture
+from tests.support.mixtures import save_mixture, tiny_mixture
 from tests.support.waiting import PATIENCE
 from tests.support.whole_run import json_lines, kill, settled_counters, started, wait_for_version, write_run
 
@@ -63,13 +61,11 @@ async def episodes(engine: Engine, count: int = 8) -> list[Payload]:
 
 
 @torch.no_grad()
-def difference(trainer: Trainer, payloads: list[Payload], replay: bool = True) -> float:
+def difference(trainer: Trainer, payloads: list[Payload]) -> float:
     """Mean |log pi_learner - log pi_generator| over the sampled tokens."""
-    packer = trainer.packer()
-    packed = (packer if replay else replace(packer, experts=None)).micro_batch([(one, 0.0) for one in payloads])
-    assert (packed.known is not None) == replay
+    packed = trainer.packer().micro_batch([(one, 0.0) for one in payloads])
     routing = Routing(packed.predict, packed.experts, packed.known)
-    assert bool(routing.replayed().all()) == replay
+    assert routing.replayed().all()
     inputs = packed.input_ids, packed.position_ids, packed.sequences, packed.predict, packed.targets
     logprobs, _ = trainer.policy(*inputs, routing=routing)
     return float((logprobs - packed.rollout_logprobs).abs().mean())
@@ -194,21 +190,18 @@ async def sample(engine: Engine, prompt: list[int], tokens: int = 280, experts_f
     return completion
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Qwen2-MoE", "gpt-oss"])
 def test_replayed_experts_give_the_engines_logprobs(family: str, tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", family)
     config = replaying(tmp_path)
     trainer = Trainer(config, start())
 
     async def scene(update: Update) -> None:
-        gaps = [difference(trainer, await episodes(update.engine))]
-        for version in (1, 2):
-            move(trainer)
-            assert difference(trainer, await episodes(update.engine)) > MOVED
-            await update.checked(version, trainer, trainer.weights())
-            gaps.append(difference(trainer, await episodes(update.engine)))
-        get_logger().info("gaps of log-probs", family=family, gaps=gaps)
-        assert max(gaps) < SAME
+        assert difference(trainer, await episodes(update.engine)) < SAME
+        move(trainer)
+        assert difference(trainer, await episodes(update.engine)) > MOVED
+        await update.checked(1, trainer, trainer.weights())
+        assert difference(trainer, await episodes(update.engine)) < SAME
 
     asyncio.run(with_engine(config, scene))
 
@@ -249,18 +242,3 @@ def test_a_run_replays_every_token_of_two_turns_and_goes_on_after_its_learner_is
         assert 0 < step["router/entropy"] < np.log(8)
     generator = (tmp_path / "runs" / "replay" / "logs" / "generator-1.log").read_text()
     assert "log-probs are the learner's" in generator
-
-
-def test_replay_narrows_the_gap_that_other_experts_make(tmp_path: Path) -> None:
-    save_mixture(tmp_path / "model", "Qwen3-MoE")
-    config = replaying(tmp_path, dtype="bfloat16")
-    trainer = Trainer(config, start())
-
-    async def scene(update: Update) -> None:
-        payloads = await episodes(update.engine, 32)
-        gaps = [difference(trainer, payloads, replay) for replay in (True, False)]
-        tokens = sum(len(payload.logprobs) for payload in payloads)
-        get_logger().info("gaps of log-probs", replay=gaps[0], none=gaps[1], tokens=tokens)
-        assert gaps[0] < 0.8 * gaps[1]
-
-    asyncio.run(with_engine(config, scene))

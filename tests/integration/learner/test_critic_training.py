@@ -15,7 +15,7 @@ from tests.support.mixtures import save_mixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-STAGES = (0, 2, 3)
+STAGES = (0, 3)
 CRITIC: dict[str, Any] = {"algorithm": {"baseline": "critic"}, "critic": {"gae_lambda": 0.9, "lr": 3e-3}}
 
 
@@ -49,7 +49,6 @@ def alone(model: str, other_model: str, folder: Path) -> dict[str, Any]:
         "bf16 second half": job(model, folder / "bf16 halves", 4, half, load=True),
         "repeated": job(model, folder / "repeated", 8, critic(lr=3e-3), repeat=True),
         "by turn": job(model, folder / "by turn", 1, critic(), turns=True),
-        "of rows": job(model, folder / "of rows", 1, critic(), rows=True),
         "of a mixture": job(str(folder / "mixture"), folder / "of a mixture", 2, critic()),
         "tracker": job(model, folder / "tracker", 2, {}),
         "warming up": job(model, folder / "warming up", 2, critic(warmup_steps=2)),
@@ -57,7 +56,6 @@ def alone(model: str, other_model: str, folder: Path) -> dict[str, Any]:
         "small": job(model, folder / "small", 1, critic(model=other_model)),
         "other critic": job(model, folder / "halves", 0, critic(model=other_model), load=True, refused=True),
         "no critic": job(model, folder / "halves", 0, {}, load=True, refused=True),
-        "now frozen": job(model, folder / "halves", 0, critic(freeze_attention=True), load=True, refused=True),
         "no critic yet": job(model, folder / "tracker saved", 1, {}, save=[1]),
         "a critic later": job(model, folder / "tracker saved", 0, critic(), load=True, refused=True),
     }
@@ -77,8 +75,8 @@ def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
             f"{stage} second half": job(model, here, 3, learner, load=True),
         }
     results = run_ranks(2, todo, folder)
-    # What two ranks saved under ZeRO 2, one goes on from.
-    shutil.copytree(folder / "stage 2", folder / "redivided")
+    # What two ranks saved under ZeRO 3, one goes on from.
+    shutil.copytree(folder / "stage 3", folder / "redivided")
     redivided = job(model, folder / "redivided", 3, CRITIC | {"zero_stage": 0, "grad_clip": 0.5}, load=True)
     return results | run_ranks(1, {"redivided": redivided}, folder) | {"folder": folder}
 
@@ -107,8 +105,8 @@ def test_zero_stages_train_and_resume_a_critic_to_the_same_weights(pair, stage):
 
 def test_another_number_of_ranks_goes_on_from_a_critics_checkpoint(pair):
     assert pair["redivided"]["loaded"] == 2
-    assert_same_weights(pair["redivided"], pair["2 straight"], rtol=1e-3)
-    assert_same_weights(pair["redivided"]["critic"], pair["2 straight"]["critic"], rtol=1e-3)
+    assert_same_weights(pair["redivided"], pair["3 straight"], rtol=1e-3)
+    assert_same_weights(pair["redivided"]["critic"], pair["3 straight"]["critic"], rtol=1e-3)
 
 
 def test_a_critic_learns_the_returns_of_what_it_sees_again(alone):
@@ -131,11 +129,7 @@ def test_in_the_warm_up_the_policy_learns_as_without_a_critic(alone):
     assert alone["warming up"]["metrics"][1]["critic/explained_variance"] != 0
 
 
-def test_without_a_critic_there_are_no_metrics_of_one(alone):
-    assert not any(name.startswith("critic/") for name in alone["tracker"]["metrics"][0])
-
-
-@pytest.mark.parametrize("kind", ["by turn", "of rows", "of a mixture", "small"])
+@pytest.mark.parametrize("kind", ["by turn", "of a mixture", "small"])
 def test_every_kind_of_batch_and_model_is_judged(alone, kind):
     metrics = alone[kind]["metrics"][-1]
     assert metrics["critic/grad_norm"] > 0
@@ -152,8 +146,8 @@ def test_frozen_attention_stays_as_it_was_and_the_rest_is_trained(alone, model):
     assert not torch.equal(now["model.layers.1.mlp.up_proj.weight"], start["model.layers.1.mlp.up_proj.weight"])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_exported_critic_is_one_to_start_from(pair, model, stage):
+def test_an_exported_critic_is_one_to_start_from(pair, model):
+    stage = 3
     step = pair["folder"] / f"stage {stage}" / "default" / "checkpoints" / "step_2"
     exported, trained = load_file(step / "critic" / "model.safetensors"), pair[f"{stage} first half"]["critic"]
     assert all(torch.equal(exported[name], weight) for name, weight in trained["weights"].items())
@@ -169,7 +163,6 @@ def test_an_exported_critic_is_one_to_start_from(pair, model, stage):
     [
         ("other critic", "was written with critic = {'model': "),
         ("no critic", "(here None); start the learner like that"),
-        ("now frozen", "'freeze_attention': True})"),
         ("a critic later", "was written with critic = None (here {"),
     ],
 )

@@ -37,23 +37,14 @@ TWO_STEPS = {"mini_batches": 2, **PLAIN_SGD}
 PENALTIES = {"entropy_coef": 0.3, "kl_coef": 0.5, "kl_estimator": "k2"}
 GEOMETRIC = {"preset": "bypass_pg_geo_rs_seq_tis", "rollout_rs_threshold": "0.7_1.5"}
 DRAWN = {"ratio": 0.3, "cov_low": -9.0, "cov_high": 9.0}
-# Every loss, aggregation and kind of correction, the first optimizer step of each.
+# Every kind of loss and of correction, the first optimizer step of each.
 ALGORITHMS: dict[str, Job] = {
     "ppo_clip": {"correction": SOME_OF_BOTH},
     "gspo": {"loss": "gspo", "aggregation": "seq-mean-token-mean", "correction": SOME_OF_BOTH},
-    "cispo": {"loss": "cispo", "aggregation": "seq-mean-token-sum", "correction": SOME_OF_BOTH},
-    "sapo": {"loss": "sapo", "aggregation": "seq-mean-token-sum-norm", "correction": SOME_OF_BOTH},
     "double_sided": {"loss": "double_sided", "proximal": "rollout", "correction": SOME_ROWS},
-    "dppo_tv": {"loss": "dppo_tv", "aggregation": "token-sum", "correction": SOME_OF_BOTH},
-    "dppo_kl": {"loss": "dppo_kl", "proximal": "rollout", "correction": SOME_ROWS},
-    "dro": {"loss": "dro", "loss_options": {"beta": 0.5}, "correction": SOME_OF_BOTH},
-    "geo_mean": {"loss": "geo_mean", "correction": SOME_OF_BOTH},
-    "vespo": {"loss": "vespo", "correction": SOME_OF_BOTH},
     "clip_cov": {"loss": "clip_cov", "loss_options": DRAWN, "proximal": "rollout", "correction": SOME_ROWS},
-    "kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": 0.3}, "proximal": "rollout", "correction": SOME_OF_BOTH},
     "second moment": {"correction": {"m2_threshold": 0.1}},
     "policy gradient": {"correction": GEOMETRIC, "aggregation": "seq-mean-token-mean"},
-    "skyrl": {"correction": {"skyrl": SKYRL}},
     "skyrl by row": {"correction": {"skyrl": SKYRL}, "aggregation": "seq-mean-token-mean"},
     "penalties": {**PENALTIES, "correction": SOME_OF_BOTH},
     "sure negatives": {"negative_max_prob": 0.01, "correction": SOME_ROWS},
@@ -62,31 +53,27 @@ ALGORITHMS: dict[str, Job] = {
 NARROW = {"correction": SOME_OF_BOTH, "loss_options": {"low": 0.02, "high": 0.02}}
 # Both optimizer steps of a batch; weights are divided by their mean over the batch, not over a mini-batch.
 IN_TWO_STEPS: dict[str, Job] = {
-    "recompute": {"proximal": "recompute", **NARROW},
     "interpolate": {"proximal": "interpolate", **NARROW},
     "token": NARROW | {"correction": {**SOME_OF_BOTH, "rollout_is_batch_normalize": True}},
-    "second moment, two steps": NARROW | {"correction": {"m2_threshold": 0.1}},
-    "sequence": NARROW | {"correction": {**SOME_OF_BOTH, "rollout_is": "sequence", "rollout_is_batch_normalize": True}},
 }
 # Settings of a teacher that scores every second sample.
 TEACHERS: dict[str, Job] = {
     "taught advantage": {"weight": 0.5},
     "taught loss": {"weight": 0.5, "form": "loss", "decay_steps": 12, "reward": False},
-    "taught by likeliest": {"weight": 0.5, "form": "loss", "top_k": 4},
     "taught rows": {"weight": 0.5, "form": "loss", "top_k": 3},
 }
 UNCORRECTED = {"correction": {"preset": "disabled"}}
-# On one rank; all but two are the same gradient.
+# On one rank; all but the last are the same gradient.
 ALONE: dict[str, Job] = {
     "packed": {"token_budget": 4096},
     "quarters": {"token_budget": 130},
     "recomputed": {"token_budget": 4096, "gradient_checkpointing": True},
-    "temperature": {"generator": {"temperature": 0.7}},
     "turns": {"algorithm": UNCORRECTED},
 }
 
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean")
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+STAGES = (0, 2, 3)
 
 
 def job(model: str, learner: Job, **others: Any) -> Job:
@@ -104,7 +91,7 @@ def share_of(model: str, rank: int) -> list[int]:
 def mixture_jobs(mixture: str, budget: int) -> dict[str, Job]:
     """A step of a mixture of experts in every ZeRO stage."""
     taken = {"gradients_only": False, "watch": True}
-    sections = {stage: {"token_budget": budget, "zero_stage": stage, **PLAIN_SGD} for stage in range(4)}
+    sections = {stage: {"token_budget": budget, "zero_stage": stage, **PLAIN_SGD} for stage in STAGES}
     return {f"mixture {stage}": job(mixture, section, **taken) for stage, section in sections.items()}
 
 
@@ -133,18 +120,13 @@ def jobs(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> 
     for name, algorithm in IN_TWO_STEPS.items():
         section = {"token_budget": 100, "algorithm": algorithm} | TWO_STEPS
         todo[name] = job(model, section, **later, gradients_only=False, watch=True)
-    for rank in (0, 1):
-        section, far = (
-            {"token_budget": 100, "algorithm": {"correction": SOME_ROWS}},
-            {str(START): share_of(model, rank)},
-        )
-        todo[f"rank {rank} lost"] = job(model, section, **later, far=far)
+    section = {"token_budget": 100, "algorithm": {"correction": SOME_ROWS}}
+    todo["rank lost"] = job(model, section, **later, far={str(START): share_of(model, 1)})
     for mode in MODES:
         todo[f"rows {mode}"] = job(model, {"token_budget": 100, "algorithm": {"aggregation": mode}}, rows=True)
-    todo |= {f"stage {stage}": job(model, {"token_budget": 160, "zero_stage": stage}) for stage in range(4)}
+    todo |= {f"stage {stage}": job(model, {"token_budget": 160, "zero_stage": stage}) for stage in STAGES}
     todo |= mixture_jobs(mixture, 160)
-    todo |= {f"lonely mixture {stage}": job(mixture, {"zero_stage": stage}, samples=1) for stage in (0, 2, 3)}
-    return todo | {f"lonely {stage}": job(model, {"zero_stage": stage}, samples=1) for stage in (0, 2, 3)}
+    return todo | {f"lonely mixture {stage}": job(mixture, {"zero_stage": stage}, samples=1) for stage in STAGES}
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +138,6 @@ def pair(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict
 def alone(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     todo = {name: job(model, learner, turns=name == "turns") for name, learner in ALONE.items()}
     todo |= mixture_jobs(mixture, 4096)
-    for mode in MODES:
-        for budget in (80, 4096):
-            section = {"token_budget": budget, "algorithm": {"aggregation": mode}}
-            todo[f"rows {mode} {budget}"] = job(model, section, rows=True)
     return run_ranks(1, todo, tmp_path_factory.mktemp("alone"))
 
 
@@ -169,9 +147,8 @@ def expected(wanted: Job) -> tuple[list[Gradients], Gradients]:
     return plain_training(config, job_batch(wanted, version), version)
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, *TEACHERS, "lonely 0", "lonely 2", "lonely 3"])
+@pytest.mark.parametrize("name", [*ALGORITHMS, *TEACHERS])
 def test_ranks_have_the_gradient_of_one_plain_loss(jobs, pair, name):
-    """A lonely rank has no sample; it takes part and contributes nothing."""
     assert_close_gradients(pair[name]["gradients"], expected(jobs[name])[0][0])
 
 
@@ -186,9 +163,8 @@ def test_both_steps_of_a_batch_have_the_right_gradients(jobs, pair, name):
     assert pair[name]["metrics"][0]["actor/pg_clipfrac"] > 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_with_all_tokens_rejected_contributes_nothing(jobs, pair, rank):
-    name = f"rank {rank} lost"
+def test_a_rank_with_all_tokens_rejected_contributes_nothing(jobs, pair):
+    name = "rank lost"
     lost = jobs[name]["far"][str(START)]
     assert 0 < len(lost) < JOB["samples"]
     assert_close_gradients(pair[name]["gradients"], expected(jobs[name])[0][0])
@@ -201,15 +177,13 @@ def test_neither_packing_nor_recomputing_changes_the_gradient(model, alone, name
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sample_counts_once_wherever_its_rows_lie(jobs, pair, alone, mode):
+def test_a_sample_counts_once_wherever_its_rows_lie(jobs, pair, mode):
     """The plain loss has all model tokens of a sample in one row."""
-    name = f"rows {mode}"
-    (gradients,), _ = expected(jobs[name])
-    for found in (pair[name], alone[f"{name} 80"], alone[f"{name} 4096"]):
-        assert_close_gradients(found["gradients"], gradients)
+    (gradients,), _ = expected(jobs[f"rows {mode}"])
+    assert_close_gradients(pair[f"rows {mode}"]["gradients"], gradients)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
     result, whole = pair[f"stage {stage}"], alone["packed"]
     assert_close_gradients(result["gradients"], whole["gradients"])
@@ -217,7 +191,7 @@ def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
     assert {name: result["metrics"][0][name] for name in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_experts_take_the_same_step_in_every_zero_stage(jobs, alone, pair, stage):
     name = f"mixture {stage}"
     (gradients,), _ = expected(jobs[name])
@@ -227,7 +201,7 @@ def test_experts_take_the_same_step_in_every_zero_stage(jobs, alone, pair, stage
             torch.testing.assert_close(run["weights"][key], weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_experts_without_a_token_hold_no_rank_up(jobs, pair, stage):
     """One of the ranks has no token at all, and the other's leave some experts without one."""
     name = f"lonely mixture {stage}"

@@ -84,11 +84,8 @@ def test_wrong_input_is_known_by_its_code(tmp_path: Path) -> None:
 
 def test_ranks_that_form_no_whole_groups_are_refused(tmp_path: Path) -> None:
     config = run_file(tmp_path, learner={"sequence_parallel": 2})
-    alone, three = "of which there is 1: start a multiple of 2", "of which there are 3: start a multiple of 2"
-    assert alone in refusal_of("learner.cli", "-c", config)
-    assert three in refusal_of("learner.cli", "-c", config, "--ranks", "3")
-    others = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert three in refusal_of("learner.cli", "-c", config, **others)
+    words = "of which there are 3: start a multiple of 2"
+    assert words in refusal_of("learner.cli", "-c", config, "--ranks", "3")
 
 
 def test_a_rank_does_not_start_ranks(tmp_path: Path) -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from common.config import WeightsConfig
-from common.weights.wire import Manifest
-from generator.weights.weight_client import WeightClient
 from tests.support.forked import Forked
 from tests.support.learner_run import SAMPLES, STEPS, Run, assert_same_end
 from tests.support.ports import free_port
-from tests.support.weights import pulled
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -27,20 +20,6 @@ def pair(run: Run, *second: str) -> list[Forked]:
     """Two ranks, the second with arguments of its own."""
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     return [run.start(*second * rank, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous) for rank in range(2)]
-
-
-def served_manifest(run: Run) -> Manifest:
-    """The newest manifest that generators get."""
-    client = WeightClient(lambda: run.broker.endpoint("weights"), WeightsConfig())
-    with contextlib.closing(client), pulled(client) as weights:
-        return weights.manifest
-
-
-@torch.no_grad()
-def logprobs(export: Path, token_ids: list[int]) -> list[float]:
-    """Log-probs of a prompt's tokens but the first."""
-    model, ids = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32), torch.tensor([token_ids])
-    return model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
 
 def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
@@ -53,11 +32,8 @@ def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
     assert [process.wait(timeout=600) for process in stopped] == [0, 0], run.log.read_text()
     ranks = pair(run)
     run.wait_for(STEPS, ranks[0])
-    manifest = served_manifest(run)
     run.finish(*ranks)
-    assert manifest.version == STEPS
     export = run.checkpoints / f"step_{STEPS}" / "hf"
-    assert manifest.check_logprobs == pytest.approx(logprobs(export, manifest.check_token_ids), abs=1e-4)
     left_out = {step.version: step.metrics["batch/left_out"] for step in run.steps() if step.metrics}
     assert left_out == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}
     original, trained = (load_file(folder / "model.safetensors") for folder in (Path(run.model), export))
@@ -89,7 +65,6 @@ def test_killed_ranks_that_divide_sequences_end_the_same(runs):
     ("own", "words"),
     [
         ("learner.lr=0.5", "another configuration than rank 0: learner.lr (here "),
-        ("learner.deepspeed={wall_clock_breakdown: true}", "another configuration than rank 0: learner.deepspeed"),
         ("run.output_dir=elsewhere", "is not that of rank 0: each rank writes its piece of a checkpoint"),
     ],
 )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.memory_table import CARD_GB, LAYOUTS, RESERVED_GB
 from tests.support.learner import learner_config, make_batch, make_samples, save_tiny_model
 from tests.support.ranks import on_ranks
 
@@ -91,12 +90,3 @@ def test_a_rank_holds_its_part_of_a_model_and_a_layer(tmp_path: Path) -> None:
             assert peaks["whole"] / RANKS <= peaks[model] < 0.75 * peaks["whole"], model
         # What is gathered for a layer is given up before the next one.
         assert peaks["asked"] < 0.3 * peaks["whole"]
-
-
-@pytest.mark.parametrize(
-    "layout", [layout for layout in LAYOUTS if layout.fits][::4], ids=lambda layout: layout.name + layout.critic
-)
-def test_a_layout_that_the_documentation_recommends_fits_a_card(layout: Any) -> None:
-    memory = layout.memory
-    assert memory.weights * layout.zero.ranks > 10e9, "the shapes are those of a large model"
-    assert memory.peak / 1e9 + RESERVED_GB <= CARD_GB

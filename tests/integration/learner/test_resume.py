@@ -27,26 +27,18 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "stage 0": {"zero_stage": 0},
     "stage 2": {"zero_stage": 2},
     "stage 3": {"zero_stage": 3},
-    "stage 0 in bfloat16": {"zero_stage": 0, "dtype": "bfloat16"},
     "stage 2 in bfloat16": {"zero_stage": 2, "dtype": "bfloat16", "mini_batches": 2},
-    "stage 3 in bfloat16": {"zero_stage": 3, "dtype": "bfloat16"},
-    "adapter, stage 2": {"zero_stage": 2, "dtype": "bfloat16", "lora": LORA},
     "adapter, stage 3": {"zero_stage": 3, "lora": LORA},
-    "mixture, stage 2": {"zero_stage": 2},
     "mixture, stage 3": {"zero_stage": 3, "dtype": "bfloat16"},
     "mixture, adapter, stage 3": {"zero_stage": 3, "lora": LORA},
 }
 # How checkpoints are resumed: the number of ranks, and the settings that differ.
 RESUMED: list[tuple[str, int, dict[str, Any]]] = [
-    *((name, ranks, {}) for name in WRITTEN for ranks in (1, 3)),
-    ("stage 0", 3, {"zero_stage": 2}),
+    *((name, 3, {}) for name in WRITTEN),
     ("stage 0", 2, {"zero_stage": 3}),
     ("stage 2", 1, {"zero_stage": 0}),
-    ("stage 2", 3, {"zero_stage": 3}),
     ("stage 3", 1, {"zero_stage": 0}),
-    ("stage 3", 2, {"zero_stage": 1}),
     ("stage 2 in bfloat16", 3, {"zero_stage": 3}),
-    ("stage 3 in bfloat16", 1, {"zero_stage": 2}),
     ("adapter, stage 3", 3, {"zero_stage": 2}),
 ]
 ROWS = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
@@ -185,14 +177,6 @@ def unsummed(results: dict[str, Any], folder: Path, tmp_path: Path) -> Callable[
     return copied
 
 
-def test_whole_weights_are_read_without_the_optimizers_files(unsummed, model, tmp_path):
-    copy = unsummed("stage 2")
-    for path in (copy / "deepspeed").glob("*_optim_states.pt"):
-        path.unlink()
-    export_checkpoint(settings(model, "stage 2"), copy, tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
 def test_damaged_and_foreign_checkpoints_are_not_exported(results, folder, model, tmp_path):
     copy = without_export(step(folder, "stage 0"), tmp_path / "copy")
     other = save_tiny_model(tmp_path / "other", hidden=32)
@@ -208,7 +192,6 @@ def test_damaged_and_foreign_checkpoints_are_not_exported(results, folder, model
 UNREADABLE: dict[str, Callable[[Path], object]] = {
     "gone": Path.unlink,
     "cut short": lambda path: path.write_bytes(path.read_bytes()[:2000]),
-    "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("no archive"),
     "code": lambda path: torch.save({"module": Call(os.mkdir, f"{path}.ran")}, path),
     "something else": lambda path: torch.save({"module": 7, "optimizer_state_dict": [1]}, path),

@@ -16,29 +16,24 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 Job = dict[str, Any]
 LORA = {"rank": 4, "alpha": 8}
 SOME = {"rollout_is": "sequence", "rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.5_1.8,0.7_1.5"}
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = ("seq-mean-token-sum", "seq-mean-token-mean")
 COMPARED = {"loss": "kl_cov", "loss_options": {"ratio": 0.3}, "correction": {"m2_threshold": 0.1}}
-UNCORRECTED = {"correction": {"preset": "disabled"}}
 # Settings of the learner, and what the batch is. The model's 4 heads of queries have 2 of keys, so 4 ranks share them.
 CASES: dict[str, tuple[Job, Job]] = {
-    **{f"stage {stage}": ({"zero_stage": stage}, {}) for stage in range(4)},
+    **{f"stage {stage}": ({"zero_stage": stage}, {}) for stage in (0, 3)},
     **{mode: ({"zero_stage": 2, "algorithm": {"aggregation": mode}}, {"rows": True}) for mode in MODES},
-    "adapter": ({"zero_stage": 2, "lora": LORA}, {}),
     "adapter in pieces": ({"zero_stage": 3, "lora": LORA}, {}),
-    "turns": ({"zero_stage": 1, "algorithm": UNCORRECTED}, {"turns": True}),
     "rejection": ({"zero_stage": 1, "algorithm": {"correction": SOME, "loss": "gspo"}}, {"start": 3, "steps": 4}),
     "all tokens compared": ({"zero_stage": 2, "algorithm": COMPARED}, {"start": 3, "steps": 4}),
     "penalties": (
         {"zero_stage": 3, "algorithm": {"kl_coef": 0.5, "entropy_coef": 0.3}, "gradient_checkpointing": True},
         {},
     ),
-    "teacher": ({"zero_stage": 3, "teacher": {"model": "t"}}, {"taught": 0}),
     "likeliest tokens": (
         {"zero_stage": 3, "teacher": {"model": "t", "form": "loss", "top_k": 4}, "gradient_checkpointing": True},
         {"taught": 4},
     ),
     "shorter than the ranks": ({"zero_stage": 2, "token_budget": 8}, {"samples": 5, "lengths": [3, 4]}),
-    "one sample": ({"zero_stage": 3}, {"samples": 1}),
     "balanced experts": ({"zero_stage": 3, "router_balance": 0.5}, {"samples": 1}),
     "replayed experts": (
         {"zero_stage": 2, "router_replay": "rollout", "gradient_checkpointing": True},

@@ -31,7 +31,7 @@ def mixture(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(model: str, mixture: str, folder: Path) -> dict[str, Any]:
+def alone(model: str, folder: Path) -> dict[str, Any]:
     """Jobs of one rank; those with a schedule and mini-batches have most to remember."""
     rich = {"mini_batches": 3, "schedule": "cosine", "warmup_steps": 2, "grad_clip": 0.5, "weight_decay": 0.01}
     half = {"dtype": "bfloat16", "mini_batches": 2}
@@ -42,13 +42,8 @@ def alone(model: str, mixture: str, folder: Path) -> dict[str, Any]:
         "bf16 straight": job(model, folder / "bf16", 4, half),
         "bf16 first half": job(model, folder / "bf16 halves", 2, half, save=[2]),
         "bf16 second half": job(model, folder / "bf16 halves", 4, half, load=True),
-        "mixture straight": job(mixture, folder / "mixture straight", 4, rich),
-        "mixture first half": job(mixture, folder / "mixture halves", 2, rich, save=[2]),
-        "mixture second half": job(mixture, folder / "mixture halves", 4, rich, load=True),
         "bf16 stage 2": job(model, folder / "bf16", 4, half | {"zero_stage": 2}),
-        "drift": job(model, folder / "drift", 2, {"sampler": {"drift": {"mode": "ledger"}}}),
         "praised": job(model, folder / "praised", 4, {"lr": 3e-3}, advantage=1.0, repeat=True),
-        "fills up": job(model, folder / "halves", 4, rich, load=True, fills_up=1 << 16),
         "forged": job(model, folder / "forged", 1, {}, save=[1]),
         "read forged": job(model, folder / "forged", 0, {}, forged=1),
     }
@@ -68,7 +63,7 @@ def pair(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> 
                 f"{kind}{stage} first half": job(path, here, 2, learner, save=[2], full=True),
                 f"{kind}{stage} second half": job(path, here, 3, learner, load=True),
             }
-            if stage < 3:
+            if stage == 2:
                 exact = learner | {"exact_every": 2}
                 todo[f"{kind}{stage} exact"] = job(path, here, 3, exact, age=1)
                 todo[f"{kind}{stage} aged"] = job(path, here, 3, learner, age=1)
@@ -95,7 +90,7 @@ def test_training_raises_the_likelihood_of_what_is_praised(alone):
     assert gaps[0] - gaps[-1] > 0.1
 
 
-@pytest.mark.parametrize("kind", ["", "bf16 ", "mixture "])
+@pytest.mark.parametrize("kind", ["", "bf16 "])
 def test_a_resumed_run_has_the_weights_of_one_that_never_stopped(alone, kind):
     assert alone[f"{kind}second half"]["loaded"] == 2
     assert_same_weights(alone[f"{kind}second half"], alone[f"{kind}straight"])
@@ -110,9 +105,8 @@ def test_zero_stages_train_and_resume_to_the_same_weights(pair, stage, kind):
 
 
 @pytest.mark.parametrize("kind", ["", "mixture "])
-@pytest.mark.parametrize("stage", [0, 2])
-def test_scoring_by_past_versions_leaves_training_as_it_is(pair, stage, kind):
-    scored, plain = pair[f"{kind}{stage} exact"], pair[f"{kind}{stage} aged"]
+def test_scoring_by_past_versions_leaves_training_as_it_is(pair, kind):
+    scored, plain = pair[f"{kind}2 exact"], pair[f"{kind}2 aged"]
     assert_same_weights(scored, plain)
     first, second, third = scored["metrics"]
     assert "exact/scored" not in second
@@ -143,21 +137,13 @@ def test_bfloat16_trains_in_every_step(model, alone):
     assert_same_weights(alone["bf16 stage 2"], run, rtol=1e-2)
 
 
-def test_ledger_mode_measures_how_far_a_step_moved_the_policy(alone):
-    assert all(metrics["actor/drift"] > 0 for metrics in alone["drift"]["metrics"])
-    assert "actor/drift" not in alone["straight"]["metrics"][0]
-
-
-def test_a_full_disk_is_an_error_on_all_ranks_and_loses_nothing(alone, pair, folder):
+def test_a_full_disk_is_an_error_on_all_ranks_and_loses_nothing(pair):
     for stage in STAGES:
         assert "MiB are free; earlier checkpoints are kept" in pair[f"{stage} first half"]["refused"]
         assert names(pair["folder"] / f"stage {stage}") == {"step_2"}
     # While a file is written, and on one rank alone.
-    assert "cannot write checkpoint" in alone["fills up"]["refused"]
-    assert "earlier checkpoints are kept" in alone["fills up"]["refused"]
-    assert_same_weights(alone["fills up"], alone["straight"])
     assert pair["fills up"]["refused"].startswith("rank 1: cannot write checkpoint")
-    assert names(folder / "halves") == names(pair["folder"] / "fills up") == {"step_1", "step_2"}
+    assert names(pair["folder"] / "fills up") == {"step_1", "step_2"}
 
 
 def test_a_checkpoint_that_names_code_is_refused_and_runs_none(alone, folder):

@@ -1,32 +1,31 @@
-"""Packed sequences attend to themselves alone, exactly; which attention and kernels the learner takes, and why."""
+"""Packed sequences attend to themselves alone, also divided over ranks; which attention the learner takes, and why."""
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from threading import Barrier
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config, modeling_flash_attention_utils
-from transformers.integrations import flash_attention
-from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
+from transformers import GptOssConfig, Qwen3Config
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
-from common.config import LearnerConfig
+from common.config import LearnerConfig, parse_config
 from common.errors import UserError
 from learner.policy import kernels
-from learner.policy.attention import PACKED_VARLEN, pack_sequences, packed_sdpa, packed_varlen
+from learner.policy.attention import across_ranks, pack_sequences, packed_sdpa, packed_varlen
 from learner.policy.kernels import apply_kernels, choose_attention
-from learner.policy.model import Policy
+from learner.policy.model import load_policy
+from learner.ranks.ulysses import SequenceGroup
 from tests.support.attention import tensors_of, varlen_reference
-from tests.support.learner import VOCABULARY, save_tiny_model
+from tests.support.learner import save_tiny_model
 
 LENGTHS = [7, 31, 12, 1, 30, 16]
 
@@ -38,7 +37,7 @@ def attend(kernel: Callable[..., Any], tensors: list[torch.Tensor], **options: A
     return kernel(torch.nn.Module(), *tensors, None, sequences=pack_sequences(LENGTHS), **options)[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 1}, {"sliding_window": 5, "scaling": 0.3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 5, "scaling": 0.3}], ids=str)
 def test_each_sequence_gets_what_it_gets_alone(options):
     outputs, gradients = [], []
     for kernel in PACKED.values():
@@ -48,57 +47,6 @@ def test_each_sequence_gets_what_it_gets_alone(options):
         gradients.append([tensor.grad for tensor in tensors])
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*gradients)
-
-
-def test_flash_attention_learns_where_sequences_begin(monkeypatch):
-    """Its own function chain, with a reference in place of the package's kernel."""
-
-    def flash_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-        assert options["causal"]
-        bounds, scale = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), options["softmax_scale"]
-        return varlen_reference(q, k, v, *bounds, scale=scale, window_size=(-1, 0), enable_gqa=True)
-
-    supported = defaultdict(bool, max_seqlen_q=True, max_seqlen_k=True)  # of what is optional
-    process = partial(_process_flash_attention_kwargs, supports_mapping=supported)
-    module = SimpleNamespace(is_causal=True, config=SimpleNamespace(_attn_implementation="flash_attention_2"))
-    functions = ((None, flash_varlen, None, None, None), (process, None))
-    monkeypatch.setattr(modeling_flash_attention_utils, "lazy_import_flash_attention", lambda *_: functions)
-    tensors = tensors_of(LENGTHS)
-    output, _ = flash_attention.flash_attention_forward(
-        module, *tensors, None, scaling=8**-0.5, **pack_sequences(LENGTHS).flash_arguments()
-    )
-    torch.testing.assert_close(output, attend(PACKED["varlen"], tensors))
-
-
-@pytest.mark.integration
-def test_torchs_kernel_trains_a_policy_without_a_host_sync(tmp_path: Path) -> None:
-    """Shapes alone, on fake tensors, which refuse whatever would have the host wait for the device."""
-    config, lengths = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), [9, 4]
-    sequences = pack_sequences(lengths)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=PACKED_VARLEN)
-        policy = Policy(model.train(), chunk=3, temperature=0.7)
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        predict = torch.tensor([2, 3, 4, 5, 10])
-        logprobs, entropies = policy(torch.zeros_like(positions), positions, sequences, predict, predict, entropy=True)
-        (logprobs.sum() + entropies.sum()).backward()
-        assert logprobs.shape == entropies.shape == (5,)
-        assert model.get_input_embeddings().weight.grad.shape == (VOCABULARY, config.hidden_size)
-        assert all(parameter.grad.shape == parameter.shape for parameter in policy.parameters())
-
-
-def test_nan_of_neighbours_reaches_neither_values_nor_gradients():
-    clean = attend(packed_sdpa, tensors_of(LENGTHS))[:, 7:38]
-    tensors = tensors_of(LENGTHS)
-    for tensor in tensors:
-        tensor[:, :, :7] = torch.nan
-        tensor.requires_grad_()
-    output = attend(packed_sdpa, tensors)[:, 7:38]
-    assert torch.equal(output, clean)
-    output.square().sum().backward()
-    for tensor in tensors:
-        assert not tensor.grad[:, :, 38:].any()
-        assert tensor.grad[:, :, 7:38].any()
 
 
 def test_no_row_is_padded_to_more_than_twice_its_length():
@@ -165,14 +113,10 @@ def pretend(
     ("machine", "dtype", "head_dim", "chosen", "because"),
     [
         ({}, "bfloat16", 64, "varlen", "first choice"),
-        ({"packages": FLASH}, "bfloat16", 64, "varlen", "first choice"),
         ({"varlen": False, "packages": FLASH}, "bfloat16", 64, "flash_attention_2", "torch.nn.attention.varlen"),
         ({"varlen": False}, "bfloat16", 64, "sdpa", "flash-attn is not installed"),
-        ({"gpu": False, "packages": FLASH}, "bfloat16", 64, "sdpa", "no GPU"),
         ({"capability": (7, 5), "packages": FLASH}, "bfloat16", 64, "sdpa", "capability 7.5"),
-        ({"packages": FLASH}, "float32", 64, "sdpa", "learner.dtype is float32"),
         ({"packages": FLASH}, "bfloat16", 100, "sdpa", "100"),
-        ({"packages": FLASH}, "bfloat16", 288, "sdpa", "288"),
     ],
 )
 def test_auto_takes_the_first_that_can_be_used_and_says_why(
@@ -244,3 +188,64 @@ def test_liger_leaves_the_output_layer_alone_or_is_refused(
         return
     with pytest.raises(UserError, match=f"learner.kernels = 'liger'.*{why}"):
         apply_kernels(model, "liger")
+
+
+SINKS = torch.linspace(-2, 2, 8, dtype=torch.float64)  # of eight heads
+
+
+@dataclass(frozen=True, slots=True)
+class Thread(SequenceGroup):
+    """A rank that is a thread; `sent` and `barrier` are shared by all."""
+
+    sent: dict[int, torch.Tensor] = field(default_factory=dict)
+    barrier: Barrier = field(default_factory=lambda: Barrier(1))
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        self.sent[self.rank] = parts
+        self.barrier.wait()
+        received = torch.stack([self.sent[rank][self.rank] for rank in range(self.size)])
+        self.barrier.wait()
+        return received
+
+
+def on_threads(size: int, act: Any) -> list[Any]:
+    """What `act(group)` returns on each of so many ranks."""
+    sent: dict[int, torch.Tensor] = {}
+    barrier = Barrier(size, timeout=600)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: act(Thread(rank, size, None, sent, barrier)), range(size)))
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("lengths", [[7, 12, 1, 9], [3]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"s_aux": SINKS}], ids=["all", "window", "sinks"])
+def test_attention_over_slices_is_attention_over_all(size, lengths, options):
+    """Also with fewer heads of keys than ranks, fewer tokens than ranks, and values of another width."""
+    tokens, attention = sum(lengths), across_ranks(packed_sdpa)
+    torch.manual_seed(0)
+    shapes = (8, 4), (2, 4), (2, 6)  # heads and width of queries, keys and values
+    tensors = [torch.randn(1, heads, tokens, width, dtype=torch.float64) for heads, width in shapes]
+    padding = -tokens % size
+
+    def on_rank(group: SequenceGroup) -> torch.Tensor:
+        slices = [torch.nn.functional.pad(tensor, (0, 0, 0, padding)).chunk(size, 2)[group.rank] for tensor in tensors]
+        sequences = pack_sequences(lengths).divided(group, padding)
+        return attention(torch.nn.Module(), *slices, None, sequences=sequences, **options)[0]
+
+    joined = torch.cat(on_threads(size, on_rank), dim=1)[:, :tokens]
+    expected, _ = attention(torch.nn.Module(), *tensors, None, sequences=pack_sequences(lengths), **options)
+    torch.testing.assert_close(joined, expected)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(4, True), (3, False), (8, False)])
+def test_a_number_that_does_not_fit_the_heads_is_refused(tmp_path, size, fits):
+    """The model has 4 heads of queries and 2 of keys."""
+    settings = {"model": {"path": save_tiny_model(tmp_path)}, "data": {"train": "none.jsonl"}}
+    config = parse_config(settings | {"learner": {"sequence_parallel": size, "dtype": "float32"}})
+    if fits:
+        load_policy(config, weights=False)
+        return
+    with pytest.raises(
+        UserError, match=f"sequence_parallel = {size} does not fit the model's 4 heads of queries, 2 of"
+    ):
+        load_policy(config, weights=False)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from redis.exceptions import ConnectionError
 
 from common.errors import UserError
 from common.streams.lease import Replaced
@@ -89,11 +88,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a file cut short": (WEIGHTS, cut),
     "a flipped bit": (WEIGHTS, flip),
     "a file that is gone": (WEIGHTS, Path.unlink),
-    "empty metadata": (METADATA, lambda path: path.write_bytes(b"")),
     "metadata cut short": (METADATA, cut),
     "metadata without sums": (METADATA, lambda path: path.write_text('{"version": 4}')),
-    "metadata that is a list": (METADATA, lambda path: path.write_text("[1]")),
-    "metadata of zeros": (METADATA, lambda path: path.write_bytes(b"\0" * 100)),
     "sums that are none": (METADATA, forget_sums),
 }
 
@@ -169,7 +165,7 @@ def full(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("failure", [None, REPLACED, ConnectionError("Redis is gone"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("failure", [None, REPLACED], ids=repr)
 def test_a_failed_save_leaves_everything_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
 ) -> None:
@@ -190,24 +186,7 @@ def test_a_failed_save_leaves_everything_as_it_was(
     assert made.versions() == [2, 4]
 
 
-def test_a_learner_whose_files_were_cleared_says_it_was_replaced(tmp_path: Path) -> None:
-    def confirm() -> None:
-        raise REPLACED
-
-    folder, (made, engine) = saved(tmp_path, 2), checkpoints(tmp_path, confirm=confirm)
-    write = engine.write
-
-    def cleared_meanwhile(state: dict[str, str], path: str) -> None:
-        write(state, path)
-        assert checkpoints(tmp_path)[0].load() == 2
-
-    engine.checkpoint_engine.save = cleared_meanwhile
-    with pytest.raises(Replaced, match="has another learner now"):
-        made.save(3)
-    assert names(folder) == {"step_2"}
-
-
-@pytest.mark.parametrize(("keep", "previous"), [(1, [2, 4, 6]), (2, [0, 2, 4]), (3, [0, 2, 4])])
+@pytest.mark.parametrize(("keep", "previous"), [(1, [2, 4, 6]), (2, [0, 2, 4])])
 def test_batches_are_kept_from_the_checkpoint_before_the_newest(tmp_path, keep, previous) -> None:
     made, _ = checkpoints(tmp_path, keep_checkpoints=keep)
     needed_from = []

@@ -1,4 +1,4 @@
-"""What a critic is told, which models it can be, and what is refused."""
+"""A critic's input, advantages and returns against sums written out, which models it can be, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, Olmo2Config
 
 from common.config import AlgorithmConfig, LearnerConfig, SamplerConfig
 from common.errors import UserError
 from common.messages import Batch
 from common.payload import Payload
+from learner.batch.gae import gae, normalised, returns
 from learner.batch.outcome import CriticTarget, token_rewards
 from learner.critic import Critic, load_value_model, with_explained_variance
 from learner.memory_model import Zero, critic_sizes, divided, with_critic
@@ -159,12 +162,6 @@ def test_a_critic_of_another_vocabulary_is_refused(model: str, tmp_path: Path) -
         Critic(config, ALONE, 5)
 
 
-def test_a_critics_folder_that_is_not_there_is_named(model: str, tmp_path: Path) -> None:
-    config = learner_config(model, tmp_path, algorithm={"baseline": "critic"}, critic={"model": "/none"})
-    with pytest.raises(UserError, match="^critic.model = '/none': there is no such folder"):
-        Critic(config, ALONE, VOCABULARY)
-
-
 def test_explained_variance_is_left_out_where_there_is_none_to_explain() -> None:
     spreads = {"critic/return_std": 0.5, "critic/error_std": 0.25, "critic/tracker_error_std": 0.5, "x": 1.0}
     assert with_explained_variance(spreads) == {
@@ -175,3 +172,58 @@ def test_explained_variance_is_left_out_where_there_is_none_to_explain() -> None
     assert with_explained_variance(spreads | {"critic/return_std": 0.0}) == {"x": 1.0}
     of_a_broken_critic = {name: value for name, value in spreads.items() if name != "critic/error_std"}
     assert with_explained_variance(of_a_broken_critic) == {"x": 1.0, "critic/tracker_explained_variance": 0.0}
+
+
+DECAYS = st.sampled_from([0.0, 0.3, 0.95, 1.0])
+
+
+def by_brute_force(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, lambda_: float) -> np.ndarray:
+    """GAE of one sequence with tokens of tools and users in it, as the O(T^2) sum over what follows each model token.
+
+    Args:
+        mask: tokens that the model sampled [T]; what the others have is not looked at.
+    """
+    steps = np.flatnonzero(mask)
+    estimates = np.zeros(len(mask))
+    for place, token in enumerate(steps):
+        for ahead, later in enumerate(steps[place:]):
+            behind = steps[place + ahead + 1 :]
+            next_value = values[behind[0]] if len(behind) else 0.0
+            error = rewards[later] + next_value - values[later]
+            estimates[token] += lambda_**ahead * error
+    return estimates
+
+
+@given(seed=st.integers(0, 2**16), lengths=st.lists(st.integers(1, 23), min_size=1, max_size=4), lam=DECAYS)
+def test_gae_steps_over_what_is_not_the_models(seed: int, lengths: list[int], lam: float) -> None:
+    rng = np.random.default_rng(seed)
+    masks = [rng.random(length) < 0.6 for length in lengths]
+    rewards, values = ([rng.normal(size=length) for length in lengths] for _ in range(2))
+    rows = list(zip(rewards, values, masks, strict=True))
+    expected = np.concatenate([by_brute_force(*row, lam)[row[2]] for row in rows])
+    # What the learner has of them: the model's tokens alone, row after row.
+    flat_rewards, flat_values = (
+        torch.from_numpy(np.concatenate([row[column][row[2]] for row in rows])) for column in (0, 1)
+    )
+    segment_ids = torch.from_numpy(np.repeat(np.arange(len(rows)), [mask.sum() for mask in masks]))
+    estimates = gae(flat_rewards, flat_values, segment_ids, lam)
+    torch.testing.assert_close(estimates, torch.from_numpy(expected), rtol=1e-9, atol=1e-9)
+    learned = returns(flat_rewards, flat_values, segment_ids, lam)
+    torch.testing.assert_close(learned, estimates + flat_values, rtol=1e-12, atol=1e-12)
+
+
+def test_advantages_are_z_scored_over_the_tokens_of_all_micro_batches() -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(3).double(), torch.zeros(0).double(), torch.randn(8).double() + 2]
+    scored = normalised(parts, ALONE)
+    assert [len(part) for part in scored] == [3, 0, 8]
+    whole, together = torch.cat(scored), torch.cat(parts)
+    torch.testing.assert_close(whole, ((together - together.mean()) / together.std()).float(), rtol=1e-5, atol=1e-6)
+    assert torch.cat(normalised(parts, ALONE, clip=0.5)).abs().max() == 0.5
+
+
+@pytest.mark.parametrize("values", [[], [3.0], [0.1] * 7], ids=["none", "one", "equal"])
+def test_advantages_without_a_spread_are_zeros(values: list[float]) -> None:
+    (scored,) = normalised([torch.tensor(values, dtype=torch.float64)], ALONE)
+    assert scored.tolist() == [0.0] * len(values)
+    assert normalised([], ALONE) == []

@@ -84,39 +84,14 @@ def test_all_but_weights_and_their_type_are_the_sources_own(tmp_path: Path) -> N
     assert load_policy(learner_config(str(again), "runs")).model.lm_head.weight[0, 0] == 1
 
 
-def test_a_config_that_does_not_change_is_the_same_file(tmp_path: Path) -> None:
-    model, folder = source(tmp_path / "model", OLDER | {"torch_dtype": "float32"}, {}), tmp_path / "export"
-    exported(learner_config(str(model), "runs"), folder)
-    assert (folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
-    # What the source does not have, transformers does not add.
-    assert not (folder / "generation_config.json").exists() or (model / "generation_config.json").exists()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"do_sample": False, "temperature": 0.6, "top_p": 0.9},
-        {"do_sample": False, "top_k": 5},
-        {"num_beams": 1, "early_stopping": True, "length_penalty": 2.0},
-    ],
-)
-def test_generation_settings_that_transformers_refuses_to_write_are_carried_with_a_warning(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    text = json.dumps(settings)
+def test_generation_settings_that_transformers_refuses_to_write_are_carried_with_a_warning(tmp_path: Path) -> None:
+    text = json.dumps({"do_sample": False, "temperature": 0.6})
     model, folder = source(tmp_path / "model", {}, {"generation_config.json": text}), tmp_path / "export"
     (line,) = exported(learner_config(str(model), "runs"), folder)
     assert (line["log_level"], "generation_config.json is the source's" in line["event"]) == ("warning", True)
-    assert next(iter(settings.keys() - {"do_sample", "num_beams"})) in line["reason"]
+    assert "temperature" in line["reason"]
     assert (folder / "generation_config.json").read_text() == text
     assert GenerationConfig.from_pretrained(folder) is not None
-
-
-def test_generation_settings_in_config_json_stay_there(tmp_path: Path) -> None:
-    model, folder = source(tmp_path / "model", {"temperature": 0.7, "max_length": 50}, {}), tmp_path / "export"
-    exported(learner_config(str(model), "runs"), folder)
-    written = json.loads((folder / "config.json").read_text())
-    assert (written["temperature"], written["max_length"]) == (0.7, 50)
 
 
 def test_a_critic_has_its_class_and_the_sources_other_keys(tmp_path: Path) -> None:
@@ -147,7 +122,7 @@ def test_the_files_of_a_hub_name_are_those_of_its_cached_revision(
 ) -> None:
     cached = source(tmp_path / "hub" / "models--owner--name" / "snapshots" / ("a" * 40), OLDER, FILES)
     monkeypatch.setattr(source_files, "cached_folder", {"owner/name": cached}.get)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: None)
     policy = load_policy(learner_config(str(cached), "runs")).model
     write_model(policy, dict(policy.named_parameters()), "owner/name", tmp_path / "export")
     assert {name: (tmp_path / "export" / name).read_bytes().decode() for name in FILES} == FILES

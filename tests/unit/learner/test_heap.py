@@ -29,12 +29,3 @@ def test_holes_in_the_heap_are_given_back() -> None:
     Heap().give_back()
     assert resident() - before < 0.1 * BLOCK * BLOCKS
     library.free(blocks[-1])
-
-
-def test_a_process_that_has_not_grown_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap, trims, size = Heap(), [], [1000]
-    monkeypatch.setattr(heap, "_trim", trims.append)
-    monkeypatch.setattr("learner.ranks.heap.resident", lambda: size[0])
-    for size[0] in (1000, 1200, 1249, 1250, 1300, 1562, 1563):
-        heap.give_back()
-    assert len(trims) == 3  # at 1000, 1250 and 1563

@@ -164,7 +164,7 @@ def test_what_fails_while_a_version_is_served_ends_the_learner(learner: Learner)
     learner.publisher.wait()
     assert done.is_set()
     learner.publisher.check()
-    learner.publisher.close()
+    learner.publisher.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,7 @@ def test_what_fails_while_a_version_is_served_ends_the_learner(learner: Learner)
     [
         (3, 0.0, -2.0, "3 gradients in a row were not finite"),
         (0, math.nan, -2.0, "weights up to nan, and a mean log-prob of -1 for a fixed prompt"),
-        (0, math.inf, -2.0, "weights up to inf, and a mean log-prob of -1 for a fixed prompt"),
         (0, -1e6, -2.0, "weights up to 1e+06, and a mean log-prob of -1 for a fixed prompt"),
-        (0, 0.0, math.nan, "weights up to 1, and a mean log-prob of nan for a fixed prompt"),
         (0, 0.0, -3e13, "weights up to 1, and a mean log-prob of -1.5e+13 for a fixed prompt"),
     ],
 )
@@ -192,7 +190,7 @@ def test_a_policy_that_diverged_is_not_published(
 
 
 def test_a_batch_with_too_few_samples_makes_no_version(learner: Learner) -> None:
-    learner.trainer.left_out = 1.0  # of 16 in the whole run
+    learner.trainer.left_out, learner.trainer.not_finite = 1.0, 2  # of 16 samples, and of 3 gradients
     train(learner)
     learner.trainer.left_out = 4.0
     with pytest.raises(UserError, match=r"5 samples of the last 2 batches, of 4 each, could not be trained on"):
@@ -211,7 +209,6 @@ def test_a_model_that_is_not_finite_is_refused_at_the_start(learner: Learner) ->
     ("shares", "warned"),
     [
         ([0.0, 0.9, 0.9, 0.9], []),
-        ([0.25] * 9, []),
         ([0.0, 0.9, 0.7, 0.6, 0.5, 0.8], ["54%"]),
         ([0.3] * 5 + [0.0, 0.0] + [0.5] * 3, ["30%", "26%"]),  # it has been better in between
     ],
@@ -224,22 +221,6 @@ def test_steps_whose_tokens_are_mostly_masked_are_warned_of_once(
             learner._watch_masking({"rollout_corr/masked_fraction": share})
     words = "of the tokens of the last 5 steps are masked by preset icepop"
     assert [line["event"] for line in lines] == [f"{share} {words}" for share in warned]
-
-
-def test_two_gradients_in_a_row_may_be_not_finite(learner: Learner) -> None:
-    learner.trainer.not_finite = 2
-    train(learner)
-    assert learner.version == 1
-
-
-def test_a_copy_does_not_change_with_the_model() -> None:
-    weights = {"a": torch.randn(1000), "b": torch.randn(3, 5)}
-    expected = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0").snapshot()
-    copy = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0")
-    for tensor in weights.values():
-        tensor.add_(1)
-    assert copy.snapshot().manifest == expected.manifest
-    assert b"".join(copy.snapshot().chunks) == b"".join(expected.chunks)
 
 
 def test_what_redis_has_lost_is_announced_again_while_serving(serving: Learner) -> None:

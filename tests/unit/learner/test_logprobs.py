@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
+from learner import memory_model
 from learner.policy.logprobs import LogprobHead
 
 N, H, V = 50, 16, 33
@@ -33,10 +34,9 @@ def whole(
     return values if others is None else (*values, log_p.gather(1, others))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("chunk", "temperature"), [(7, 0.7), (1000, 1.0)])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("k", [0, 5, V])
+@pytest.mark.parametrize("k", [0, 5])
 def test_values_and_gradients_equal_those_of_a_whole_log_softmax(chunk, temperature, bias, k):
     """Of the targets, of k other ids at each place, and of the entropy."""
     torch.manual_seed(2)
@@ -73,7 +73,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_of_all_tokens_and_all_words_is_ever_made():
-    tokens, words, chunk = 4096, 512, 64
+    tokens, words, chunk = 512, 512, 64
     head = nn.Linear(4, words, bias=False)
     LogprobHead.adopt(head, chunk, 1.0)
     hidden = torch.randn(tokens, 4, requires_grad=True)
@@ -82,19 +82,6 @@ def test_no_tensor_of_all_tokens_and_all_words_is_ever_made():
         logprobs, _, of_others = head(hidden, targets, entropy=True, others=others)
         (logprobs.sum() + of_others.sum()).backward()
     assert largest.numel <= chunk * words
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_asks_the_device_for_a_number(dtype, entropy):
-    """Fake tensors have none: `item`, `bool`, `tolist` and `nonzero` raise on them, where a GPU would be waited for."""
-    with FakeTensorMode():
-        head = head_of(7, 0.7, True, dtype)
-        hidden = torch.empty(N, H, dtype=dtype, requires_grad=True)
-        targets, others = torch.empty(N, dtype=torch.int64), torch.empty(N, 3, dtype=torch.int64)
-        logprobs, entropies, of_others = head(hidden, targets, entropy=entropy, others=others)
-        (logprobs.sum() + entropies.sum() + of_others.sum()).backward()
-        assert hidden.grad.shape == hidden.shape
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -110,3 +97,10 @@ def test_bfloat16_weights_give_nearly_exact_float32_logprobs(bias, in_float32, t
     torch.testing.assert_close((logprobs, entropy), exact, rtol=0, atol=tolerance)
     # Rounded logits are far from what float32 ones are near to.
     assert in_float32 or (logprobs - exact[0]).abs().max() > 1e-3
+
+
+def test_the_memory_model_finds_the_peak_of_all_chunks_in_a_few(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, micro = AutoConfig.from_pretrained(model), memory_model.Micro((60, 40), prompt=1, chunk=8)
+    few = memory_model.peak_activations(config, micro)
+    monkeypatch.setattr(memory_model, "FEW_CHUNKS", 100)
+    assert few == memory_model.peak_activations(config, micro) > 0

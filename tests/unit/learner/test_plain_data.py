@@ -93,10 +93,7 @@ ATTACKS: dict[str, Callable[[], Any]] = {
     "a call of an attribute": lambda: Call(Call(getattr, Call(__import__, "os"), "mkdir"), "ran"),
     "no member": lambda: Call(getattr, stages(), "__class__"),
     "of a class that is allowed": lambda: Call(getattr, OrderedDict, "fromkeys"),
-    "of tensors": lambda: Call(getattr, torch.Tensor, "__subclasses__"),
     "of a member": lambda: Call(getattr, Call(getattr, stages(), "weights"), "__class__"),
-    "setattr": lambda: Call(setattr, stages(), "weights", 1),
-    "eval": lambda: Call(eval, "1"),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.policy.model import load_policy
-from learner.policy.prompt_states import WIDTH, Components, prompt_states
+from learner.policy.prompt_states import prompt_states
 from tests.support.learner import VOCABULARY, learner_config
 
 CPU = torch.device("cpu")
@@ -23,11 +23,11 @@ def similarities(vectors: np.ndarray) -> np.ndarray:
 
 def test_packed_prompts_have_the_states_of_each_alone_half_whitened(model: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCABULARY, int(rng.integers(1, 30))).astype(np.int32) for _ in range(50)]
+    prompts = [rng.integers(0, VOCABULARY, int(rng.integers(1, 30))).astype(np.int32) for _ in range(30)]
     done: list[int] = []
     policy = load_policy(learner_config(model, tmp_path))
     vectors = prompt_states(policy, CPU, prompts, token_budget=64, progress=done.append)
-    assert (done[-1], len(done) > 5) == (50, True)
+    assert (done[-1], len(done) > 5) == (30, True)
 
     plain, states = AutoModelForCausalLM.from_pretrained(model), []
     for prompt in prompts:
@@ -38,7 +38,7 @@ def test_packed_prompts_have_the_states_of_each_alone_half_whitened(model: str, 
     left, sizes, _ = np.linalg.svd(scaled, full_matrices=False)
     expected = left[:, :-1] * np.sqrt(sizes[:-1])  # the last component is what centring took
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    assert vectors.shape == (50, 49)
+    assert vectors.shape == (30, 29)
     assert similarities(vectors) == pytest.approx(similarities(expected), abs=5e-3)
 
 
@@ -52,13 +52,3 @@ def test_many_prompts_share_the_components_of_some_of_them(
     vectors = prompt_states(load_policy(learner_config(model, tmp_path)), CPU, prompts, token_budget=64)
     assert vectors.shape == (60, 21)  # of the 25, 22 are different
     assert np.abs(vectors[:30].astype(float) - vectors[30:]).max() < 2e-3
-
-
-@pytest.mark.parametrize(("prompts", "width"), [(1, 0), (3, 0), (400, WIDTH)])
-def test_no_more_components_than_prompts_differ_in(prompts: int, width: int) -> None:
-    states = torch.randn(1, 300, generator=torch.Generator().manual_seed(2)).repeat(prompts, 1)
-    if width:
-        states += torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
-    vectors = Components(states).vectors(states)
-    assert vectors.shape == (prompts, width)
-    assert np.isfinite(vectors).all()

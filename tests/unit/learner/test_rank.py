@@ -14,7 +14,6 @@ import pytest
 from common.errors import UserError
 from learner.ranks import world
 from learner.ranks.rank import Rendezvous, network_interface_towards, read_rendezvous
-from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -24,13 +23,11 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "
     ("variables", "expected"),
     [
         ({}, Rendezvous()),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, Rendezvous()),
-        (TWO, Rendezvous(1, 2, 0, "node-0", 29500)),
         (TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Rendezvous(1, 2, 1, "node-0", 29500)),
         (TWO | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Rendezvous(1, 2, 0, "node-0", 29500, multi_node=True)),
         (TWO | {"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, Rendezvous(1, 2, 0, "node-0", 29500, multi_node=True)),
     ],
-    ids=["nothing", "alone", "plain", "torchrun", "torchrun, machines", "deepspeed, machines"],
+    ids=["nothing", "torchrun", "torchrun, machines", "deepspeed, machines"],
 )
 def test_torchrun_deepspeed_and_plain_starts_are_understood(variables, expected):
     assert read_rendezvous(variables) == expected
@@ -39,13 +36,10 @@ def test_torchrun_deepspeed_and_plain_starts_are_understood(variables, expected)
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "first"}, "RANK = 'first': must be a whole number"),
         (TWO | {"RANK": "-1"}, "RANK = '-1': must be a whole number"),
         (TWO | {"RANK": "2"}, "RANK = 2 with WORLD_SIZE = 2: ranks are 0 to 1"),
-        ({"RANK": "1"}, "RANK = 1 with WORLD_SIZE = 1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE = 0: must be at least 1"),
         ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE = 4 without MASTER_ADDR, MASTER_PORT"),
-        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE = 4 without RANK"),
         (TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT = 70000: must be a port"),
     ],
 )
@@ -69,46 +63,23 @@ def test_ranks_talk_over_the_interface_that_others_can_reach(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("message", "lost"),
+    ("error", "lost"),
     [
-        ("[/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.203.0.3]:51162", True),
-        ("NCCL communicator was aborted on rank 1.", True),
-        ("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)", False),
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.203.0.3]:51162"), True),
+        (world.RendezvousError("rank 0 of 2 did not meet the others"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"), False),
     ],
 )
-def test_a_lost_rank_is_told_from_other_failures(message, lost):
-    line = world.lost_rank_message(RuntimeError(message))
+def test_a_lost_rank_is_told_from_other_failures(error, lost):
+    line = world.lost_rank_message(error)
     assert (line is not None) == lost
-    assert not lost or message in (line or "")
+    assert not lost or str(error) in (line or "")
 
 
 def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own: it ends, and shares no process group with other tests."""
     command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
-START_ALONE = """
-import datetime, functools
-from learner.ranks import world
-world.dist.init_process_group = functools.partial(
-    world.dist.init_process_group, timeout=datetime.timedelta(seconds=1)
-)
-try:
-    world.start()
-except world.RendezvousError as error:
-    assert world.lost_rank_message(error) == str(error)
-    print(error)
-"""
-
-
-@pytest.mark.integration
-def test_ranks_that_do_not_come_may_come_another_time():
-    port = str(free_port())
-    rank = TWO | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ended = run(START_ALONE, **rank, GLOO_SOCKET_IFNAME="lo")
-    assert ended.returncode == 0, ended.stderr
-    assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} (over lo)" in ended.stdout
 
 
 ENDS = """
@@ -134,7 +105,6 @@ exits_at_once(work)()
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
-        ("sys.exit()", 0, ""),
         ("sys.exit(2)", 2, ""),
         ("sys.exit('no room')", 1, "no room"),
         ("raise RuntimeError('broken')", 1, "RuntimeError: broken"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,9 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from launcher.quickstart.tiny_model import build_model, build_tokenizer
 from learner.policy.attention import PACKED_SDPA, pack_sequences
 from learner.policy.model import Policy, load_policy
-from learner.policy.routers import ROUTERS, Routers, Routing, routing_statistics
+from learner.policy.routers import ROUTERS, Routing, routing_statistics
 from learner.stats import Stats
 from tests.support.learner import learner_config
 from tests.support.mixtures import FAMILIES, save_mixture, tiny_mixture
@@ -162,14 +160,6 @@ def test_the_balance_loss_is_that_of_switch_transformers(replays: bool) -> None:
         torch.testing.assert_close(gradient, expected_gradient)
 
 
-def test_equal_loads_have_the_least_balance_loss() -> None:
-    layer = SimpleNamespace(counts=torch.full((4,), 3), probabilities=torch.full((4,), 0.25))
-    skewed = SimpleNamespace(counts=torch.tensor([12, 0, 0, 0]), probabilities=torch.tensor([1.0, 0, 0, 0]))
-    layers: Any = {0: layer, 1: skewed}
-    assert Routing(POSITIONS, layers={0: layers[0]}).balance_loss() == 1
-    assert Routing(POSITIONS, layers=layers).balance_loss() == (1 + 4) / 2
-
-
 def test_statistics_of_routers_add_up_over_micro_batches() -> None:
     policy, stats, counts = policy_of("Qwen3-MoE"), Stats(), torch.zeros(LAYERS, 8)
     entropies, differs, replayed = 0.0, 0.0, 0
@@ -223,8 +213,3 @@ def test_a_mixture_that_is_not_as_its_file_says_is_refused(key: str, value: int,
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*{line}"):
         load_policy(learner_config(str(tmp_path), "runs"))
-
-
-def test_dense_models_have_no_routers() -> None:
-    assert Routers.of(build_model(build_tokenizer(), seed=0)) is None
-    assert policy_of("Mixtral").routers.shape == (LAYERS, CHOSEN, 4)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from common.config import AlgorithmConfig, TeacherConfig
 from learner.batch.teacher import TeacherScores, coarse_kl, weight_at
-from learner.batch.tensors import MicroBatch, Packer
+from learner.batch.tensors import Packer
 from learner.losses import LOSSES, Denominators
-from learner.policy.logprobs import LogprobHead
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput, Precomputed, StepLoss, TrainPosition, step_loss
 from tests.support.learner import VOCABULARY, joined, make_payload, tokens_of_rows, with_scores
@@ -23,11 +20,11 @@ N, V = 6, 8
 PLAIN = AlgorithmConfig(loss="reinforce", correction={"preset": "disabled"})
 
 
-def distributions(sharpness: float = 1.0, vocabulary: int = V) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the policy and of a teacher, which is the surer the sharper it is [N, V] each."""
+def distributions() -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the policy and of a teacher [N, V] each."""
     torch.manual_seed(0)
-    policy, teacher = torch.randn(2, N, vocabulary, dtype=torch.float64)
-    return policy.log_softmax(-1), (sharpness * teacher).log_softmax(-1)
+    policy, teacher = torch.randn(2, N, V, dtype=torch.float64).log_softmax(-1)
+    return policy, teacher
 
 
 def whole_kl(policy: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -41,9 +38,8 @@ def merged(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("k", [1, 3, V - 1])
-@pytest.mark.parametrize("sharpness", [1.0, 3.0])
-def test_the_coarse_kl_is_that_of_the_merged_outcomes(k, sharpness):
-    policy, teacher = distributions(sharpness)
+def test_the_coarse_kl_is_that_of_the_merged_outcomes(k):
+    policy, teacher = distributions()
     ids = teacher.topk(k).indices
     logits = [policy.clone().requires_grad_() for _ in range(2)]
     kl = coarse_kl(logits[0].log_softmax(-1).gather(1, ids), teacher.gather(1, ids))
@@ -56,33 +52,12 @@ def test_the_coarse_kl_is_that_of_the_merged_outcomes(k, sharpness):
     assert (kl <= whole_kl(policy, teacher) + 1e-9).all()
 
 
-def test_the_coarse_kl_passes_gradcheck():
-    policy, teacher = distributions()
-    ids = teacher.topk(3).indices
-    chosen = policy.gather(1, ids).requires_grad_()
-    assert torch.autograd.gradcheck(lambda values: coarse_kl(values, teacher.gather(1, ids)), chosen)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_with_all_tokens_the_coarse_kl_is_the_whole_one(dtype):
-    policy, teacher = distributions()
-    logits = policy.to(dtype, copy=True).requires_grad_()
-    whole_logits = policy.clone().requires_grad_()
-    kl = coarse_kl(logits.log_softmax(-1), teacher.to(dtype))
-    whole = whole_kl(whole_logits.log_softmax(-1), teacher)
-    torch.autograd.backward([kl.sum(), whole.sum()])
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
-    torch.testing.assert_close(kl.double(), whole, rtol=0, atol=tolerance)
-    torch.testing.assert_close(logits.grad.double(), whole_logits.grad, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("gap", [20.0, 1e3, 1e5])
-def test_certainty_leaves_value_and_gradient_finite(gap):
+def test_certainty_leaves_value_and_gradient_finite():
     """Policy and teacher put everything on one token: on the same, on different ones, and among or beside the K."""
     certain = torch.zeros(4, 5)
-    certain[torch.arange(4), torch.tensor([0, 0, 4, 1])] = gap
+    certain[torch.arange(4), torch.tensor([0, 0, 4, 1])] = 1e3
     teacher = torch.zeros(4, 5)
-    teacher[torch.arange(4), torch.tensor([0, 1, 0, 4])] = gap
+    teacher[torch.arange(4), torch.tensor([0, 1, 0, 4])] = 1e3
     leaf, ids = certain.requires_grad_(), torch.tensor([[0, 1]] * 4)
     kl = coarse_kl(leaf.log_softmax(-1).gather(1, ids), teacher.log_softmax(-1).gather(1, ids))
     kl.sum().backward()
@@ -193,53 +168,3 @@ def test_scores_are_packed_with_their_tokens():
         assert Packer(VOCABULARY).micro_batch(rows).teacher is None, "without a teacher in the configuration"
         assert packer.micro_batch([(plain, 1.0)]).teacher is None
         assert packer.micro_batch([]).teacher is None
-
-
-class TinyPolicy(nn.Module):
-    """A distribution over V tokens in each of N contexts, behind the learner's own log-prob head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.contexts, self.head = nn.Linear(N, N), nn.Linear(N, V)
-        LogprobHead.adopt(self.head, 4, 1.0)
-
-    def logprobs(self) -> torch.Tensor:
-        return self.head(self.contexts(torch.eye(N))).log_softmax(-1)
-
-    def output(self, contexts: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor | None) -> PolicyOutput:
-        hidden = self.contexts(torch.eye(N)[contexts])
-        logprobs, entropies, *likeliest = self.head(hidden, targets, entropy=True, others=ids)
-        return PolicyOutput(logprobs, entropies, None, *likeliest)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"form": "advantage"}, {"form": "loss"}, {"form": "loss", "top_k": 3}],
-    ids=["advantage", "loss", "likeliest"],
-)
-def test_a_policy_nears_its_teacher(settings: dict[str, Any]):
-    """From its own samples and the teacher's scores of them alone: all rewards are zero."""
-    teacher = TeacherConfig(model="t", reward=False, **settings)
-    target, policy = distributions(2.0)[1].float(), TinyPolicy()
-    optimizer, generator = torch.optim.Adam(policy.parameters(), lr=0.1), torch.Generator().manual_seed(0)
-    contexts = torch.arange(N).repeat(32)
-    before = whole_kl(policy.logprobs().detach(), target).mean()
-    for version in range(40):
-        sampled = policy.logprobs().detach().exp()[contexts].multinomial(1, generator=generator)
-        ids = target.topk(teacher.top_k).indices[contexts] if teacher.top_k else None
-        scored = target[contexts].gather(1, sampled if ids is None else ids)
-        scores = TeacherScores(
-            torch.ones(len(contexts), dtype=torch.bool), scored if teacher.top_k else scored[:, 0], ids
-        )
-        output = policy.output(contexts, sampled[:, 0], ids)
-        micro: MicroBatch = tokens_of_rows([len(contexts)], output.logprobs.detach(), torch.zeros(len(contexts)))
-        position = TrainPosition(version, 0, 1, Denominators(float(len(contexts)), 1.0, 1.0))
-        step = step_loss(
-            replace(micro, teacher=scores), output, Precomputed(), position, LOSSES["ppo_clip"],
-            AlgorithmConfig(correction={"preset": "disabled"}), Stats(), teacher,
-        )  # fmt: skip
-        optimizer.zero_grad()
-        step.loss.backward()
-        optimizer.step()
-    after = whole_kl(policy.logprobs().detach(), target).mean()
-    assert after < before / 10, (float(before), float(after))

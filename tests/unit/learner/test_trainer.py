@@ -138,15 +138,11 @@ ALONE = World(0, 1, CPU)
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {},
-        {"proximal": "compare", "kl_coef": 0.1, "entropy_coef": 0.01},
-        {"proximal": "rollout", "loss": "gspo", "aggregation": "seq-mean-token-mean"},
-        {"proximal": "interpolate", "loss": "sapo", "negative_max_prob": 0.9},
-        {"loss": "double_sided", "aggregation": "seq-mean-token-sum-norm", "ess_lr": "sqrt"},
+        {"proximal": "compare", "kl_coef": 0.1, "entropy_coef": 0.01, "negative_max_prob": 0.9},
+        {"proximal": "interpolate", "loss": "gspo", "aggregation": "seq-mean-token-mean"},
         {"loss": "kl_cov", "loss_options": {"ratio": 0.3}, "proximal": "rollout", "correction": {"m2_threshold": 0.1}},
-        {"loss": "vespo", "correction": {"rollout_is": "token"}},
     ],
-    ids=["default", "penalties", "gspo", "interpolate", "double-sided", "all compared", "vespo"],
+    ids=["penalties", "gspo", "all compared"],
 )
 @pytest.mark.integration
 def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, algorithm) -> None:
@@ -156,27 +152,16 @@ def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, 
     assert there == pytest.approx(here, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("top_k", [0, 4])
 @pytest.mark.integration
-def test_a_taught_batch_on_another_device_has_the_same_metrics(model, samples, top_k) -> None:
+def test_a_taught_batch_on_another_device_has_the_same_metrics(model, samples) -> None:
     payloads, advantages = samples
-    taught = [with_scores(one, top_k) if i % 2 else one for i, one in enumerate(payloads)], advantages
-    teacher = {"model": "t", "form": "loss", "top_k": top_k, "decay_steps": 8}
+    taught = [with_scores(one, 4) if i % 2 else one for i, one in enumerate(payloads)], advantages
+    teacher = {"model": "t", "form": "loss", "top_k": 4, "decay_steps": 8}
     there, _ = trained(model, {}, World(0, 1, other_device.DEVICE), taught, mini_batches=2, teacher=teacher)
     here, _ = trained(model, {}, ALONE, taught, mini_batches=2, teacher=teacher)
     assert there == pytest.approx(here, rel=1e-4, abs=1e-5)
     assert here["teacher/weight"] == 0.5
     assert 0 < here["teacher/tokens"] < 1
-
-
-def test_a_teacher_teaches_where_all_advantages_are_nothing(model, samples) -> None:
-    payloads, _ = samples
-    idle, before = trained(model, {}, ALONE, (payloads, [0.0] * len(payloads)))
-    taught = [with_scores(one, 0) for one in payloads], [0.0] * len(payloads)
-    metrics, after = trained(model, {}, ALONE, taught, teacher={"model": "t"})
-    assert (metrics["actor/skipped_steps"], idle["actor/skipped_steps"]) == (0, 0)
-    assert metrics["actor/pg_loss"] != 0 == idle["actor/pg_loss"]
-    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
@@ -210,7 +195,7 @@ def comparing(name: str, samples: Samples) -> dict[str, Any]:
     }[name] | {"proximal": "rollout"}
 
 
-@pytest.mark.parametrize("name", ["kl_cov", "clip_cov", "m2", "m2 and kl_cov"])
+@pytest.mark.parametrize("name", ["clip_cov", "m2", "m2 and kl_cov"])
 def test_what_compares_all_tokens_is_the_same_however_packed(model, samples, name) -> None:
     algorithm = comparing(name, samples)
     metrics, expected = trained(model, algorithm, ALONE, samples, budget=10_000)
@@ -230,7 +215,7 @@ def test_a_loss_compares_tokens_by_what_the_teacher_adds(model, samples) -> None
     assert_same(weights, expected)
 
 
-@pytest.mark.parametrize("name", ["kl_cov", "clip_cov", "m2"])
+@pytest.mark.parametrize("name", ["clip_cov", "m2"])
 def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name) -> None:
     algorithm = comparing(name, samples)
     _, expected = trained(model, algorithm, ALONE, samples)
@@ -238,13 +223,7 @@ def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name) -
     assert_same(weights, expected)
 
 
-def test_later_mini_batches_clip_around_the_first_policy(model, samples) -> None:
-    whole, halves = (trained(model, {"proximal": "recompute"}, ALONE, samples, minis)[0] for minis in (1, 2))
-    assert whole["actor/ppo_kl"] == 0
-    assert abs(halves["actor/ppo_kl"]) > 1e-6
-
-
-@pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("sqrt", 0.5), ("linear", 1)])
+@pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("sqrt", 0.5)])
 def test_learning_rate_scales_with_effective_sample_size(model, samples, scaling, power) -> None:
     metrics, _ = trained(model, {"ess_lr": scaling}, ALONE, samples)
     size = metrics["rollout_corr/eff_sample_size"]
