@@ -16,18 +16,14 @@ from common.messages import Batch, InvalidMessage, SampleHeader, Task
 from common.streams import dead
 from common.streams.batches import GROUP as LEARNER
 from common.streams.broker import Broker
-from common.streams.lease import LeaseLost, LedgerState, SamplerLease
+from common.streams.lease import LeaseLost, LedgerState, RedisBehind, SamplerLease
 from common.streams.tasks import GROUP as GENERATORS
 from common.unpack import unpack
 
 GROUP = "sampler"
 CONSUMER = "sampler"
 PAGE = 500  # entries of the journal that are read at a time
-LEASE_LOST, OUT_OF_STEP, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
-
-
-class OutOfStep(Exception):
-    """The state in Redis is not the one this sampler has in memory; it must start again from Redis."""
+LEASE_LOST, BEHIND, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
 
 
 class Pin(NamedTuple):
@@ -135,7 +131,7 @@ class SamplerLedger:
         Headers that were delivered and never committed, to a sampler that died or in a reply that was lost, come first.
 
         Raises:
-            LeaseLost, OutOfStep: see `renew`; Redis was emptied meanwhile.
+            LeaseLost, RedisBehind: see `renew`; Redis was emptied meanwhile.
         """
         read = partial(self.broker.read_group, "samples", GROUP, CONSUMER, count=count)
         try:
@@ -154,7 +150,7 @@ class SamplerLedger:
 
         Raises:
             LeaseLost: another sampler has replaced this one; nothing was written.
-            OutOfStep: the state in Redis moved without this sampler; nothing was written.
+            RedisBehind: Redis lacks earlier commits, or headers that were read; nothing was written.
         """
         sequence = self._sequence + 1
         record = [JournalEntry.of(sequence, commit).pack()] if self._journal else []
@@ -163,8 +159,8 @@ class SamplerLedger:
         acknowledged = int(self.broker.script("commit")(self._keys, arguments))
         if acknowledged == LEASE_LOST:
             raise LeaseLost(f"run {self.broker.run!r} has another sampler now")
-        if acknowledged == OUT_OF_STEP:
-            raise OutOfStep(f"run {self.broker.run!r}: commit {sequence} does not follow what Redis holds")
+        if acknowledged == BEHIND:
+            raise RedisBehind(f"commit {sequence} does not follow what Redis holds")
         self._sequence = sequence
         return len(commit.counted) if acknowledged == REPEATED else acknowledged
 
@@ -173,11 +169,13 @@ class SamplerLedger:
 
         Raises:
             LeaseLost: another sampler has replaced this one.
-            OutOfStep: the state in Redis moved without this sampler.
+            RedisBehind: Redis lacks commits of this sampler.
         """
         sequence = self._lease.renew()
-        if sequence != self._sequence:
-            raise OutOfStep(f"run {self.broker.run!r}: Redis holds commit {sequence}, not {self._sequence}")
+        if sequence > self._sequence:
+            raise LeaseLost(f"run {self.broker.run!r} had another sampler meanwhile")
+        if sequence < self._sequence:
+            raise RedisBehind(f"Redis holds commit {sequence}, not {self._sequence}")
 
     def task_ids(self, stream: str, after: str, count: int) -> tuple[str, list[str]]:
         """Ids of the tasks in up to `count` entries of `tasks`, `tasks:EVALUATION` or `samples`.
@@ -210,15 +208,15 @@ class SamplerLedger:
         dead.keep(self.broker, dead.letter("samples", reason, fields, CONSUMER))
 
     def reset(self) -> None:
-        """Delete the run's state from Redis, except its newest step: a newer state is on disk.
+        """Delete the run's state from Redis: the learner must start again, from its newest checkpoint.
 
         Raises:
             LeaseLost: another sampler has replaced this one; nothing was changed.
         """
         broker, key = self.broker, self.broker.key
         groups = {key("tasks"): GENERATORS, key("samples"): GROUP, key("batches"): LEARNER}
-        names = ("state", "tracker", "open", "outstanding", "counters", "evaluations", "journal")
-        keys = [*(key(name) for name in ("lease", "steps")), *groups, *(key(name) for name in names)]
+        names = ("state", "steps", "tracker", "open", "outstanding", "counters", "evaluations", "journal")
+        keys = [*(key(name) for name in ("lease", "learner")), *groups, *(key(name) for name in names)]
         # Without holders every generator looks at each of its tasks, and finds them gone.
         for prefix in ("tasks:", "pin:", "holders:", "takeovers:"):
             keys += broker.keys_of(prefix)

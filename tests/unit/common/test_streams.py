@@ -14,7 +14,8 @@ from common.messages import Batch, Failure, Step
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from common.streams.ledger import Commit, OutOfStep, SamplerLedger
+from common.streams.lease import RedisBehind
+from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import LearnerWatch, Presence, learner_gone
 from common.streams.steps import StepReader, latest
 from common.streams.tasks import GROUP, Finished, TaskInbox
@@ -193,20 +194,20 @@ def test_a_version_that_redis_has_lost_answers_no_evaluation(broker: Broker, led
     assert announced.lease(2, 3, 5).evaluation == "e0"
 
 
-def test_a_redis_that_lost_what_was_written_is_out_of_step(broker: Broker, ledger: SamplerLedger) -> None:
+def test_a_redis_that_lost_what_the_sampler_read_or_wrote_is_behind(broker: Broker, ledger: SamplerLedger) -> None:
     finish_all(ledger, 2)
     (kept, _), (lost, _) = ledger.read()
     before = broker.counters()
     # A server that took over without the second header: as far as it knows, its task was never finished.
     broker.redis.xack(broker.key("samples"), "sampler", lost)
     broker.redis.xdel(broker.key("samples"), lost)
-    with pytest.raises(OutOfStep):
+    with pytest.raises(RedisBehind):
         ledger.commit(Commit(counted=[kept, lost], tracker={"p1": b"row"}, counters={"rewarded": 2}))
     assert broker.counters() == before
     assert broker.redis.hlen(broker.key("tracker")) == 0
     assert [entry_id for entry_id, _ in ledger.read()] == [kept], "it is read again, to be counted then"
     broker.redis.flushall()
-    with pytest.raises(OutOfStep):
+    with pytest.raises(RedisBehind):
         ledger.read(block_ms=1)
 
 
