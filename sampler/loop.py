@@ -42,7 +42,7 @@ BLOCK_MS = 20  # how late a step may be noticed while samples are awaited
 IDLE_MS = 200
 LOG_INTERVAL = 5.0  # seconds between progress lines
 ALLOCATIONS_A_COLLECTION = 20_000
-MAX_REPLACEMENTS = 2  # of one member of a group; then the group is given up
+MAX_REPLACEMENTS = 2  # of one member of a group; then the group is abandoned
 
 
 class Sampler:
@@ -229,7 +229,7 @@ class Sampler:
 
     def refuse(self, task: DispatchedTask, header: SampleHeader, reason: str) -> None:
         """Keep a result that cannot be counted as a dead letter, and count its task as skipped."""
-        self.ledger.keep(header, reason)
+        self.ledger.add_dead_letter(header, reason)
         self.count_result(task, refused(header, task, reason))
 
     def count_result(self, task: DispatchedTask, header: SampleHeader) -> None:
@@ -249,7 +249,7 @@ class Sampler:
             # The data lost this prompt while its answer was on the way.
             self.state.count("ignored")
             self.state.discard_payload(header.task_id)
-            self.state.give_up(task.group)
+            self.state.abandon_group(task.group)
 
     def learn(self, i: int, task: DispatchedTask, header: SampleHeader) -> None:
         """Update the value of the prompt at index i with a reward, and let the sample wait for a batch."""
@@ -285,7 +285,7 @@ class Sampler:
     def set_aside(self, i: int | None, task: DispatchedTask, header: SampleHeader) -> None:
         """Count a skipped task; admission makes room for another one.
 
-        In a group it must be of the same prompt, so it is sent here: a group is compared as a whole, or given up.
+        In a group it must be of the same prompt, so it is sent here: a group is compared as a whole, or abandoned.
         """
         state = self.state
         state.discard_payload(header.task_id)  # the tokens, if it is a result that cannot be counted
@@ -300,7 +300,7 @@ class Sampler:
                 raise UserError(f"no prompt of {names} can be answered; the last one: {header.reason}")
         if task.group in state.admission.groups:
             if i is None or state.tracker.retired[i] or task.replacements == MAX_REPLACEMENTS:
-                state.give_up(task.group)
+                state.abandon_group(task.group)
             else:
                 self.send(i, state.position, task.group, task.replacements + 1)
 
@@ -369,7 +369,7 @@ class Sampler:
             if task.evaluation:
                 self.evaluations.send_again(task_id)
             elif i is None:
-                state.give_up_task(task_id)
+                state.abandon_task(task_id)
             else:
                 state.send_again(self.task(i, task_id, state.position - 1, task.version))
         if lost:

@@ -17,7 +17,7 @@ from common.streams.broker import Broker
 from common.streams.lease import RedisBehind, Replaced, is_dead_neighbour, owner_name
 from common.streams.steps import STEPS_KEPT
 
-GROUP = "learner"
+CONSUMER_GROUP = "learner"
 # A run has one learner, so its name is fixed, and after a restart it finds its own unreleased batches.
 CONSUMER = "learner"
 BEHIND = -2  # what learner.lua returns in place of a count
@@ -40,7 +40,7 @@ class BatchInbox:
         self._last = "0"
         # Entries that Redis must have: the newest batch that was read, until it is released, and the newest step.
         self._newest_batch = self._newest_step = b""
-        broker.ensure_group("batches", GROUP)
+        broker.ensure_group("batches", CONSUMER_GROUP)
 
     def is_new(self) -> bool:
         """Whether Redis has had no learner of this run so far."""
@@ -119,7 +119,7 @@ class BatchInbox:
         if self._newest_batch in entries:
             self._newest_batch = b""
         keys = [broker.key(name) for name in ("learner", "steps", "endpoints", "batches", "counters", "payload:")]
-        arguments: list[Any] = [self.owner, self._epoch, step, STEPS_KEPT, endpoint, GROUP]
+        arguments: list[Any] = [self.owner, self._epoch, step, STEPS_KEPT, endpoint, CONSUMER_GROUP]
         arguments += [self._newest_batch, self._newest_step, len(entries)]
         released, detail = broker.script("learner")(keys, [*arguments, *entries, *sample_ids])
         if released >= 0:
@@ -142,12 +142,12 @@ class BatchInbox:
 
     def _delivered(self) -> tuple[str, dict[bytes, bytes]] | None:
         """The oldest entry that was delivered, and that `next` has not returned yet."""
-        entries = self._broker.read_group("batches", GROUP, CONSUMER, after=self._last, count=1)
+        entries = self._broker.read_group("batches", CONSUMER_GROUP, CONSUMER, after=self._last, count=1)
         return (entries[0][0].decode(), entries[0][1]) if entries else None
 
     def _deliver(self, block_ms: int) -> bool:
         """Have a new entry delivered; True if there is one."""
-        return bool(self._broker.read_group("batches", GROUP, CONSUMER, count=1, block_ms=block_ms))
+        return bool(self._broker.read_group("batches", CONSUMER_GROUP, CONSUMER, count=1, block_ms=block_ms))
 
     def _batch(self, entry_id: str, fields: dict[bytes, bytes]) -> Batch | None:
         """The batch of an entry; None, and a dead letter, where it cannot be read."""
@@ -157,5 +157,6 @@ class BatchInbox:
             self._newest_batch = entry_id.encode()
             return batch
         except InvalidMessage as error:
-            dead.bury(self._broker, "batches", GROUP, entry_id, dead.letter("batches", str(error), fields, CONSUMER))
+            letter = dead.letter("batches", str(error), fields, CONSUMER)
+            dead.bury(self._broker, "batches", CONSUMER_GROUP, entry_id, letter)
             return None

@@ -14,13 +14,13 @@ from redis.exceptions import ResponseError
 
 from common.messages import Batch, InvalidMessage, SampleHeader, Task
 from common.streams import dead
-from common.streams.batches import GROUP as LEARNER
+from common.streams.batches import CONSUMER_GROUP as LEARNERS_GROUP
 from common.streams.broker import Broker
 from common.streams.lease import LeaseLost, LedgerState, RedisBehind, SamplerLease
-from common.streams.tasks import GROUP as GENERATORS
+from common.streams.tasks import GROUP as GENERATORS_GROUP
 from common.unpack import unpack
 
-GROUP = "sampler"
+CONSUMER_GROUP = "sampler"
 CONSUMER = "sampler"
 PAGE = 500  # entries of the journal that are read at a time
 LEASE_LOST, BEHIND, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
@@ -112,7 +112,7 @@ class SamplerLedger:
                 "evaluations", "payload:", "pin:", "journal",
             )
         ]  # fmt: skip
-        broker.ensure_group("samples", GROUP)
+        broker.ensure_group("samples", CONSUMER_GROUP)
 
     def acquire(self, wait: float | None = None) -> LedgerState:
         """Become the run's sampler and read the run's state; waits as `SamplerLease.take` does.
@@ -120,7 +120,7 @@ class SamplerLedger:
         Raises:
             LeaseLost: another sampler lives.
         """
-        self.broker.ensure_group("samples", GROUP)  # Redis may have lost it
+        self.broker.ensure_group("samples", CONSUMER_GROUP)  # Redis may have lost it
         self._lease.take(wait)
         state, self._sequence = self._lease.read()
         return state
@@ -133,7 +133,7 @@ class SamplerLedger:
         Raises:
             LeaseLost, RedisBehind: see `renew`; Redis was emptied meanwhile.
         """
-        read = partial(self.broker.read_group, "samples", GROUP, CONSUMER, count=count)
+        read = partial(self.broker.read_group, "samples", CONSUMER_GROUP, CONSUMER, count=count)
         try:
             entries = read(after="0") or read(block_ms=block_ms)
         except ResponseError:
@@ -154,8 +154,8 @@ class SamplerLedger:
         """
         sequence = self._sequence + 1
         record = [JournalEntry.of(sequence, commit).pack()] if self._journal else []
-        arguments = [self._lease.owner, self._lease.length_ms, sequence, GROUP, GENERATORS, *commit.arguments()]
-        arguments += [len(record), *record]
+        arguments = [self._lease.owner, self._lease.length_ms, sequence, CONSUMER_GROUP, GENERATORS_GROUP]
+        arguments += [*commit.arguments(), len(record), *record]
         acknowledged = int(self.broker.script("commit")(self._keys, arguments))
         if acknowledged == LEASE_LOST:
             raise LeaseLost(f"run {self.broker.run!r} has another sampler now")
@@ -202,10 +202,10 @@ class SamplerLedger:
             self._seen = (evaluation, seen, now)
         return Pin(int(version), now - self._seen[2])
 
-    def keep(self, header: SampleHeader, reason: str) -> None:
-        """Keep a header that cannot be counted as a dead letter."""
+    def add_dead_letter(self, header: SampleHeader, reason: str) -> None:
+        """Add a dead letter for a header that cannot be counted."""
         fields = {b"id": header.task_id.encode(), b"header": header.pack()}
-        dead.keep(self.broker, dead.letter("samples", reason, fields, CONSUMER))
+        dead.add(self.broker, dead.letter("samples", reason, fields, CONSUMER))
 
     def reset(self) -> None:
         """Delete the run's state from Redis: the learner must start again, from its newest checkpoint.
@@ -214,7 +214,7 @@ class SamplerLedger:
             LeaseLost: another sampler has replaced this one; nothing was changed.
         """
         broker, key = self.broker, self.broker.key
-        groups = {key("tasks"): GENERATORS, key("samples"): GROUP, key("batches"): LEARNER}
+        groups = {key("tasks"): GENERATORS_GROUP, key("samples"): CONSUMER_GROUP, key("batches"): LEARNERS_GROUP}
         names = ("state", "steps", "tracker", "open", "outstanding", "counters", "evaluations", "journal")
         keys = [*(key(name) for name in ("lease", "learner")), *groups, *(key(name) for name in names)]
         # Without holders every generator looks at each of its tasks, and finds them gone.
@@ -246,9 +246,9 @@ class SamplerLedger:
         except InvalidMessage as error:
             note = dead.letter("samples", str(error), fields, CONSUMER)
             if not task_id:
-                dead.bury(self.broker, "samples", GROUP, entry_id, note)
+                dead.bury(self.broker, "samples", CONSUMER_GROUP, entry_id, note)
                 return None
-            dead.keep(self.broker, note)
+            dead.add(self.broker, note)
             # Its task is still waited for: count it as skipped.
             return entry_id, SampleHeader.skipped(task_id, error.failure, str(error))
 

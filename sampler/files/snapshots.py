@@ -97,8 +97,8 @@ class Snapshots:
         return tracker_path(self._config.run.folder, version)
 
 
-def write_snapshot(path: Path, state: SamplerState, keep: int, counts: bytes = b"") -> None:
-    """Write the file whole or not at all, and remove all but the `keep` newest of its folder.
+def write_snapshot(path: Path, state: SamplerState, most: int, counts: bytes = b"") -> None:
+    """Write the file whole or not at all, and remove all but the `most` newest files of its folder.
 
     Args:
         counts: result of `pack_counts`.
@@ -117,7 +117,7 @@ def write_snapshot(path: Path, state: SamplerState, keep: int, counts: bytes = b
             os.fsync(file.fileno())
         os.replace(unfinished, path)
         sync_folder(path.parent)
-        for old in sorted(path.parent.glob("step_*.npz"), key=_version)[:-keep]:
+        for old in sorted(path.parent.glob("step_*.npz"), key=_version)[:-most]:
             old.unlink(missing_ok=True)
     except OSError as error:
         unfinished.unlink(missing_ok=True)

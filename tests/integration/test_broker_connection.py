@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.health import alive
 from common.messages import Batch
 from common.process import Role
-from common.streams.batches import GROUP, BatchInbox
+from common.streams.batches import CONSUMER_GROUP, BatchInbox
 from common.streams.broker import connect
 from common.streams.presence import Presence
 from tests.chaos.proxy import Proxy
@@ -84,7 +84,7 @@ def test_batches_come_in_order_although_a_reply_was_lost(redis_server: RedisServ
                 direct.redis.xadd(direct.key("batches"), {"batch": batch.pack()})
             proxy.heal()
             batches = [first.result(timeout=600), inbox.next(0)]
-        assert direct.redis.xpending(direct.key("batches"), GROUP)["pending"] == 2
+        assert direct.redis.xpending(direct.key("batches"), CONSUMER_GROUP)["pending"] == 2
         assert [batch.batch_id for batch in batches if batch] == [0, 1]
     finally:
         proxy.close()

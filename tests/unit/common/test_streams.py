@@ -224,7 +224,7 @@ def test_batches_come_in_order_until_they_are_released(broker: Broker, ledger: S
 
 def test_a_response_is_kept_for_drift_until_the_next_one(ledger: SamplerLedger) -> None:
     inbox, (delivery,) = leased(ledger, 1)
-    inbox.finish([dataclasses.replace(finished(delivery), payload=payload(12), keep=True)])
+    inbox.finish([dataclasses.replace(finished(delivery), payload=payload(12), for_drift=True)])
     (previous, nothing) = inbox.previous(["p0", "p1"])
     assert previous is not None
     assert len(previous.token_ids) == 12

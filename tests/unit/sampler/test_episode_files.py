@@ -118,7 +118,7 @@ def test_what_another_run_left_is_removed(tmp_path: Path) -> None:
     Rollouts(tmp_path, 0).discard(0)  # it keeps nothing, and removes nothing
     files = EpisodeFiles(tmp_path)
     files.discard(10)
-    files.discard(0, keep=0)
+    files.discard(0, spare=0)
     assert names(tmp_path) == ["0.jsonl", "notes.jsonl"]
     files.discard(0)
     files.write(0, lines("t1"))
