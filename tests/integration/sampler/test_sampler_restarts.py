@@ -49,7 +49,7 @@ class FragileLedger(SamplerLedger):
         return counted
 
 
-@pytest.mark.parametrize(("method", "seed"), [("spo", 0), ("spo", 1), ("spo", 2), ("grpo", 6), ("grpo", 7)])
+@pytest.mark.parametrize(("method", "seed"), [("spo", 0), ("grpo", 6)])
 def test_killed_anywhere_it_ends_with_the_same_tracker(broker: Broker, tmp_path: Path, method: str, seed: int) -> None:
     # Fewer prompts than tasks in flight.
     algorithm = {"method": method, "group_size": 4}

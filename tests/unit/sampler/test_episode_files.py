@@ -77,11 +77,10 @@ def test_a_line_is_written_once_also_by_the_next_process(tmp_path: Path) -> None
     assert {tuple(ids(tmp_path / f"{version}.jsonl")) for version in versions} == {("t1",)}
 
 
-@pytest.mark.parametrize("cut", [1, 5, 100])
-def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path, cut: int) -> None:
+def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path) -> None:
     EpisodeFiles(tmp_path).write(0, lines("t1", "t2"))
     path = tmp_path / "0.jsonl"
-    path.write_bytes(path.read_bytes()[:-cut])
+    path.write_bytes(path.read_bytes()[:-5])
     EpisodeFiles(tmp_path).write(0, lines("t2", "t3"))
     assert ids(path) == ["t1", "t2", "t3"]
 
