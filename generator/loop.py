@@ -231,7 +231,7 @@ class Generator:
             raise
         self.rewards.scored()
         self.metrics.finished(header.model_tokens)
-        return Finished(delivery.entry_id, header, payload, keep=self.rescores and payload is not None)
+        return Finished(delivery.entry_id, header, payload, for_drift=self.rescores and payload is not None)
 
     async def _failed(self, lease: LeasedTask, failure: Failure, reason: str) -> None:
         """Requeue a task after a pause, during which its slot is free, or skip it after its last attempt."""

@@ -19,11 +19,13 @@ from common.config import Config, load_config
 from common.config.combinations import check_ranks
 from common.config.warnings import warnings
 from common.errors import UserError
+from common.files import checkpoint_versions, checkpoints
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, ResumeOption, VersionOption, entry_point
 from common.streams.agreement import agree, agree_on_download
-from common.streams.batches import BatchInbox, RedisBehind
+from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
+from common.streams.lease import RedisBehind
 from common.streams.presence import LEARNER, Presence
 from common.versions import record_versions
 from learner.ranks.launch import die_with_launcher, launch
@@ -95,7 +97,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
         broker = connect(config.broker, config.run.name, log=log)
         inbox = BatchInbox(broker)
         # Only rank 0 asks Redis: `check_ranks_agree` compares the other ranks with it.
-        disagreement = _disagreement(broker, config, inbox, log) if is_main else None
+        disagreement = _disagreement(broker, config, inbox, log, resume) if is_main else None
         if disagreement and rendezvous.world_size == 1:
             raise disagreement
         shows_itself = is_main and not disagreement
@@ -122,7 +124,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
             world = world.in_groups(config.learner.sequence_parallel)
             with deterministic(config.run.seed) if config.run.deterministic else nullcontext():
                 log.info("loading model", model=config.model.path)
-                learner = Learner(config, broker, inbox, world, presence, log, resume)
+                learner = Learner(config, broker, inbox, world, presence, log)
                 world.raise_on_all_ranks(lambda: agree_on_download(broker, config) if is_main else None)
 
                 def stop() -> None:
@@ -144,14 +146,27 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
         raise SystemExit(unfinished_code)
 
 
-def _disagreement(broker: Broker, config: Config, inbox: BatchInbox, log: Any) -> UserError | None:
-    """Why rank 0 cannot join the run: the run has another configuration, or a learner that is alive."""
+def _disagreement(broker: Broker, config: Config, inbox: BatchInbox, log: Any, resume: bool) -> UserError | None:
+    """Why rank 0 cannot join the run: it has another configuration, is new to Redis, or has a learner that is alive."""
     try:
         agree(broker, config, log, role=Role.LEARNER)
+        if inbox.is_new() and not resume:
+            _refuse_checkpoints(config)
         inbox.acquire()
     except UserError as error:
         return error
     return None
+
+
+def _refuse_checkpoints(config: Config) -> None:
+    """Raise `UserError` if the run folder of a run that Redis does not know has checkpoints."""
+    folder, versions = checkpoints(config.run.folder), checkpoint_versions(config.run.folder)
+    if versions:
+        raise UserError(
+            f"{folder} holds a checkpoint of version {versions[-1]}, but run {config.run.name!r} is new in Redis: "
+            "start it with --resume to continue from there, or choose another run.experiment (and "
+            f"model.path={folder / f'step_{versions[-1]}' / 'hf'} to start from its weights)"
+        )
 
 
 def _raise(error: UserError | None) -> None:

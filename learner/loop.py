@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -45,7 +44,6 @@ LOGGED = {
     "ess": "rollout_corr/eff_sample_size",
     "masked": "rollout_corr/masked_fraction",
 }
-ANNOUNCEMENTS_KEPT = 64
 # Training has diverged if one of these is exceeded.
 DIVERGED_AFTER = 3  # optimizer steps in a row whose gradient was not finite
 MOST_GROWTH = 100.0  # times the largest weight at the start
@@ -67,17 +65,15 @@ class Learner:
         world: World,
         presence: Presence | None,
         log: Any,
-        resume: bool = False,
     ) -> None:
         """Load the model and the newest checkpoint.
 
         Args:
             inbox: rank 0 has acquired its own; the others only read with theirs.
             presence: rank 0's.
-            resume: continue from the run folder even if Redis knows nothing of the run.
 
         Raises:
-            UserError: model or checkpoint cannot be loaded, or the checkpoints are of a run that Redis does not know.
+            UserError: model or checkpoint cannot be loaded.
         """
         self.config, self.broker, self.inbox, self.world = config, broker, inbox, world
         self.presence, self.log = presence, log
@@ -89,18 +85,15 @@ class Learner:
             log.info("attention", kind=attention.name, because=attention.reason)
         self.folder = HeldFolder(config.run.folder)
         self.checkpoints = Checkpoints(config, self.trainer, self.timeline, self._check)
-        world.raise_on_all_ranks(lambda: self._check_known(resume))
         self.version = self.saved = self.checkpoints.load(self._usable())
         self.masked: list[float] = []  # shares of the newest steps' tokens
         self.masked_advice = advice(config)
         self.left_out = LeftOut(config, broker)
         self.freed = 0  # batches before this version were released because memory was short
-        # This process's last steps, oldest first: a Redis that goes back in time may lose them.
-        self.announced: deque[Step] = deque(maxlen=ANNOUNCEMENTS_KEPT)
+        self.announced = Step(version=self.version)  # the newest
         self.server: WeightServer | None = None
         self.publisher = Publisher()
         self.copies = RankCopies(config, world)
-        self.announcing = threading.RLock()  # guards `announced`: the publisher's thread announces versions
         self.most_weight = torch.finfo(getattr(torch, config.model.dtype)).max
 
     def run(self) -> bool:
@@ -122,7 +115,6 @@ class Learner:
                 if batch is None:
                     break
                 if self._is_next(batch):
-                    self.inbox.hold()
                     phases = self._train(batch, phases)
             if self.version > self.saved:
                 if self.world.is_main:
@@ -149,17 +141,6 @@ class Learner:
         """Raise if another learner has taken over, or the run folder is gone."""
         self.inbox.check()
         self.folder.check()
-
-    def _check_known(self, resume: bool) -> None:
-        """Raise `UserError` if the run has checkpoints, Redis does not know it, and `--resume` was not given."""
-        versions = self.checkpoints.versions()
-        if self.world.is_main and versions and not resume and latest(self.broker) is None:
-            raise UserError(
-                f"{self.checkpoints.folder} holds a checkpoint of version {versions[-1]}, but run "
-                f"{self.config.run.name!r} is new in Redis: start it with --resume to continue from there, or "
-                "choose another run.experiment (and "
-                f"model.path={self.checkpoints.folder / f'step_{versions[-1]}' / 'hf'} to start from its weights)"
-            )
 
     def _usable(self) -> Callable[[int], bool]:
         """Which checkpoints to continue from: if Redis is behind, those with which the sampler's state was saved."""
@@ -197,8 +178,6 @@ class Learner:
                     message = STOP
                 elif self.freed < self.version and self.broker.memory_is_short():
                     message = SAVE
-                else:
-                    self._announce_again_if_lost()
             message = self.world.broadcast(message)
             if message == STOP:
                 return None
@@ -349,10 +328,8 @@ class Learner:
         """Announce a version, with its metrics, to all processes."""
         if not self.world.is_main:
             return
-        with self.announcing:
-            self._announce_again_if_lost()
-            self.announced.append(step)
-            self.inbox.announce(step)
+        self.announced = step
+        self.inbox.announce(step)
         if step.metrics:
             metrics = {short: step.metrics[name] for short, name in LOGGED.items() if name in step.metrics}
             self.log.info("step", version=step.version, **metrics)
@@ -360,23 +337,7 @@ class Learner:
     def _announce_checkpoint(self) -> None:
         """Announce the version once more, so that the sampler saves its state with the checkpoint of it."""
         self.publisher.wait()
-        self.announced.append(self.announced[-1].model_copy(update={"checkpoint": True}))
-        self.inbox.announce(self.announced[-1])
-
-    def _announce_again_if_lost(self) -> None:
-        """Announce what Redis has lost: a kill or a fail-over may cost its last second, and others wait for it."""
-        with self.announcing:
-            if self.server and self.broker.endpoint("weights") != self.server.endpoint():
-                self.inbox.set_address(self.server.endpoint())
-            newest = latest(self.broker)
-            packed = None if newest is None else newest.pack()
-            lost: list[Step] = []
-            for step in reversed(self.announced):
-                if step.pack() == packed:
-                    break
-                lost.append(step)
-            for step in reversed(lost):
-                self.inbox.announce(step)
+        self.inbox.announce(self.announced.model_copy(update={"checkpoint": True}))
 
     def _begin_checkpoint(self) -> None:
         """Begin to save this version; it counts once it is finished."""
@@ -422,7 +383,6 @@ class Learner:
             is_stopped = self.stop.wait(BLOCK_MS / 1000)
             if self.world.is_main:
                 self._check()
-                self._announce_again_if_lost()
             finished = self.world.any_rank(self.world.is_main and self.broker.finished())
             stopped = self.world.any_rank(is_stopped)
         return finished

@@ -7,7 +7,7 @@ So staleness is bounded without throwing slow, long answers away.
 
 A group is trained on as a whole: it is as old as its oldest member, and takes all its places until the last has
 arrived. Batches hold whole groups, so what is true of samples is true of groups. A group that has lost a member for
-good is given up: neither its samples that arrived nor those still in flight are trained on.
+good is abandoned: neither its samples that arrived nor those still in flight are trained on.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Admission:
         """Add a sample to its group.
 
         Returns:
-            The group's samples if it is complete now, else an empty list; None if the group was given up.
+            The group's samples if it is complete now, else an empty list; None if the group was abandoned.
         """
         if not sample.group:
             return [sample]
@@ -99,11 +99,11 @@ class Admission:
         group.samples.append(sample)
         self.arrived += 1
         if len(group.samples) == self._responses:
-            return self.give_up(sample.group)
+            return self.pop_group(sample.group)
         self._recount(sample.group, group)
         return []
 
-    def give_up(self, group_id: str) -> list[OpenSample]:
+    def pop_group(self, group_id: str) -> list[OpenSample]:
         """Forget a group; returns its samples that have arrived."""
         group = self.groups.pop(group_id, None)
         if group is None:
@@ -137,10 +137,10 @@ class Admission:
             self._recount(sample.group, group)
         for group_id, group in list(self.groups.items()):
             if not group.tasks:
-                yield self.give_up(group_id)
+                yield self.pop_group(group_id)
             elif len(group) < self._responses:
-                # The group was given up before: the results of its tasks in flight will be ignored.
-                self.give_up(group_id)
+                # The group was abandoned before: the results of its tasks in flight will be ignored.
+                self.pop_group(group_id)
 
     def total(self, batches: int, waiting: int) -> int:
         """Samples that have been trained on or will be: in closed batches, in the open one, in groups, in flight."""

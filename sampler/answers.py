@@ -67,7 +67,7 @@ class Answers:
     def send_again(self, task_id: str) -> None:
         """Send a task again that Redis has lost."""
         if self._index(task_id) is None:
-            self._state.give_up_task(task_id)
+            self._state.abandon_task(task_id)
         else:
             self._state.send_again(self._task(task_id))
 

@@ -18,10 +18,9 @@ from common.files import rewrite
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree, changes_of
-from common.streams.batches import RedisBehind
 from common.streams.broker import Broker, connect
-from common.streams.lease import LeaseLost
-from common.streams.ledger import OutOfStep, SamplerLedger
+from common.streams.lease import LeaseLost, RedisBehind
+from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.versions import record_versions
 from sampler.answers import load_questions
@@ -87,7 +86,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
     with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
         try:
             while not run_once(Sampler(config, data, ledger, presence, log, request)):
-                log.warning("redis has lost what this sampler had written; starting again")
+                pass
         except LeaseLost as error:
             raise UserError(f"{error}; stop that one or wait for its end, or choose another run.name") from None
         except UserError:
@@ -98,7 +97,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
 
 
 def run_once(sampler: Sampler) -> bool:
-    """Run a sampler to its end or a signal; False if Redis went back in time and a new `Sampler` must take over."""
+    """Run a sampler to its end or a signal; False if Redis was behind: a new `Sampler` must start from a checkpoint."""
 
     def stop(*_: object) -> None:
         sampler.stop.set()
@@ -107,9 +106,10 @@ def run_once(sampler: Sampler) -> bool:
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         sampler.run()
-    except OutOfStep:
-        return sampler.stop.is_set()
-    except RedisBehind:
+    except RedisBehind as error:
+        sampler.log.warning(
+            "redis has lost a part of the run, which starts from its newest checkpoint", because=str(error)
+        )
         sampler.ledger.reset()
         return sampler.stop.is_set()
     finally:

@@ -161,7 +161,7 @@ class Evaluations:
         """Send a task of the open evaluation again that Redis has lost."""
         due = self._state.open_evaluation
         if due is None or self._position(task_id) >= len(self._groups):
-            self._state.give_up_task(task_id)
+            self._state.abandon_task(task_id)
         else:
             self._state.send_again(self._task(due, task_id))
 

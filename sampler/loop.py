@@ -14,6 +14,7 @@ from common.config import Config
 from common.errors import UserError
 from common.held_folder import HeldFolder
 from common.messages import Failure, InvalidMessage, SampleHeader, Step, Task
+from common.streams.lease import RedisBehind
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import LearnerWatch, Presence
 from common.streams.steps import StepReader
@@ -41,7 +42,7 @@ BLOCK_MS = 20  # how late a step may be noticed while samples are awaited
 IDLE_MS = 200
 LOG_INTERVAL = 5.0  # seconds between progress lines
 ALLOCATIONS_A_COLLECTION = 20_000
-MAX_REPLACEMENTS = 2  # of one member of a group; then the group is given up
+MAX_REPLACEMENTS = 2  # of one member of a group; then the group is abandoned
 
 
 class Sampler:
@@ -80,7 +81,6 @@ class Sampler:
         self.stop = threading.Event()
         self.memory = MemoryWatch(ledger.broker, log)
         self._last_commit = self._last_report = self._last_log = time.monotonic()
-        self.is_settled = True  # whether the run goes on from what Redis has, and not from a newer run folder
 
     def run(self) -> None:
         """Work until the run is over, or until `stop` is set.
@@ -88,8 +88,7 @@ class Sampler:
         Raises:
             UserError: no usable prompt is left, too many tasks in a row failed, or the run folder is gone.
             LeaseLost: another sampler has taken over.
-            OutOfStep: Redis lost what this process had written; start again from what Redis has.
-            RedisBehind: Redis has an older state than the run folder; start again from the run folder.
+            RedisBehind: Redis lacks a part of the run; start it again from the newest checkpoint.
         """
         self.begin()
         # Rounds create no reference cycles, so collections would visit every prompt and task again and again for
@@ -112,44 +111,26 @@ class Sampler:
         state, saved = self.state, self.ledger.acquire()
         self.metrics.open()
         if state.restore(saved):
+            self.snapshots.check()
             self.steps = StepReader(self.ledger.broker, after=state.last_step)
-            self.is_settled = not self.config.run.has_learner or self.snapshots.agree()
-            if self.is_settled:
-                self.go_on()
+            self.rollouts.withdraw(state)
+            self.evaluations.withdraw()
+            self.log.info(
+                "continuing the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
+                in_flight=len(state.admission.in_flight),
+            )  # fmt: skip
         if not self.config.run.has_learner:
             self.evaluations.begin(state.version)
         elif state.version == BEFORE_FIRST_STEP:
             self.log.info("waiting for the learner")
             self.presence.status(state="waiting for the learner")
 
-    def go_on(self) -> None:
-        """Go on from the state that Redis has, without what the run folder has beyond it."""
-        state = self.state
-        self.rollouts.withdraw(state)
-        self.evaluations.withdraw()
-        self.log.info(
-            "continuing the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
-            in_flight=len(state.admission.in_flight),
-        )  # fmt: skip
-
     def round(self) -> None:
         """Run one round, committed as a whole: after a kill before `write`, the next sampler does it again."""
-        if not self.is_settled:
-            self.is_settled = self.snapshots.settle()
-            if not self.is_settled:
-                self.learner.look()
-                self.write(due=False)  # renews the lease
-                self.stop.wait(IDLE_MS / 1000)
-                return
-            self.go_on()
         headers, steps = self.read()
         if headers or steps:
             # Files are written before the commit, and a sampler that was replaced must not write to its successor's.
             self.ledger.renew()
-        if self.state.version > BEFORE_FIRST_STEP:
-            # Before any step is taken: the newest decides, and taking one may save a state over a newer one.
-            versions = (step.version for step in steps if step.version <= self.config.run.steps)
-            self.snapshots.check_newest(max(versions, default=0))
         for step in steps:
             self.take_step(step)
         for entry_id, header in headers:
@@ -198,23 +179,34 @@ class Sampler:
         return headers, steps
 
     def take_step(self, step: Step) -> None:
-        """Take in a version that the learner has published; one beyond `run.steps` is ignored."""
+        """Take in a version that the learner has published; one beyond `run.steps` is ignored.
+
+        Raises:
+            RedisBehind: the learner has started from a checkpoint whose batches Redis lacks.
+        """
         if step.version > self.config.run.steps:
             self.log.warning("a step is ignored", version=step.version, steps=self.config.run.steps)
             return
         if self.state.version == BEFORE_FIRST_STEP:
-            self.log.info("the learner is ready", version=step.version)
-            resumed = self.snapshots.load(step.version)
-            self.snapshots.discard(step.version)
-            self.rollouts.discard(step.version)
-            self.metrics.discard(step.version)
-            self.evaluations.begin(step.version, resumed)
+            self.start_at(step.version)
+        elif step.version > self.state.open.next_id:
+            raise RedisBehind(f"Redis has no batch {self.state.open.next_id}, the learner is at {step.version}")
         self.metrics.trained(step)
         is_new = step.version > self.state.version
         self.state.record_step(step.version, step.drift)
         # A restarted learner announces versions again; the state that belongs to them was saved the first time.
         if step.checkpoint and (is_new or not self.snapshots.has(step.version)):
             self.snapshots.save(step.version)
+
+    def start_at(self, version: int) -> None:
+        """Start the run at the learner's first version: a new run, or from a checkpoint if Redis does not know it."""
+        self.log.info("the learner is ready", version=version)
+        resumed = self.snapshots.load(version)
+        # What the files have of later versions is of another run in this folder, or is made again.
+        self.snapshots.discard(version)
+        self.rollouts.discard(version)
+        self.metrics.discard(version)
+        self.evaluations.begin(version, resumed)
 
     def count(self, entry_id: str, header: SampleHeader) -> None:
         """Count a header once: in the tracker and the open batch, or in its evaluation."""
@@ -237,7 +229,7 @@ class Sampler:
 
     def refuse(self, task: DispatchedTask, header: SampleHeader, reason: str) -> None:
         """Keep a result that cannot be counted as a dead letter, and count its task as skipped."""
-        self.ledger.keep(header, reason)
+        self.ledger.add_dead_letter(header, reason)
         self.count_result(task, refused(header, task, reason))
 
     def count_result(self, task: DispatchedTask, header: SampleHeader) -> None:
@@ -257,7 +249,7 @@ class Sampler:
             # The data lost this prompt while its answer was on the way.
             self.state.count("ignored")
             self.state.discard_payload(header.task_id)
-            self.state.give_up(task.group)
+            self.state.abandon_group(task.group)
 
     def learn(self, i: int, task: DispatchedTask, header: SampleHeader) -> None:
         """Update the value of the prompt at index i with a reward, and let the sample wait for a batch."""
@@ -293,7 +285,7 @@ class Sampler:
     def set_aside(self, i: int | None, task: DispatchedTask, header: SampleHeader) -> None:
         """Count a skipped task; admission makes room for another one.
 
-        In a group it must be of the same prompt, so it is sent here: a group is compared as a whole, or given up.
+        In a group it must be of the same prompt, so it is sent here: a group is compared as a whole, or abandoned.
         """
         state = self.state
         state.discard_payload(header.task_id)  # the tokens, if it is a result that cannot be counted
@@ -308,7 +300,7 @@ class Sampler:
                 raise UserError(f"no prompt of {names} can be answered; the last one: {header.reason}")
         if task.group in state.admission.groups:
             if i is None or state.tracker.retired[i] or task.replacements == MAX_REPLACEMENTS:
-                state.give_up(task.group)
+                state.abandon_group(task.group)
             else:
                 self.send(i, state.position, task.group, task.replacements + 1)
 
@@ -377,7 +369,7 @@ class Sampler:
             if task.evaluation:
                 self.evaluations.send_again(task_id)
             elif i is None:
-                state.give_up_task(task_id)
+                state.abandon_task(task_id)
             else:
                 state.send_again(self.task(i, task_id, state.position - 1, task.version))
         if lost:
@@ -408,7 +400,6 @@ class Sampler:
         if self.state.version > BEFORE_FIRST_STEP:
             self.metrics.observe(self.ledger.broker, now)
             state = "waiting for memory" if self.memory.was_short else "running"
-            state = state if self.is_settled else "waiting for the learner"
             evaluating, outstanding = self.state.evaluating, self.state.outstanding
             self.presence.status(state=state, outstanding=outstanding, evaluating=evaluating, **values)
             if now or seconds - self._last_log > LOG_INTERVAL:

@@ -17,7 +17,7 @@ SHORTEST, LONGEST = 5.0, 30.0  # seconds between two entries of a process
 SHARE_OF_AGE = 1 / 500  # of the time since the start: keeps the number of entries of a long run small
 MAX_PROCESSES, MAX_VALUES, MAX_NAME = 256, 64, 64
 GAP = 0.1  # longest pause, in seconds, between waits that are shown as one
-SHOWN = 0.1  # shortest wait, in seconds, that is shown
+SHORTEST_WAIT = 0.1  # seconds; shorter waits are not shown
 
 
 class ProcessMetrics:
@@ -119,6 +119,6 @@ class SamplerTimeline(Timeline):
     def flush(self) -> None:
         """Write the current wait."""
         cause, start, end = self._wait
-        if end - start > SHOWN:
+        if end - start > SHORTEST_WAIT:
             self.slice(f"waits for {cause}", start, end, lane="waiting")
         self._wait = ("", 0.0, 0.0)

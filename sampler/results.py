@@ -17,7 +17,7 @@ from sampler.records import DispatchedTask
 MIN_LIMIT = 64  # tasks
 EQUAL_BATCHES = 5  # in a row, before a warning
 EXAMPLES = 3  # answers that it shows
-SHOWN = 60  # characters of each
+MAX_TEXT = 60  # characters of the output and of the expected answer
 
 
 def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> SampleHeader:
@@ -126,5 +126,5 @@ def _shown(record: bytes) -> str:
         episode = json.loads(open_record(record))
     except (InvalidMessage, ValueError, RecursionError):
         return ""
-    output, expected = (repr(one_line(str(episode.get(name))))[:SHOWN] for name in ("output", "gts"))
+    output, expected = (repr(one_line(str(episode.get(name))))[:MAX_TEXT] for name in ("output", "gts"))
     return f"{output} (expected {expected})"

@@ -88,14 +88,14 @@ class SamplerState:
         self.count("dispatched", -1)
         self.count("sent_again")
 
-    def give_up_task(self, task_id: str) -> None:
+    def abandon_task(self, task_id: str) -> None:
         """Count a task as skipped that Redis has lost and that cannot be sent again."""
         task = self.admission.remove(task_id)
         self._commit.outstanding_remove.append(task_id)
         for name in ("counted", "set_aside", "lost"):
             self.count(name)
         if task is not None:
-            self.give_up(task.group)
+            self.abandon_group(task.group)
 
     def acknowledge(self, entry_id: str, task_id: str) -> DispatchedTask | None:
         """Count a header; None if its task is not in flight."""
@@ -141,15 +141,15 @@ class SamplerState:
         if group and not self._is_refilled(group):
             self.open.add(*group)
 
-    def give_up(self, group_id: str) -> None:
+    def abandon_group(self, group_id: str) -> None:
         """Drop a group that has lost a member for good."""
-        self._drop(self.admission.give_up(group_id), "abandoned")
+        self._drop(self.admission.pop_group(group_id), "abandoned")
 
     def drop_late(self) -> None:
         """Drop the groups that are too old for the next batch."""
         self._drop(self.open.drop_late(), "late")
         for group_id in self.admission.late(self.open.next_id - self._max_staleness):
-            self._drop(self.admission.give_up(group_id), "late")
+            self._drop(self.admission.pop_group(group_id), "late")
 
     def close_batch(self) -> ClosedBatch:
         """Send the next batch to the learner."""

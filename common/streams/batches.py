@@ -14,10 +14,10 @@ from common.messages import Batch, InvalidMessage, Step
 from common.payload import Payload
 from common.streams import dead
 from common.streams.broker import Broker
-from common.streams.lease import Replaced, is_dead_neighbour, owner_name
+from common.streams.lease import RedisBehind, Replaced, is_dead_neighbour, owner_name
 from common.streams.steps import STEPS_KEPT
 
-GROUP = "learner"
+CONSUMER_GROUP = "learner"
 # A run has one learner, so its name is fixed, and after a restart it finds its own unreleased batches.
 CONSUMER = "learner"
 BEHIND = -2  # what learner.lua returns in place of a count
@@ -25,10 +25,6 @@ BEHIND = -2  # what learner.lua returns in place of a count
 
 class RunLost(UserError):
     """Redis knows nothing of a run that was there."""
-
-
-class RedisBehind(Exception):
-    """Redis came back with an older state: it lacks batches that the learner has trained on."""
 
 
 class BatchInbox:
@@ -42,8 +38,13 @@ class BatchInbox:
         self._broker = broker
         self._epoch = 0
         self._last = "0"
-        self._held = b""  # entry of the newest batch trained on, until it is released
-        broker.ensure_group("batches", GROUP)
+        # Entries that Redis must have: the newest batch that was read, until it is released, and the newest step.
+        self._newest_batch = self._newest_step = b""
+        broker.ensure_group("batches", CONSUMER_GROUP)
+
+    def is_new(self) -> bool:
+        """Whether Redis has had no learner of this run so far."""
+        return not self._broker.redis.exists(self._broker.key("learner"))
 
     def acquire(self, wait: float | None = None) -> Self:
         """Become the run's learner.
@@ -69,10 +70,6 @@ class BatchInbox:
     def check(self) -> None:
         """Raise what Redis would refuse this learner's writes with: `Replaced`, `RunLost` or `RedisBehind`."""
         self._write()
-
-    def hold(self) -> None:
-        """Note that the newest batch is trained on: from now on a Redis without it is behind this learner."""
-        self._held = self._last.encode()
 
     def next(self, block_ms: int = 1000) -> Batch | None:
         """The next batch, or None if none came in time.
@@ -119,21 +116,24 @@ class BatchInbox:
         self, *, step: bytes = b"", endpoint: bytes = b"", entries: Sequence[bytes] = (), sample_ids: Sequence[str] = ()
     ) -> int:
         broker = self._broker
-        if self._held in entries:
-            self._held = b""
+        if self._newest_batch in entries:
+            self._newest_batch = b""
         keys = [broker.key(name) for name in ("learner", "steps", "endpoints", "batches", "counters", "payload:")]
-        arguments: list[Any] = [self.owner, self._epoch, step, STEPS_KEPT, endpoint, GROUP, self._held, len(entries)]
-        released, holder = broker.script("learner")(keys, [*arguments, *entries, *sample_ids])
+        arguments: list[Any] = [self.owner, self._epoch, step, STEPS_KEPT, endpoint, CONSUMER_GROUP]
+        arguments += [self._newest_batch, self._newest_step, len(entries)]
+        released, detail = broker.script("learner")(keys, [*arguments, *entries, *sample_ids])
         if released >= 0:
+            if detail:
+                self._newest_step = detail
             return int(released)
         if released == BEHIND:
             raise RedisBehind(
-                f"Redis came back with an older state of run {broker.run!r}, without the newest batch that this "
-                "learner has trained on; started again, it continues from its newest checkpoint"
+                f"Redis came back with an older state of run {broker.run!r}; started again, this learner continues "
+                "from its newest checkpoint"
             )
-        if holder:
+        if detail:
             raise Replaced(
-                f"run {broker.run!r} has another learner now ({holder.decode()}); this one has left it alone"
+                f"run {broker.run!r} has another learner now ({detail.decode()}); this one has left it alone"
             )
         raise RunLost(
             f"Redis has lost run {broker.run!r}: nothing of it is there any more; start it again with "
@@ -142,18 +142,21 @@ class BatchInbox:
 
     def _delivered(self) -> tuple[str, dict[bytes, bytes]] | None:
         """The oldest entry that was delivered, and that `next` has not returned yet."""
-        entries = self._broker.read_group("batches", GROUP, CONSUMER, after=self._last, count=1)
+        entries = self._broker.read_group("batches", CONSUMER_GROUP, CONSUMER, after=self._last, count=1)
         return (entries[0][0].decode(), entries[0][1]) if entries else None
 
     def _deliver(self, block_ms: int) -> bool:
         """Have a new entry delivered; True if there is one."""
-        return bool(self._broker.read_group("batches", GROUP, CONSUMER, count=1, block_ms=block_ms))
+        return bool(self._broker.read_group("batches", CONSUMER_GROUP, CONSUMER, count=1, block_ms=block_ms))
 
     def _batch(self, entry_id: str, fields: dict[bytes, bytes]) -> Batch | None:
         """The batch of an entry; None, and a dead letter, where it cannot be read."""
         self._last = entry_id
         try:
-            return Batch.unpack(fields.get(b"batch", b""))
+            batch = Batch.unpack(fields.get(b"batch", b""))
+            self._newest_batch = entry_id.encode()
+            return batch
         except InvalidMessage as error:
-            dead.bury(self._broker, "batches", GROUP, entry_id, dead.letter("batches", str(error), fields, CONSUMER))
+            letter = dead.letter("batches", str(error), fields, CONSUMER)
+            dead.bury(self._broker, "batches", CONSUMER_GROUP, entry_id, letter)
             return None

@@ -21,7 +21,7 @@ def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> byt
     return msgpack.packb({"stream": stream, "reason": reason, "fields": fields, "by": by, "at": time.time()})
 
 
-def keep(broker: Broker, letter: bytes) -> None:
+def add(broker: Broker, letter: bytes) -> None:
     """Add a dead letter; the oldest ones are dropped."""
     bury(broker, "dead", "", "", letter)
 

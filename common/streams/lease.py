@@ -42,6 +42,10 @@ class LeaseLost(Exception):
     """Another sampler holds the run's lease."""
 
 
+class RedisBehind(Exception):
+    """Redis lacks a part of the run that this process or the run folder has; the run starts from a checkpoint."""
+
+
 @dataclass
 class LedgerState:
     """What Redis holds of a run when a sampler starts: fields as they were committed."""

@@ -14,20 +14,16 @@ from redis.exceptions import ResponseError
 
 from common.messages import Batch, InvalidMessage, SampleHeader, Task
 from common.streams import dead
-from common.streams.batches import GROUP as LEARNER
+from common.streams.batches import CONSUMER_GROUP as LEARNERS_GROUP
 from common.streams.broker import Broker
-from common.streams.lease import LeaseLost, LedgerState, SamplerLease
-from common.streams.tasks import CONSUMER_GROUP as GENERATORS
+from common.streams.lease import LeaseLost, LedgerState, RedisBehind, SamplerLease
+from common.streams.tasks import CONSUMER_GROUP as GENERATORS_GROUP
 from common.unpack import unpack
 
-GROUP = "sampler"
+CONSUMER_GROUP = "sampler"
 CONSUMER = "sampler"
 PAGE = 500  # entries of the journal that are read at a time
-LEASE_LOST, OUT_OF_STEP, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
-
-
-class OutOfStep(Exception):
-    """The state in Redis is not the one this sampler has in memory; it must start again from Redis."""
+LEASE_LOST, BEHIND, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
 
 
 class Pin(NamedTuple):
@@ -116,7 +112,7 @@ class SamplerLedger:
                 "evaluations", "payload:", "pin:", "journal",
             )
         ]  # fmt: skip
-        broker.ensure_group("samples", GROUP)
+        broker.ensure_group("samples", CONSUMER_GROUP)
 
     def acquire(self, wait: float | None = None) -> LedgerState:
         """Become the run's sampler and read the run's state; waits as `SamplerLease.take` does.
@@ -124,7 +120,7 @@ class SamplerLedger:
         Raises:
             LeaseLost: another sampler lives.
         """
-        self.broker.ensure_group("samples", GROUP)  # Redis may have lost it
+        self.broker.ensure_group("samples", CONSUMER_GROUP)  # Redis may have lost it
         self._lease.take(wait)
         state, self._sequence = self._lease.read()
         return state
@@ -135,9 +131,9 @@ class SamplerLedger:
         Headers that were delivered and never committed, to a sampler that died or in a reply that was lost, come first.
 
         Raises:
-            LeaseLost, OutOfStep: see `renew`; Redis was emptied meanwhile.
+            LeaseLost, RedisBehind: see `renew`; Redis was emptied meanwhile.
         """
-        read = partial(self.broker.read_group, "samples", GROUP, CONSUMER, count=count)
+        read = partial(self.broker.read_group, "samples", CONSUMER_GROUP, CONSUMER, count=count)
         try:
             entries = read(after="0") or read(block_ms=block_ms)
         except ResponseError:
@@ -154,17 +150,17 @@ class SamplerLedger:
 
         Raises:
             LeaseLost: another sampler has replaced this one; nothing was written.
-            OutOfStep: the state in Redis moved without this sampler; nothing was written.
+            RedisBehind: Redis lacks earlier commits, or headers that were read; nothing was written.
         """
         sequence = self._sequence + 1
         record = [JournalEntry.of(sequence, commit).pack()] if self._journal else []
-        arguments = [self._lease.owner, self._lease.length_ms, sequence, GROUP, GENERATORS, *commit.arguments()]
-        arguments += [len(record), *record]
+        arguments = [self._lease.owner, self._lease.length_ms, sequence, CONSUMER_GROUP, GENERATORS_GROUP]
+        arguments += [*commit.arguments(), len(record), *record]
         acknowledged = int(self.broker.script("commit")(self._keys, arguments))
         if acknowledged == LEASE_LOST:
             raise LeaseLost(f"run {self.broker.run!r} has another sampler now")
-        if acknowledged == OUT_OF_STEP:
-            raise OutOfStep(f"run {self.broker.run!r}: commit {sequence} does not follow what Redis holds")
+        if acknowledged == BEHIND:
+            raise RedisBehind(f"commit {sequence} does not follow what Redis holds")
         self._sequence = sequence
         return len(commit.counted) if acknowledged == REPEATED else acknowledged
 
@@ -173,11 +169,13 @@ class SamplerLedger:
 
         Raises:
             LeaseLost: another sampler has replaced this one.
-            OutOfStep: the state in Redis moved without this sampler.
+            RedisBehind: Redis lacks commits of this sampler.
         """
         sequence = self._lease.renew()
-        if sequence != self._sequence:
-            raise OutOfStep(f"run {self.broker.run!r}: Redis holds commit {sequence}, not {self._sequence}")
+        if sequence > self._sequence:
+            raise LeaseLost(f"run {self.broker.run!r} had another sampler meanwhile")
+        if sequence < self._sequence:
+            raise RedisBehind(f"Redis holds commit {sequence}, not {self._sequence}")
 
     def task_ids(self, stream: str, after: str, count: int) -> tuple[str, list[str]]:
         """Ids of the tasks in up to `count` entries of `tasks`, `tasks:EVALUATION` or `samples`.
@@ -204,21 +202,21 @@ class SamplerLedger:
             self._seen = (evaluation, seen, now)
         return Pin(int(version), now - self._seen[2])
 
-    def keep(self, header: SampleHeader, reason: str) -> None:
-        """Keep a header that cannot be counted as a dead letter."""
+    def add_dead_letter(self, header: SampleHeader, reason: str) -> None:
+        """Add a dead letter for a header that cannot be counted."""
         fields = {b"id": header.task_id.encode(), b"header": header.pack()}
-        dead.keep(self.broker, dead.letter("samples", reason, fields, CONSUMER))
+        dead.add(self.broker, dead.letter("samples", reason, fields, CONSUMER))
 
     def reset(self) -> None:
-        """Delete the run's state from Redis, except its newest step: a newer state is on disk.
+        """Delete the run's state from Redis: the learner must start again, from its newest checkpoint.
 
         Raises:
             LeaseLost: another sampler has replaced this one; nothing was changed.
         """
         broker, key = self.broker, self.broker.key
-        groups = {key("tasks"): GENERATORS, key("samples"): GROUP, key("batches"): LEARNER}
-        names = ("state", "tracker", "open", "outstanding", "counters", "evaluations", "journal")
-        keys = [*(key(name) for name in ("lease", "steps")), *groups, *(key(name) for name in names)]
+        groups = {key("tasks"): GENERATORS_GROUP, key("samples"): CONSUMER_GROUP, key("batches"): LEARNERS_GROUP}
+        names = ("state", "steps", "tracker", "open", "outstanding", "counters", "evaluations", "journal")
+        keys = [*(key(name) for name in ("lease", "learner")), *groups, *(key(name) for name in names)]
         # Without holders every generator looks at each of its tasks, and finds them gone.
         for prefix in ("tasks:", "pin:", "holders:", "takeovers:"):
             keys += broker.keys_of(prefix)
@@ -248,9 +246,9 @@ class SamplerLedger:
         except InvalidMessage as error:
             note = dead.letter("samples", str(error), fields, CONSUMER)
             if not task_id:
-                dead.bury(self.broker, "samples", GROUP, entry_id, note)
+                dead.bury(self.broker, "samples", CONSUMER_GROUP, entry_id, note)
                 return None
-            dead.keep(self.broker, note)
+            dead.add(self.broker, note)
             # Its task is still waited for: count it as skipped.
             return entry_id, SampleHeader.skipped(task_id, error.failure, str(error))
 

@@ -93,21 +93,6 @@ def learner_gone(broker: Broker) -> float | None:
     return gone if gone >= broker.dead_after else None
 
 
-def learner_version(broker: Broker, since: float) -> int | None:
-    """The version in the learner's last heartbeat; None if it has sent none since `since` [s of Redis' clock].
-
-    A Redis that was restored from a backup may have an older heartbeat.
-    """
-    pipe = broker.redis.pipeline(transaction=False)
-    pipe.zscore(broker.key("alive"), LEARNER)
-    pipe.hget(broker.key("processes"), LEARNER)
-    last, packed = pipe.execute()
-    if packed is None or last is None or last / 1000 < since:
-        return None
-    version: int | None = msgpack.unpackb(packed).get("version")
-    return version
-
-
 class LearnerWatch:
     """Warns, in a process that waits for the learner, once the learner has long been gone, and at growing intervals.
 

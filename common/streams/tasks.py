@@ -54,12 +54,12 @@ class Lease(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The result of a leased task; with `keep` the response is also stored as its prompt's previous one, for drift."""
+    """The result of a leased task; with `for_drift` the response is stored as its prompt's previous one."""
 
     entry_id: EntryId
     header: SampleHeader
     payload: Payload | None = None
-    keep: bool = False
+    for_drift: bool = False
     dead_letter: bytes = b""
 
 
@@ -255,7 +255,7 @@ class TaskInbox:
         for result in results:
             header = result.header
             payload = encode_payload(result.payload) if result.payload is not None else b""
-            kept_for = header.prompt_id if result.keep else b""
+            kept_for = header.prompt_id if result.for_drift else b""
             packed = header.pack()
             arguments += (result.entry_id.id, packed, payload, kept_for, result.dead_letter)
             size += len(packed) + len(payload)

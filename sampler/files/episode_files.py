@@ -79,16 +79,16 @@ class EpisodeFiles:
             os.replace(path, path.with_suffix(""))
             sync_folder(self._folder)
             self._written.pop(version, None)
-            self.discard(since, keep=version)
+            self.discard(since, spare=version)
 
         self._change(version, sort)
         return [fields for fields, _ in kept]
 
-    def discard(self, first: int, keep: int | None = None) -> None:
-        """Remove the files of version `first` and later, except those of version `keep`."""
+    def discard(self, first: int, spare: int | None = None) -> None:
+        """Remove the files of version `first` and later, except those of version `spare`."""
         for path in self._folder.glob("*.jsonl*"):
             version = path.name.partition(".")[0]
-            if version.isdigit() and first <= int(version) != keep:
+            if version.isdigit() and first <= int(version) != spare:
                 self._written.pop(int(version), None)
                 try:
                     path.unlink(missing_ok=True)

@@ -14,10 +14,8 @@ import numpy as np
 from common.config import Config
 from common.errors import UserError
 from common.files import sync_folder, tracker_path
-from common.streams.batches import RedisBehind
+from common.streams.lease import RedisBehind
 from common.streams.ledger import SamplerLedger
-from common.streams.presence import learner_version
-from common.streams.steps import latest
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
 
@@ -30,7 +28,6 @@ class Snapshots:
 
     def __init__(self, config: Config, state: SamplerState, ledger: SamplerLedger, log: Any) -> None:
         self._config, self._state, self._ledger, self._log = config, state, ledger, log
-        self._since = 0.0  # time of Redis [s] after which the learner's heartbeat is no old one
 
     def save(self, version: int) -> None:
         """Write the state beside the learner's checkpoint of a version."""
@@ -44,26 +41,15 @@ class Snapshots:
         return self._path(version).is_file()
 
     def load(self, version: int) -> bool:
-        """Continue from the snapshot of this version, the first one seen with an empty Redis.
+        """Restore the state that was saved with the version at which the run starts, if there is one.
 
         Returns:
             Whether the run's counts were restored too, including those of evaluations.
-
-        Raises:
-            UserError: the snapshot is not there, but an older one is; or it cannot be read.
         """
         if version == 0:
             return False
-        if not self.has(version) and (newest := max(filter(self.has, range(version)), default=0)):
-            raise UserError(
-                f"the run folder has no sampler's state of version {version}, the newest is of version {newest}: start "
-                "learner and sampler again, they continue from their newest checkpoint"
-            )
-        continued = self._load(self._path(version), version)
         self._state.note_restored(version)
-        return continued
-
-    def _load(self, path: Path, version: int) -> bool:
+        path = self._path(version)
         counts = read_snapshot(path, self._state)
         if counts is None:
             self._log.warning("no tracker checkpoint for this version, values start again", file=str(path))
@@ -81,34 +67,15 @@ class Snapshots:
         )  # fmt: skip
         return True
 
-    def agree(self) -> bool:
-        """Whether the batches in Redis lead to each state in the run folder; if not, Redis is older: see `settle`."""
-        agree = all(_version(path) <= self._state.open.next_id for path in self._files())
-        if not agree:
-            seconds, micros = self._ledger.broker.redis.time()
-            self._since = seconds + micros / 1e6
-            self._log.warning(
-                "Redis is older than the run folder; waiting for the learner", version=self._state.version
-            )
-        return agree
-
-    def settle(self) -> bool:
-        """Whether the learner goes on from an older Redis, not from the run folder; False until it shows that.
-
-        Until then files must stay as they are: those that Redis does not know of may be counted by the newer state. If
-        the learner goes on from Redis, the newer states are removed.
+    def check(self) -> None:
+        """Check that the batches in Redis lead to the newest state in the run folder.
 
         Raises:
-            RedisBehind, UserError: the learner goes on from a newer version; see `check_newest`.
+            RedisBehind: they do not, so Redis has an older state.
         """
-        broker, reached = self._ledger.broker, self._state.open.next_id
-        newest, version = latest(broker), learner_version(broker, self._since)
-        if newest is not None and newest.version <= self._config.run.steps:
-            self.check_newest(newest.version)
-        if version is None or version > reached:
-            return False
-        self.discard(reached)
-        return True
+        newest, reached = max(map(_version, self._files()), default=0), self._state.open.next_id
+        if newest > reached:
+            raise RedisBehind(f"Redis has no batch {reached}, the run folder has a state of version {newest}")
 
     def discard(self, version: int) -> None:
         """Remove the states of later versions: of another run in this folder, or of steps that are made again.
@@ -123,25 +90,6 @@ class Snapshots:
                 except OSError as error:
                     raise UserError(f"{path} cannot be removed: {error.strerror}") from None
 
-    def check_newest(self, version: int) -> None:
-        """Refuse a Redis older than the run folder, if the learner, at `version`, has batches that this state lacks.
-
-        Raises:
-            RedisBehind: the run folder has a newer state, of exactly this version.
-            UserError: the run folder has a newer state, of an earlier version.
-        """
-        if version <= self._state.open.next_id:
-            return
-        ours = self._state.version
-        newest = max((v for v in range(ours + 1, version + 1) if self.has(v)), default=-1)
-        if newest == version:
-            raise RedisBehind(f"Redis is at version {ours}, the learner at {version}")
-        if newest >= 0:
-            raise UserError(
-                f"Redis was restored from a backup of version {ours}, and the learner goes on from {version}: start "
-                "learner and sampler again, they continue from their newest checkpoint"
-            )
-
     def _files(self) -> list[Path]:
         return [*self._path(0).parent.glob("step_*.npz")]
 
@@ -149,8 +97,8 @@ class Snapshots:
         return tracker_path(self._config.run.folder, version)
 
 
-def write_snapshot(path: Path, state: SamplerState, keep: int, counts: bytes = b"") -> None:
-    """Write the file whole or not at all, and remove all but the `keep` newest of its folder.
+def write_snapshot(path: Path, state: SamplerState, most: int, counts: bytes = b"") -> None:
+    """Write the file whole or not at all, and remove all but the `most` newest files of its folder.
 
     Args:
         counts: result of `pack_counts`.
@@ -169,7 +117,7 @@ def write_snapshot(path: Path, state: SamplerState, keep: int, counts: bytes = b
             os.fsync(file.fileno())
         os.replace(unfinished, path)
         sync_folder(path.parent)
-        for old in sorted(path.parent.glob("step_*.npz"), key=_version)[:-keep]:
+        for old in sorted(path.parent.glob("step_*.npz"), key=_version)[:-most]:
             old.unlink(missing_ok=True)
     except OSError as error:
         unfinished.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from common.config import Config
 from sampler.files.metrics_file import Entry
-from sampler.trackers.tracker import Tracker, open_tracker
+from sampler.trackers.base import Tracker, open_tracker
 
 READ = 256 << 10  # bytes
 PAUSE = 30.0  # seconds before a tracker that has failed is tried again

@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from common.config import Config, dump_config
 from sampler.files.metrics_file import Entry
-from sampler.trackers.tracker import Tracker, flat_config, flat_name
+from sampler.trackers.base import Tracker, flat_config, flat_name
 
 MOST_METRICS, MOST_PARAMS = 1000, 100  # per request
 LONGEST_PARAM = 6000  # characters

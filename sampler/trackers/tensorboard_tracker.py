@@ -16,7 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from common.config import Config, dump_config
 from sampler.files.metrics_file import Entry, Histogram
-from sampler.trackers.tracker import OWN, Tracker
+from sampler.trackers.base import OWN, Tracker
 
 
 class TensorBoardTracker(Tracker):

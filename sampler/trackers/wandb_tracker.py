@@ -11,7 +11,7 @@ import wandb
 
 from common.config import Config
 from sampler.files.metrics_file import Entry
-from sampler.trackers.tracker import Tracker, flat_config, flat_values
+from sampler.trackers.base import Tracker, flat_config, flat_values
 
 
 class WandbTracker(Tracker):

@@ -104,12 +104,12 @@ class Population:
         mean, k = self._chosen
         return self.means[mean], GRID.item(k)
 
-    def estimate(self, i: int, successes: float, count: float) -> float:
+    def estimate(self, i: int, successes: float, trials: float) -> float:
         """b of the prompt at index i, given its s and n."""
         mean, k = self.chosen
         features = self._features(mean)
         deviation = 0.0 if features is None else features[i].dot(self.weights).item()
-        return shrunk(self._mean_of(mean, i, deviation), k, successes, count)
+        return shrunk(self._mean_of(mean, i, deviation), k, successes, trials)
 
     def estimates(self, successes: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """b of all prompts, float64 [N], given their s and n [N]."""
@@ -119,14 +119,14 @@ class Population:
         own = np.divide(successes, counts, out=np.zeros_like(counts), where=counts > 0)
         return np.clip(prior + share * (own - prior), 0.0, 1.0)
 
-    def learn(self, i: int, successes: float, count: float, reward: float) -> float:
+    def learn(self, i: int, successes: float, trials: float, reward: float) -> float:
         """Count a reward in [0, 1] of the prompt at index i; returns b as it was before."""
         features = None if self.traits.features is None else self.traits.features[i]
         deviation = 0.0 if features is None else features.dot(self.weights).item()
         means = [self._mean_of(name, i, deviation) for name in self.means]
         mean, k = self._chosen
-        baseline = shrunk(means[mean], GRID.item(k), successes, count)
-        self._counted.append((means, successes, count, reward))
+        baseline = shrunk(means[mean], GRID.item(k), successes, trials)
+        self._counted.append((means, successes, trials, reward))
         total, number = self.total.tolist()
         if features is not None:
             self.weights += LEARNING_RATE * (reward - (total / number if number else 0.5) - deviation) * features
@@ -241,9 +241,9 @@ class Population:
         return np.array([mean])
 
 
-def shrunk(mean: float, k: float, successes: float, count: float) -> float:
+def shrunk(mean: float, k: float, successes: float, trials: float) -> float:
     """b = (s + k m) / (n + k)."""
-    return mean + count / (count + k) * (successes / count - mean) if count else mean
+    return mean + trials / (trials + k) * (successes / trials - mean) if trials else mean
 
 
 GROUP_ARRAYS = ("population_group_names", "population_groups")

@@ -65,6 +65,7 @@ def test_when_the_version_is_gone_the_evaluation_starts_again(
     with monkeypatch.context() as patched:
         patched.setattr(broker, "dead_after", 0.0)  # no generator with the version has been seen for so long
         while sampler.state.evaluation_name(0) == "e0":
+            sampler.evaluations._check_at = 0.0
             sampler.round()
     assert sampler.state.evaluation_name(0) == "e0.1"
     assert (begun, shown_progress(sampler)) == ("2/6", "0/6")

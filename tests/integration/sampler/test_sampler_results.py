@@ -22,23 +22,17 @@ from tests.support.sampler_driving import committed_counts, drive, reach, start,
 
 POISON: dict[str, dict[str, Any]] = {
     "tokens of 64 bits": {"tokens": 2**63},
-    "model_tokens of 64 bits": {"model_tokens": 2**64 - 1},
-    "a version of 63 bits": {"oldest_version": 2**63, "newest_version": 2**63},
     "a version after the last": {"oldest_version": 0, "newest_version": 2**30},
     "negative versions": {"oldest_version": -1, "newest_version": -1},
     "versions the wrong way around": {"oldest_version": 1, "newest_version": 0},
     "seconds that are no number": {"seconds": math.nan},
-    "an infinite time": {"seconds": math.inf},
     "a reward beyond the range": {"reward": 1.5},
-    "an enormous reward": {"reward": 1e308},
     "an unknown prompt id": {"prompt_id": "nobody"},
     "a part that is no number": {"reward_parts": {"exact": math.nan}},
     "returns that were not asked for": {"turn_returns": [7.0], "turn_tokens": [3]},
-    "turn tokens of 64 bits": {"turn_returns": [0.5], "turn_tokens": [2**63]},
     "rows of other tokens": {"row_tokens": [5, 6]},
     "a row without tokens": {"row_tokens": [10, 0]},
     "another kind": {"kind": "eval"},
-    "an enormous drift": {"drift": 1e308},
     "a field too much": {"colour": "red"},
     "a record of rubbish": {"record": "text"},
 }
@@ -118,7 +112,7 @@ def test_what_counting_cannot_do_with_a_result_stops_nothing(
     assert SampleHeader.unpack(letter["fields"][b"header"]).task_id == "t0000003"
 
 
-@pytest.mark.parametrize("line", [b'{"task_id": "e0-1", "reward": 1.0}', b'{"a": }', b'{"a": ' + b"[" * 9000 + b"}"])
+@pytest.mark.parametrize("line", [b'{"task_id": "e0-1", "reward": 1.0}', b'{"a": ' + b"[" * 9000 + b"}"])
 def test_a_record_cannot_speak_for_its_header(broker: Broker, tmp_path: Path, line: bytes) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=2, run={"steps": 1})
     sampler.round()

@@ -14,7 +14,8 @@ from common.messages import Batch, Failure
 from common.streams import dead
 from common.streams.batches import CONSUMER, BatchInbox
 from common.streams.broker import Broker
-from common.streams.ledger import Commit, OutOfStep, SamplerLedger
+from common.streams.lease import RedisBehind
+from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import LearnerWatch, Presence, learner_gone
 from common.streams.tasks import CONSUMER_GROUP, Finished, TaskInbox
 from tests.support.streams import dispatch, evaluate, finish_all, finished, leased, payload, silence
@@ -181,20 +182,20 @@ def test_a_version_that_redis_has_lost_answers_no_evaluation(broker: Broker, led
     assert announced.lease(2, 3, 5).evaluation == "e0"
 
 
-def test_a_redis_that_lost_what_was_written_is_out_of_step(broker: Broker, ledger: SamplerLedger) -> None:
+def test_a_redis_that_lost_what_the_sampler_read_or_wrote_is_behind(broker: Broker, ledger: SamplerLedger) -> None:
     finish_all(ledger, 2)
     (kept, _), (lost, _) = ledger.read()
     before = broker.counters()
     # A server that took over without the second header: as far as it knows, its task was never finished.
     broker.redis.xack(broker.key("samples"), "sampler", lost)
     broker.redis.xdel(broker.key("samples"), lost)
-    with pytest.raises(OutOfStep):
+    with pytest.raises(RedisBehind):
         ledger.commit(Commit(counted=[kept, lost], tracker={"p1": b"row"}, counters={"rewarded": 2}))
     assert broker.counters() == before
     assert broker.redis.hlen(broker.key("tracker")) == 0
     assert [entry_id for entry_id, _ in ledger.read()] == [kept], "it is read again, to be counted then"
     broker.redis.flushall()
-    with pytest.raises(OutOfStep):
+    with pytest.raises(RedisBehind):
         ledger.read(block_ms=1)
 
 
@@ -220,7 +221,7 @@ def test_a_batch_whose_reply_was_lost_comes_before_newer_ones(broker: Broker, le
 
 def test_a_response_is_kept_for_drift_until_the_next_one(ledger: SamplerLedger) -> None:
     inbox, (delivery,) = leased(ledger, 1)
-    inbox.finish([dataclasses.replace(finished(delivery), payload=payload(12), keep=True)])
+    inbox.finish([dataclasses.replace(finished(delivery), payload=payload(12), for_drift=True)])
     (previous, nothing) = inbox.previous(["p0", "p1"])
     assert previous is not None
     assert len(previous.token_ids) == 12

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from common.messages import Batch, Step
-from common.streams.batches import BatchInbox, RedisBehind, RunLost
+from common.streams.batches import BatchInbox, RunLost
 from common.streams.broker import Broker
-from common.streams.lease import LeaseLost, Replaced
-from common.streams.ledger import Commit, OutOfStep, SamplerLedger
+from common.streams.lease import LeaseLost, RedisBehind, Replaced
+from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import latest
 from common.streams.tasks import CONSUMER_GROUP, Delivery, TaskInbox
@@ -139,8 +139,9 @@ def test_a_replaced_sampler_cannot_write(broker: Broker, ledger: SamplerLedger) 
     successor.commit(Commit(counters={"late": 1}))
     successor.release()
     assert broker.redis.get(broker.key("lease")) is None
-    with pytest.raises(OutOfStep):
-        ledger.commit(Commit(counters={"late": 1}))
+    for attempt in (ledger.renew, lambda: ledger.commit(Commit(counters={"late": 1}))):
+        with pytest.raises(LeaseLost):
+            attempt()
     assert broker.counters()["late"] == 1
 
 
@@ -248,25 +249,50 @@ def test_a_restored_or_emptied_redis_obeys_the_newest_learner(broker: Broker) ->
         first.check()  # both are the first learner that their Redis had
 
 
-def test_a_redis_without_the_batch_trained_on_is_behind(broker: Broker, ledger: SamplerLedger) -> None:
+def test_a_redis_without_the_newest_batch_or_step_is_behind(broker: Broker, ledger: SamplerLedger) -> None:
     batches = [Batch(batch_id=i, sample_ids=[f"t{i}"], advantages=[0.5], rewards=[1.0], tokens=[10]) for i in (0, 1)]
-    ledger.commit(Commit(batches=batches[:1]))
     learner = BatchInbox(broker).acquire()
+    ledger.commit(Commit(batches=batches[:1]))
     learner.next(0)
-    learner.hold()
+    learner.announce(Step(version=0))
     older = saved_keys(broker)
     ledger.commit(Commit(batches=batches[1:]))
     learner.next(0)
     put_back(broker, older)
-    learner.check()  # it has not trained on the second batch
-    learner.hold()
     attempts = (learner.check, lambda: learner.announce(Step(version=2)), lambda: learner.set_address(ADDRESS))
     for attempt in attempts:
-        with pytest.raises(RedisBehind, match="without the newest batch"):
+        with pytest.raises(RedisBehind, match="came back with an older state of run"):
             attempt()
-    assert latest(broker) is broker.endpoint("weights") is None
+    assert broker.endpoint("weights") is None
     again = BatchInbox(broker).acquire(0)
     assert again.next(0) == batches[0]
-    again.hold()
     assert again.release_before(1) == 1
     again.check()  # it has released that batch itself
+    again.announce(Step(version=1))
+    broker.redis.xtrim(broker.key("steps"), maxlen=0)
+    with pytest.raises(RedisBehind):
+        again.check()
+
+
+def test_a_reset_has_the_learner_start_again_and_redis_still_knows_the_run(
+    broker: Broker, ledger: SamplerLedger
+) -> None:
+    assert BatchInbox(broker).is_new()
+    ledger.reset()
+    assert BatchInbox(broker).is_new(), "a Redis that was emptied takes no run for its own by a reset"
+    learner = BatchInbox(broker).acquire()
+    learner.announce(Step(version=3))
+    ledger.commit(Commit(dispatch=[(tasks(1)[0], b"memo")], tracker={"p0": b"row"}))
+    ledger.reset()
+    with pytest.raises(RedisBehind):
+        learner.check()
+    assert latest(broker) is None
+    assert (ledger.acquire().tracker, TaskInbox(broker, "g").take(1, 0)) == ({}, [])
+    again = BatchInbox(broker)
+    assert not again.is_new()
+    again.acquire(0).check()
+    SamplerLedger(broker, "second").release()
+    broker.redis.set(broker.key("lease"), "second")
+    with pytest.raises(LeaseLost):
+        ledger.reset()
+    again.check()

@@ -38,7 +38,7 @@ def first(tmp_path: Path) -> Path:
             (whole / kind / "config.json").write_text(f"{kind} of {version}")
         write_metadata(whole, {"files": sum_up(whole, paths_in(whole))})
         if version < 6:
-            write_snapshot(tracker_path(folder, version), SamplerState(config, ["a", "b"]), keep=9)
+            write_snapshot(tracker_path(folder, version), SamplerState(config, ["a", "b"]), most=9)
     return folder
 
 

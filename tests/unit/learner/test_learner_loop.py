@@ -1,11 +1,10 @@
-"""A version is served and announced while the next batch is trained on, and again where Redis has gone back in time."""
+"""A version is served and announced while the next batch is trained on."""
 
 from __future__ import annotations
 
 import math
 import re
 import threading
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import torch
 from common.errors import UserError
 from common.held_folder import HeldFolder
 from common.log import Timeline
-from common.messages import Batch, Step
+from common.messages import Batch
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
@@ -37,8 +36,6 @@ from tests.support.learner import learner_config
 DEADLINE = 600.0
 PROMPT = ScoredPrompt([1, 2, 3], [-2.0, -3.0])
 ENDPOINT = {"address": "tcp://127.0.0.1:5555"}
-# What a learner that began with version 1 has announced; a start has no metrics.
-MADE: dict[int, dict[str, float]] = {1: {}, 2: {"reward/mean": float("nan")}, 3: {"reward/mean": 0.5}}
 
 
 class Counting:
@@ -98,7 +95,7 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker).acquire(), None
     made.world, made.trainer = world, Counting()
     made.server = Server(made.trainer, fake_broker)
-    made.publisher, made.announcing, made.announced = Publisher(), threading.RLock(), deque()
+    made.publisher = Publisher()
     made.folder = HeldFolder(tmp_path)
     made.version, made.sent, made.log, made.stop = 0, SentStats(), structlog.get_logger(), threading.Event()
     made.left_out = LeftOut(learner_config("m", "runs", run={"steps": 4}), fake_broker)
@@ -110,18 +107,6 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     made.checkpoints, made.saved, made.most_weight = SimpleNamespace(begun=None), 0, 1e5
     made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), world)
     return made
-
-
-@pytest.fixture
-def serving(learner: Learner) -> Learner:
-    """A learner that has announced three versions and serves the last; it leaves at once."""
-    learner.version = 3
-    learner.inbox.set_address(ENDPOINT)
-    for version, metrics in MADE.items():
-        learner.announced.append(Step(version=version, metrics=metrics))
-        learner.inbox.announce(learner.announced[-1])
-    learner.stop.set()
-    return learner
 
 
 def train(learner: Learner) -> None:
@@ -223,44 +208,27 @@ def test_steps_whose_tokens_are_mostly_masked_are_warned_of_once(
     assert [line["event"] for line in lines] == [f"{share} {words}" for share in warned]
 
 
-def test_what_redis_has_lost_is_announced_again_while_serving(serving: Learner) -> None:
-    assert serving._serve_until_finished() is False
-    assert announced(serving) == [1, 2, 3], "what was not lost is announced once"
-    serving.broker.redis.delete(serving.broker.key("steps"))
-    serving.inbox.announce(Step(version=2))
-    serving._serve_until_finished()
-    assert announced(serving) == [2, 1, 2, 3]
-    # Another learner's step of the same version does not count as this one's.
-    serving.broker.redis.delete(serving.broker.key("steps"))
-    serving.inbox.announce(Step(version=3, metrics={"reward/mean": 0.1}))
-    serving._announce_again_if_lost()
-    assert announced(serving) == [3, 1, 2, 3]
+def test_two_gradients_in_a_row_may_be_not_finite(learner: Learner) -> None:
+    learner.trainer.not_finite = 2
+    train(learner)
+    assert learner.version == 1
 
 
-def test_a_run_folder_that_is_replaced_ends_it(serving: Learner, tmp_path: Path) -> None:
-    serving.stop.clear()
+def test_a_copy_does_not_change_with_the_model() -> None:
+    weights = {"a": torch.randn(1000), "b": torch.randn(3, 5)}
+    expected = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0").snapshot()
+    copy = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0")
+    for tensor in weights.values():
+        tensor.add_(1)
+    assert copy.snapshot().manifest == expected.manifest
+    assert b"".join(copy.snapshot().chunks) == b"".join(expected.chunks)
+
+
+def test_a_run_folder_that_is_replaced_ends_it(learner: Learner, tmp_path: Path) -> None:
     tmp_path.rename(tmp_path.with_name("elsewhere"))
     tmp_path.mkdir()
     with pytest.raises(UserError, match=f"^run folder {tmp_path} was moved away or deleted"):
-        serving._serve_until_finished()
-    serving.checkpoints.is_written = True
+        learner._serve_until_finished()
+    learner.checkpoints.is_written = True
     with pytest.raises(UserError, match="was moved away"):
-        serving._next_batch()
-
-
-def test_the_endpoint_of_the_weights_is_announced_again(serving: Learner) -> None:
-    serving.inbox.set_address({"address": "tcp://127.0.0.1:1"})
-    serving._announce_again_if_lost()
-    assert serving.broker.endpoint("weights") == ENDPOINT
-    serving.broker.redis.delete(serving.broker.key("endpoints"))
-    serving._announce_again_if_lost()
-    assert serving.broker.endpoint("weights") == ENDPOINT
-
-
-@pytest.mark.parametrize("lost", [1, 2, 3])
-def test_lost_steps_are_announced_in_order_before_the_next(serving: Learner, lost: int) -> None:
-    steps = serving.broker.key("steps")
-    for entry_id, _ in serving.broker.redis.xrevrange(steps, count=lost):
-        serving.broker.redis.xdel(steps, entry_id)
-    serving._announce(Step(version=4, metrics={"reward/mean": 1.0}))
-    assert announced(serving) == [1, 2, 3, 4]
+        learner._next_batch()

@@ -58,9 +58,7 @@ def decisions(config: Config, seed: int, restarts: bool) -> tuple[Any, ...]:
 
 
 METHODS = {
-    "spo": {},
     "spo, many prompts": {"prompts": 400, "sampler": {"selection": {"criterion": "thompson"}}},
-    "grpo": {"algorithm": {"method": "grpo", "group_size": 4}},
     "rloo": {"algorithm": {"method": "rloo", "group_size": 4, "refill_degenerate": True}},
 }
 
@@ -76,7 +74,7 @@ def test_neither_the_order_of_answers_nor_restarts_change_a_run(
     config = make(tmp_path, **sections)
     undisturbed = decisions(config, seed=0, restarts=False)
     assert len(undisturbed[1]) == STEPS
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         assert decisions(config, seed, restarts=True) == undisturbed
 
 

@@ -22,7 +22,7 @@ def first_majority(order: list[tuple[float, str]]) -> float:
     return next(score for score, answer in order if answer == winner)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_maj_at_k_is_the_mean_over_all_orders(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 7))
@@ -41,7 +41,7 @@ def test_ties_count_half_and_missing_answers_do_not_vote() -> None:
     assert math.isnan(maj_at_k([], []))
 
 
-@pytest.mark.parametrize("n", range(1, 8))
+@pytest.mark.parametrize("n", [1, 4, 6])
 def test_pass_at_k_is_the_share_of_draws_with_a_correct_response(n: int) -> None:
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
         draws = list(itertools.combinations([True] * correct + [False] * (n - correct), k))

@@ -156,56 +156,34 @@ def test_messages_are_read_in_the_shapes_in_which_people_have_them(tmp_path: Pat
     assert (asked(prompts), skipped) == ([(read or given, 1)], {})
 
 
-def test_keys_that_arrow_fills_with_null_are_dropped(tmp_path: Path) -> None:
-    rows = [
-        [user("a"), CALLING | {"content": "I look."}, TOLD],
-        [user("b")],
-        [{"role": "system", "content": ""}, ASKED],
-    ]
-    prompts, skipped, _ = load(parquet(tmp_path / "a.parquet", prompt=rows, answer=["1", "2", "3"]))
-    assert ([prompt for prompt, _ in asked(prompts)], skipped) == (rows, {})
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         (chat(user([{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}])), "part of type 'image'"),
-        (chat(user([{"type": "image_url", "image_url": {"url": "x"}}])), "message 1 has a part of type 'image_url'"),
         (chat(user("a"), {"role": "assistant", "content": None}), "message 2 (assistant) has no content"),
         (chat({"from": "human", "value": "a"}), "keys are from, value, and a message needs role and content"),
         (chat(user([{"type": "text", "text": None}])), "message 1 has a part of type 'text' without text"),
         (chat(user("a"), CALLING | {"tool_calls": json.dumps([call(town=0)])}), "has tool_calls of type str"),
-        (
-            chat(user("a"), CALLING | {"tool_calls": ["weather"]}),
-            "has tool_calls of type list, and not a list of calls",
-        ),
         (chat(user({"text": "a"})), "message 1 (user) has content of type dict"),
         (chat(user("a"), user("  ")), "message 2 (user) is empty"),
         (chat({"role": "system", "content": ""}), "all messages are empty"),
         (chat("a"), "message 1 is a str"),
         ({"answer": "2"}, "no prompt in column 'prompt'"),
-        ({"prompt": "  ", "answer": "x"}, "no prompt in column 'prompt'"),
         ({"prompt": "three"}, "no answer in column 'answer'"),
         ({"prompt": "1+1", "answer": "again"}, "the same prompt as an earlier row"),
         ("{broken", "not JSON"),
-        ('{"prompt": "p', "not JSON"),
         ("[1, 2]", "not a JSON object"),
-        *(({"prompt": prompt, "answer": 1}, "neither text nor chat") for prompt in (5, True, {"text": "x"}, ["x"])),
+        *(({"prompt": prompt, "answer": 1}, "neither text nor chat") for prompt in (5, {"text": "x"})),
         ({"prompt": {"messages": [user("a")]}, "answer": 1}, "but a value of type dict (messages)"),
         ('{"prompt": "p", "prompt": "q", "answer": 1}', "a key is there twice ('prompt')"),
-        ('{"prompt": [{"role": "user", "content": "a", "content": "b"}], "answer": 1}', "twice ('content')"),
         ('{"prompt": "p", "answer": 18446744073709551616}', "column 'answer' holds an integer of more than 64 bits"),
         ('{"prompt": "p", "answer": 1, "seed": [{"n": -9223372036854775809}]}', "column 'seed' holds an integer"),
         ('{"prompt": "half \\ud800", "answer": 1}', "column 'prompt' holds half a surrogate pair"),
-        ('{"prompt": "p", "answer": "\\udfff"}', "column 'answer' holds half"),
-        ('{"prompt": "p", "answer": 1, "notes": {"\\ud800": 1}}', "column 'notes' holds half"),
         ('{"prompt": "p", "answer": 1, "\\ud800": 1}', "holds half"),
-        ('{"prompt": [{"role": "user", "content": "\\ud83d"}], "answer": 1}', "column 'prompt' holds half"),
         ('{"prompt": "p", "answer": NaN}', "no answer in column 'answer'"),
         ('{"prompt": "p", "answer": Infinity}', "column 'answer' holds a number that is not finite"),
-        ('{"prompt": "p", "answer": [1, {"x": NaN}]}', "column 'answer' holds a number that is not finite"),
         ('{"prompt": [{"role": "user", "content": [NaN]}], "answer": 1}', "column 'prompt' holds a number"),
-        *((nested(depth), "nested too deep") for depth in (100_000, 700, 100)),
+        *((nested(depth), "nested too deep") for depth in (100_000, 100)),
         (GOOD | {"prompt": "p", "x": "x" * (9 << 20)}, "too large"),
         (GOOD | {"prompt": "p", "x": [0] * 200_000}, "more than 130,816 values"),
         ('{"prompt": "p", "answer": 1' + "0" * 5000 + "}", "not JSON"),
@@ -221,14 +199,6 @@ def test_a_row_of_no_use_is_skipped_with_its_reason(tmp_path: Path, line: Any, r
     assert (events["rows skipped"]["count"], events["rows skipped"]["of"]) == (1, 3)
 
 
-def test_duplicates_are_counted_and_the_first_stays(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p{i % 40}", "answer": i} for i in range(100)]
-    prompts, _, events = load(jsonl(tmp_path / "a.jsonl", *rows))
-    assert [answer for _, answer in asked(prompts)] == list(range(40))
-    total = events["rows skipped"]
-    assert (total["count"], total["reasons"]) == (60, {"the same prompt as an earlier row": 60})
-
-
 @pytest.mark.parametrize(
     ("columns", "missing"),
     [
@@ -241,14 +211,6 @@ def test_a_wrong_column_is_refused_with_those_there_are(tmp_path: Path, columns:
     path = jsonl(tmp_path / "a.jsonl", {"question": "1+1", "truth": 2, "level": 1}, {"question": "1+2", "truth": 3})
     with pytest.raises(UserError, match=f"all 2 rows .*line 1: no .* no column {missing}; .*question, truth, level"):
         load(path, **columns)
-
-
-def test_a_missing_column_may_be_a_key_in_another(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "1+1", "reward_model": {"style": "rule", "ground_truth": "2"}})
-    with pytest.raises(
-        UserError, match=r"there are prompt, reward_model\.style, reward_model\.ground_truth; set data\.a"
-    ):
-        load(path)
 
 
 def test_answers_of_different_types_are_named(tmp_path: Path) -> None:
@@ -326,9 +288,7 @@ def with_two_columns() -> bytes:
         ("data.csv", b"a,b\n", "of an unknown kind"),
         ("broken.parquet", b"not parquet at all", "cannot be read"),
         ("packed.jsonl", gzip.compress(b'{"prompt": "p", "answer": 1}', mtime=0), "is compressed by gzip; unpack it"),
-        ("packed.parquet", b"\x28\xb5\x2f\xfd..", "is compressed by zstd; unpack it"),
         ("large.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer.*git lfs pull"),
-        ("large.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer.*git lfs pull"),
         (
             "list.jsonl",
             b'[\n {\n  "prompt": "p", "answer": 1\n }\n]\n',
@@ -338,7 +298,6 @@ def with_two_columns() -> bytes:
         ("twice.parquet", with_two_columns(), "several columns 'prompt'; rename or drop all but one"),
         ("broken.jsonl", b"\xff\xfe\x00", "unusable .*line 1: not UTF-8 text"),
         ("empty.jsonl", b"", r"no prompts in .*empty\.jsonl: it is empty"),
-        ("blank.jsonl", b"\n\n", r"no prompts in .*blank\.jsonl: it is empty"),
     ],
 )
 def test_unreadable_data_is_one_clear_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -362,12 +321,6 @@ def test_sources_stand_one_after_the_other(tmp_path: Path) -> None:
     assert prompts.ids[2] == "talk/9"
     with pytest.raises(IndexError):
         prompts[3]
-
-
-def test_a_source_without_a_usable_row_is_named(tmp_path: Path) -> None:
-    good, empty = jsonl(tmp_path / "good.jsonl", GOOD), jsonl(tmp_path / "empty.jsonl")
-    with pytest.raises(UserError, match=r"data\.train\[none\]: no prompts in .*empty\.jsonl: it is empty"):
-        load([{"path": str(good)}, {"path": str(empty), "name": "none"}])
 
 
 @pytest.mark.parametrize(("ids", "shared"), [({}, (3, 4)), ({"id_column": "uid"}, None)])
@@ -429,10 +382,6 @@ def test_one_of_several_files_that_cannot_be_read_is_named(
         load(given)
 
 
-def test_a_file_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:
-    assert len(load(jsonl(tmp_path / "a[1].jsonl", GOOD))[0]) == 1
-
-
 def test_data_without_answers_is_read_where_none_are_asked_for(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two.", "answer": None})
     prompts, skipped, _ = load(path, answer_column=None)
@@ -444,3 +393,21 @@ def test_what_was_probably_not_meant_is_logged_at_the_start(tmp_path: Path) -> N
     _, _, logged = load(jsonl(tmp_path / "a.jsonl", chat(user("a"), {"role": "assistant", "content": "So"})))
     (line,) = [event for event in logged if "continue_final_message" in event]
     assert line.startswith(f"data.train: 1 rows (first: {tmp_path / 'a.jsonl'} line 1)")
+
+
+def test_a_missing_column_may_be_a_key_in_another(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "1+1", "reward_model": {"style": "rule", "ground_truth": "2"}})
+    with pytest.raises(
+        UserError, match=r"there are prompt, reward_model\.style, reward_model\.ground_truth; set data\.a"
+    ):
+        load(path)
+
+
+def test_a_source_without_a_usable_row_is_named(tmp_path: Path) -> None:
+    good, empty = jsonl(tmp_path / "good.jsonl", GOOD), jsonl(tmp_path / "empty.jsonl")
+    with pytest.raises(UserError, match=r"data\.train\[none\]: no prompts in .*empty\.jsonl: it is empty"):
+        load([{"path": str(good)}, {"path": str(empty), "name": "none"}])
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:
+    assert len(load(jsonl(tmp_path / "a[1].jsonl", GOOD))[0]) == 1

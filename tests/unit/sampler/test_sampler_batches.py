@@ -92,7 +92,7 @@ def summary(sampler: Sampler) -> dict[str, Any]:
     lagging=st.booleans(),
     refill=st.booleans(),
 )
-@settings(max_examples=3 * settings.default.max_examples)
+@settings(max_examples=25)
 def test_no_sample_is_too_old_and_no_group_incomplete(
     folder: Path, groups: int, size: int, staleness: int, steps: int, seed: int, failing: float, slow: float,
     lagging: bool, refill: bool,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Config
@@ -126,6 +126,7 @@ def test_measured_drift_or_a_constant_rho_reach_the_tracker(
     assert state.tracker.counts("a")[0] == pytest.approx(rhos[1] * (rhos[0] * 0.5 + 1) + 1)
 
 
+@settings(max_examples=10)
 @given(st.floats(0, 30), st.floats(0, 30), st.integers(-1, 2**40), st.booleans(), st.text(max_size=20))
 def test_packed_state_comes_back_whole(alpha: float, beta: float, version: int, flag: bool, name: str) -> None:
     rows = np.array([(alpha, beta, alpha / 2, 3, version, flag)] * 2, TRACKER_ROWS)

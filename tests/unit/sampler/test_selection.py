@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import SelectionConfig, TrackerConfig
@@ -60,7 +60,6 @@ def test_c02_unknown_prompts_weigh_nothing_unless_all_are() -> None:
     seed=st.integers(0, 1000),
     small=st.sampled_from([0, 4096]),
 )
-@settings(max_examples=6 * settings.default.max_examples)
 def test_a_draw_repeats_nothing_and_takes_blocked_ones_last(
     size: int, n: int, blocked: set[int], seed: int, small: int
 ) -> None:
@@ -83,14 +82,14 @@ def test_both_ways_to_draw_have_the_probabilities_of_one_by_one(small: int, monk
     weights = np.array([0.55, 0.05, 0.3, 0.2] + [0.1] * 14)
     blocked = np.arange(len(weights)) == 3
     generator = rng(1)
-    pairs = np.array([draw(weights, 2, generator, blocked) for _ in range(40_000)])
+    pairs = np.array([draw(weights, 2, generator, blocked) for _ in range(10_000)])
     left = np.where(blocked, 0, weights)
     first, second = left / left.sum(), np.zeros(len(left))
     for i in np.flatnonzero(left):
         after = np.where(np.arange(len(left)) == i, 0, left)
         second += first[i] * after / after.sum()
     for column, expected in zip(pairs.T, (first, second), strict=True):
-        np.testing.assert_allclose(np.bincount(column, minlength=18) / len(pairs), expected, atol=0.01)
+        np.testing.assert_allclose(np.bincount(column, minlength=18) / len(pairs), expected, atol=0.02)
 
 
 def test_replacement_only_when_more_are_wanted_than_exist() -> None:

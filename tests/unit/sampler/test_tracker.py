@@ -123,7 +123,7 @@ def test_a_checkpoint_restores_tracker_and_drift(tmp_path: Path) -> None:
     state.drift.record(1, 0.25)
     state.drift.measure(1, None, 1)
     for version in (8, 9, 10, 11):
-        write_snapshot(tracker_path(tmp_path, version), state, keep=2)
+        write_snapshot(tracker_path(tmp_path, version), state, most=2)
     newest = tracker_path(tmp_path, 11)
     assert sorted(path.name for path in newest.parent.iterdir()) == ["step_10.npz", "step_11.npz"]
     fresh = SamplerState(config, ["b", "c"])
