@@ -154,7 +154,7 @@ class SamplerLedger:
         """
         sequence = self._sequence + 1
         record = [JournalEntry.of(sequence, commit).pack()] if self._journal else []
-        arguments = [self._lease.owner, self._lease.length_ms, sequence, CONSUMER_GROUP, GENERATORS_GROUP]
+        arguments: list[Any] = [self._lease.owner, self._lease.length_ms, sequence, CONSUMER_GROUP, GENERATORS_GROUP]
         arguments += [*commit.arguments(), len(record), *record]
         acknowledged = int(self.broker.script("commit")(self._keys, arguments))
         if acknowledged == LEASE_LOST:
