@@ -112,7 +112,7 @@ def test_an_agent_reaches_the_endpoint_and_nothing_else(scene: Scene, tmp_path: 
         told = json.loads(scene.play(AGENT, ports=ports, unix=str(tmp_path / "unix")))
     assert [json.loads(said) for said in told["said"]] == [{"content": "yes"}] * 2
     assert told["reached"] == []
-    assert len(scene.rig.app.forwarded) == 2
+    assert len(scene.rig.app.prompts) == 2
     assert told["stdin"].pop("reward_url")
     assert told["stdin"] == told["file"]
     assert (told["file"]["prompt"], told["file"]["folder"]) == ("What is 1+1?", "/tmp/run")

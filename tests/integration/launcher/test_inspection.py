@@ -109,7 +109,7 @@ def ended_run(folder: Path, dead: int = 1) -> Path:
     broker = connect(config.broker, config.run.name)
     BatchInbox(broker).acquire().announce(Step(version=5, metrics={"reward/mean": 0.5}))
     for _ in range(dead):
-        letters.keep(broker, letters.letter("tasks", "TimeoutError: <b>late</b>", {}, "generator-1"))
+        letters.add(broker, letters.letter("tasks", "TimeoutError: <b>late</b>", {}, "generator-1"))
     broker.redis.hset(broker.key("counters"), mapping={"dispatched": 9, "counted": 7, "dead": dead})
     (folder / "config.yaml").write_text(dump_config(config, absolute=True))
     broker.redis.close()

@@ -343,7 +343,7 @@ def test_records_of_batches_to_be_repeated_are_removed(tmp_path: Path, rollouts:
         for rank in (0, 1):
             record.write(tmp_path, version, rank, keep_bytes=4 * size)
     names = {path.name for path in (tmp_path / "training_data").iterdir()}
-    assert names == {"3.0.jsonl", "notes.txt"}, "old versions make room"
+    assert names == {"4.0.jsonl", "4.1.jsonl", "5.0.jsonl", "5.1.jsonl", "notes.txt"}, "old versions make room"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
