@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 import torch
@@ -14,10 +15,12 @@ from common.config import Config, parse_config
 from common.errors import UserError
 from generator.engine.engine import Engine
 from generator.weights import direct_load
+from learner.checkpoint.export import export_model
 from learner.ranks.world import start
 from learner.trainer import Trainer
 from tests.e2e.test_logprobs_agree import MOVED, Update, difference, move, sample, with_engine
-from tests.support.mixtures import FAMILIES, save_mixture
+from tests.support.engine import load, random_prompt, reference_logprobs, start_engine
+from tests.support.mixtures import FAMILIES, save_mixture, tiny_mixture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -73,6 +76,45 @@ def test_adapters_beside_the_weights_of_a_mixture_are_refused(tmp_path: Path) ->
     config = config_of(tmp_path, lora={"rank": 4, "alpha": 8, "serve": "adapter"})
     with pytest.raises(UserError, match=r"Triton's kernels, which a CPU lacks; set learner.lora.serve=merged$"):
         asyncio.run(Engine.start(config, structlog.get_logger()))
+
+
+def test_an_exported_mixture_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    save_mixture(tmp_path / "model", "Qwen3-MoE")
+    trainer = Trainer(config_of(tmp_path), start())
+    move(trainer)
+    export_model(trainer, tmp_path / "exported" / "model")()
+
+    async def scene(update: Update) -> None:
+        assert difference(trainer, await sample(update.engine)) < SAME
+
+    asyncio.run(with_engine(config_of(tmp_path / "exported"), scene))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_takes_the_weights_of_every_family(family: str, tmp_path: Path) -> None:
+    first = save_mixture(tmp_path / "model", family)
+
+    async def scene() -> None:
+        engine = await start_engine(tmp_path / "model")
+        try:
+            assert await gap(engine, first) < SAME
+            for version in (1, 2, 3):
+                model = tiny_mixture(family, version)
+                assert await gap(engine, model) > MOVED
+                await load(engine, version, model)
+                assert await gap(engine, model) < SAME
+        finally:
+            await engine.close()
+
+    asyncio.run(scene())
+
+
+async def gap(engine: Engine, model: Any) -> float:
+    """Mean |difference| of sampled tokens' log-probs from those of transformers."""
+    prompt = random_prompt(1, 40)
+    sampled = await engine.generate(prompt, max_tokens=40)
+    reference = reference_logprobs(model, prompt + sampled.token_ids.tolist())
+    return float(np.abs(reference[len(prompt) :] - sampled.logprobs).mean())
 
 
 def test_kernels_of_experts_without_proof_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

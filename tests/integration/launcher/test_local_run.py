@@ -247,6 +247,12 @@ def test_a_teachers_server_is_stopped_with_its_run(tmp_path: Path, monkeypatch: 
     assert start(taught).finished
 
 
+def test_what_a_process_refuses_ends_the_run_as_a_user_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, FOREVER, FOREVER, learner="print('error: cannot read model.path x'); sys.exit(2)")
+    with pytest.raises(UserError, match=r"learner: cannot read model\.path x"):
+        start(config)
+
+
 DIE_ONCE = "marker = config.run.folder / 'died'\nif not marker.exists():\n    marker.touch()\n    sys.exit(1)\n"
 
 

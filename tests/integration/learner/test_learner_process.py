@@ -93,6 +93,25 @@ def test_training_goes_on_while_a_checkpoint_is_written(runs, tmp_path):
     assert not list(slow.checkpoints.glob(".unfinished*"))
 
 
+def test_too_many_samples_without_tokens_end_it_at_the_newest_checkpoint(runs):
+    run = runs("emptied")
+    process = run.start()
+    run.send(0, 1)
+    run.send(2, missing=range(3))
+    run.send(3, missing=range(2, 10))
+    (line,) = run.errors(process)
+    assert "11 samples of the last 4 batches, of 12 each, could not be trained on" in line
+    assert "has evicted no key itself" in line
+    assert max(step.version for step in run.steps()) == 3
+    # As the line says, it goes on with what is left.
+    text = run.config.read_text()
+    run.config.write_text(text.replace("max_left_out: 0.1", "max_left_out: 1.0"))
+    assert text != run.config.read_text()
+    process = run.start()
+    run.send(4, 5)
+    run.finish(process)
+
+
 def test_a_learner_killed_at_its_last_checkpoint_writes_it_after_the_run_was_declared_finished(runs, tmp_path):
     gate = tmp_path / "gate"
     gate.touch()

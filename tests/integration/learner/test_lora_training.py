@@ -38,6 +38,7 @@ def runs(model: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Results on one rank, and on two with parameters in pieces; and the folder of each."""
     todo = jobs(model, folder, KL)
     todo["praised"] = job(model, folder, 4, LORA | {"lr": 1e-2}, advantage=1.0, repeat=True)
+    todo["all"] = job(model, folder / "all", 2, {}, save=[2])
     pair = tmp_path_factory.mktemp("pair")
     return {
         "alone": run_ranks(1, todo, folder) | {"folder": folder},
@@ -56,6 +57,14 @@ def test_an_adapter_learns_what_is_praised_on_any_ranks(runs):
 def test_a_resumed_run_has_the_adapter_of_one_that_never_stopped(runs, ranks):
     assert runs[ranks]["second half"]["loaded"] == 2
     assert_same_weights(runs[ranks]["second half"], runs[ranks]["straight"])
+
+
+def test_a_checkpoint_does_not_hold_the_base_model_again(runs, folder, model):
+    adapter, everything = (
+        sum(path.stat().st_size for path in (folder / kind / "default/checkpoints/step_2/deepspeed").iterdir())
+        for kind in ("halves", "all")
+    )
+    assert adapter < (Path(model) / "model.safetensors").stat().st_size < everything
 
 
 @pytest.mark.parametrize("ranks", ["alone", "pair"])

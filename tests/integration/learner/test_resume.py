@@ -177,6 +177,14 @@ def unsummed(results: dict[str, Any], folder: Path, tmp_path: Path) -> Callable[
     return copied
 
 
+def test_whole_weights_are_read_without_the_optimizers_files(unsummed, model, tmp_path):
+    copy = unsummed("stage 2")
+    for path in (copy / "deepspeed").glob("*_optim_states.pt"):
+        path.unlink()
+    export_checkpoint(settings(model, "stage 2"), copy, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_damaged_and_foreign_checkpoints_are_not_exported(results, folder, model, tmp_path):
     copy = without_export(step(folder, "stage 0"), tmp_path / "copy")
     other = save_tiny_model(tmp_path / "other", hidden=32)

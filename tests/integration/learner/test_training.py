@@ -43,6 +43,7 @@ def alone(model: str, folder: Path) -> dict[str, Any]:
         "bf16 first half": job(model, folder / "bf16 halves", 2, half, save=[2]),
         "bf16 second half": job(model, folder / "bf16 halves", 4, half, load=True),
         "bf16 stage 2": job(model, folder / "bf16", 4, half | {"zero_stage": 2}),
+        "drift": job(model, folder / "drift", 2, {"sampler": {"drift": {"mode": "ledger"}}}),
         "praised": job(model, folder / "praised", 4, {"lr": 3e-3}, advantage=1.0, repeat=True),
         "forged": job(model, folder / "forged", 1, {}, save=[1]),
         "read forged": job(model, folder / "forged", 0, {}, forged=1),
@@ -135,6 +136,11 @@ def test_bfloat16_trains_in_every_step(model, alone):
         assert not torch.equal(run["weights"][name], weight), name
     # Without sharding asked for, the same fp32 accumulation and master weights as with it.
     assert_same_weights(alone["bf16 stage 2"], run, rtol=1e-2)
+
+
+def test_ledger_mode_measures_how_far_a_step_moved_the_policy(alone):
+    assert all(metrics["actor/drift"] > 0 for metrics in alone["drift"]["metrics"])
+    assert "actor/drift" not in alone["straight"]["metrics"][0]
 
 
 def test_a_full_disk_is_an_error_on_all_ranks_and_loses_nothing(pair):

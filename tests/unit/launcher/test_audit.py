@@ -10,6 +10,7 @@ from typing import Any
 
 import fakeredis
 import pytest
+import torch
 
 from common.config import Config, dump_config
 from common.files import remove_oldest
@@ -23,6 +24,9 @@ from launcher.audit.lines import REWARDS, audit
 from launcher.audit.records import read_redis
 from launcher.audit.rewards import Scored, score_again
 from launcher.audit.tokens import flaw_of
+from learner.batch.gae import gae, normalised, returns
+from learner.ranks.world import World
+from learner.token_record import DIGITS
 from sampler.files.metrics_file import NOT_WRITTEN
 from sampler.prompts.prompt_set import load_data
 from tests.support.agents import agent_config, kept_line
@@ -430,6 +434,42 @@ def test_what_came_before_a_setting_changed_is_not_judged_by_it(run: RunRecords,
     for step, is_good in ((1, False), (100, True)):
         (run.folder / "changes.jsonl").write_text(json.dumps({"key": key, "step": step}) + "\n")
         assert (line not in problems(run.redis, run.config())) == is_good
+
+
+def test_rounding_does_not_add_up_in_the_estimates_of_long_rows(run: RunRecords) -> None:
+    """With one-step returns and a long horizon, thousands of rounded numbers are in the first token's estimate."""
+    config, length = run.config(), 4000
+    critic = config.critic.model_copy(update={"gae_lambda": 1.0, "return_lambda": 0.0})
+    rewards = {sample: reward for entry in run.redis.journal for _, reward, _, sample in entry.rewards}
+    noise = torch.Generator().manual_seed(0)
+
+    def long(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows = torch.arange(len(lines)).repeat_interleave(length)
+        values = 0.5 + 0.01 * torch.randn(len(rows), generator=noise)
+        earned = torch.zeros(len(rows), dtype=torch.float64)
+        earned[length - 1 :: length] = torch.tensor([float(rewards[line["task_id"]]) for line in lines])
+        columns = {
+            "values": values,
+            "returns": returns(earned, values, rows, critic.return_lambda),
+            "token_advantages": normalised(
+                [gae(earned, values, rows, critic.gae_lambda)],
+                World(0, 1, torch.device("cpu")),
+                config.sampler.advantage.clip,
+            )[0],
+        }
+        of_rows = {name: column.reshape(-1, length).tolist() for name, column in columns.items()}
+        others = {name: [0] * length for name in ("token_ids", "token_versions", "logprobs", "rollout_logprobs")}
+        return [
+            line
+            | others
+            | {"teacher_logprobs": None}
+            | {name: [round(one, DIGITS) for one in of_rows[name][number]] for name in of_rows}
+            for number, line in enumerate(lines)
+        ]
+
+    for path in (run.folder / "training_data").iterdir():
+        run.lines(f"training_data/{path.name}", long)
+    assert JUDGED not in problems(run.redis, config.model_copy(update={"critic": critic}))
 
 
 @pytest.mark.parametrize(("served", "is_good"), [([0, 9, 2], True), ([0, 2, 9], False), ([0, 8, 2], False)])

@@ -281,6 +281,13 @@ def test_visible_text_has_nothing_a_terminal_acts_on(text: str) -> None:
     assert "\n" not in one_line(text)
 
 
+def test_what_an_agent_sends_is_no_users(run: Path) -> None:
+    asked = [{"role": "user", "content": "1+1?", "request": 0}, {"role": "assistant", "content": "2", "request": 0}]
+    keep(run, 40, "t40", {"messages": asked})
+    flags = {cells[1]: cells[-2] for cells in (line.split("\t") for line in output_of(run).splitlines())}
+    assert (flags["t40"], flags["t3"]) == ("", "tool error, user")
+
+
 REQUESTS = [
     {"request": 0, "prompt": 9, "kept": 0, "sampled": 4, "ended": "stop", "row": 0},
     {"request": 1, "prompt": 15, "kept": 13, "continues": 0, "sampled": 2, "ended": "stop", "row": 0},

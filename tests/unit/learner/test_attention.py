@@ -8,24 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Barrier
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssConfig, Qwen3Config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from common.config import LearnerConfig, parse_config
 from common.errors import UserError
 from learner.policy import kernels
-from learner.policy.attention import across_ranks, pack_sequences, packed_sdpa, packed_varlen
+from learner.policy.attention import PACKED_VARLEN, across_ranks, pack_sequences, packed_sdpa, packed_varlen
 from learner.policy.kernels import apply_kernels, choose_attention
-from learner.policy.model import load_policy
+from learner.policy.model import Policy, load_policy, own_slice
 from learner.ranks.ulysses import SequenceGroup
 from tests.support.attention import tensors_of, varlen_reference
-from tests.support.learner import save_tiny_model
+from tests.support.learner import VOCABULARY, save_tiny_model
 
 LENGTHS = [7, 31, 12, 1, 30, 16]
 
@@ -47,6 +49,37 @@ def test_each_sequence_gets_what_it_gets_alone(options):
         gradients.append([tensor.grad for tensor in tensors])
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.integration
+def test_torchs_kernel_trains_a_policy_without_a_host_sync(tmp_path: Path) -> None:
+    """Shapes alone, on fake tensors, which refuse whatever would have the host wait for the device."""
+    config, lengths = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), [9, 4]
+    sequences = pack_sequences(lengths)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=PACKED_VARLEN)
+        policy = Policy(model.train(), chunk=3, temperature=0.7)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        predict = torch.tensor([2, 3, 4, 5, 10])
+        logprobs, entropies = policy(torch.zeros_like(positions), positions, sequences, predict, predict, entropy=True)
+        (logprobs.sum() + entropies.sum()).backward()
+        assert logprobs.shape == entropies.shape == (5,)
+        assert model.get_input_embeddings().weight.grad.shape == (VOCABULARY, config.hidden_size)
+        assert all(parameter.grad.shape == parameter.shape for parameter in policy.parameters())
+
+
+def test_nan_of_neighbours_reaches_neither_values_nor_gradients():
+    clean = attend(packed_sdpa, tensors_of(LENGTHS))[:, 7:38]
+    tensors = tensors_of(LENGTHS)
+    for tensor in tensors:
+        tensor[:, :, :7] = torch.nan
+        tensor.requires_grad_()
+    output = attend(packed_sdpa, tensors)[:, 7:38]
+    assert torch.equal(output, clean)
+    output.square().sum().backward()
+    for tensor in tensors:
+        assert not tensor.grad[:, :, 38:].any()
+        assert tensor.grad[:, :, 7:38].any()
 
 
 def test_no_row_is_padded_to_more_than_twice_its_length():
@@ -235,6 +268,24 @@ def test_attention_over_slices_is_attention_over_all(size, lengths, options):
     joined = torch.cat(on_threads(size, on_rank), dim=1)[:, :tokens]
     expected, _ = attention(torch.nn.Module(), *tensors, None, sequences=pack_sequences(lengths), **options)
     torch.testing.assert_close(joined, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 5, 8, 17])
+def test_each_target_is_predicted_by_the_rank_that_has_its_token(size, tokens):
+    ids, positions = torch.arange(100, 100 + tokens)[None], torch.arange(tokens)[None]
+    predict = torch.arange(tokens)[tokens // 2 :]
+    slices = [
+        own_slice(SequenceGroup(rank, size, None), ids, positions, pack_sequences([tokens]), predict, predict + 1)
+        for rank in range(size)
+    ]
+    assert len({own_ids.shape for own_ids, *_ in slices}) == 1
+    assert torch.cat([own_ids for own_ids, *_ in slices], 1)[:, :tokens].equal(ids)
+    seen = [own_ids[0, at] for own_ids, _, _, at, _, _ in slices]
+    assert torch.cat(seen).tolist() == (100 + predict).tolist()
+    assert torch.cat([targets for *_, targets, _ in slices]).equal(predict + 1)
+    for *_, counts in slices:
+        assert counts == [len(of_rank) for of_rank in seen]
 
 
 @pytest.mark.parametrize(("size", "fits"), [(4, True), (3, False), (8, False)])

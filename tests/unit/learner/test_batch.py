@@ -59,6 +59,11 @@ def test_model_tokens_are_predicted_from_the_one_before():
     assert micro.versions.tolist() == [0, 3, 2, 2, 2]
 
 
+def test_each_turn_has_its_own_advantage():
+    micro = PACKER.micro_batch([(ONE, [0.5, -2.0]), (LONG, [-1.0]), (TWO, 3.0)])
+    assert micro.advantages.tolist() == [0.5, -2.0, -1, -1, -1, 3, 3]
+
+
 def test_a_micro_batch_without_samples_learns_from_no_token():
     micro = PACKER.micro_batch([])
     assert (len(micro.predict), micro.model_tokens, micro.layout.count) == (1, 0, 0)
@@ -128,6 +133,18 @@ def test_token_ages_are_counted_by_bucket():
     expected = {f"staleness/{name}": share for name, share in shares.items()}
     expected |= {"tokens/model": 7, "tokens/total": 12, "tokens/shared": 0, "batch/left_out": 0}
     assert stats.reduce() == pytest.approx(expected)
+
+
+def test_a_payload_of_another_length_is_left_out():
+    tokens = [len(ONE.token_ids), len(TWO.token_ids) - 1, 9]
+    batch = Batch(
+        batch_id=4, sample_ids=["one", "two", "gone"], advantages=[1.0, 2.0, 3.0], rewards=[0.0] * 3, tokens=tokens
+    )
+    payloads = {"one": ONE, "two": TWO}
+    config, world = LearnerConfig(mini_batches=1, token_budget=100), World(0, 1, torch.device("cpu"))
+    share = PACKER.own_share(batch, lambda ids: [payloads.get(sample) for sample in ids], config, world)
+    assert (share.left_out, share.version, share.samples) == (2, 4, 3)
+    assert share.mini_batches[0][0].advantages.tolist() == [1.0, 1.0]
 
 
 def test_ranks_of_one_sequence_leave_out_what_one_of_them_misses(monkeypatch):
@@ -241,6 +258,13 @@ def test_every_row_has_one_place_within_the_budget(rows, mini_batches, ranks, bu
             placed += held
             assert len(held) <= 1 or sum(rows[sample][row] for sample, row in held) <= budget
     assert sorted(placed) == [(sample, row) for sample, lengths in enumerate(rows) for row in range(len(lengths))]
+
+
+def test_mini_batches_are_consecutive_parts_of_the_batch():
+    places = plan_micro_batches([[10], [5, 5]] * 6, 3, 2, 13).rows
+    placed = [sorted(place for by_rank in micros for held in by_rank for place in held) for micros in places]
+    rows = [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
+    assert placed == [[(first + sample, row) for sample, row in rows] for first in (0, 4, 8)]
 
 
 def test_ranks_of_one_micro_batch_have_like_amounts_of_work():

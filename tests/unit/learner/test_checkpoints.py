@@ -186,6 +186,23 @@ def test_a_failed_save_leaves_everything_as_it_was(
     assert made.versions() == [2, 4]
 
 
+def test_a_learner_whose_files_were_cleared_says_it_was_replaced(tmp_path: Path) -> None:
+    def confirm() -> None:
+        raise REPLACED
+
+    folder, (made, engine) = saved(tmp_path, 2), checkpoints(tmp_path, confirm=confirm)
+    write = engine.write
+
+    def cleared_meanwhile(state: dict[str, str], path: str) -> None:
+        write(state, path)
+        assert checkpoints(tmp_path)[0].load() == 2
+
+    engine.checkpoint_engine.save = cleared_meanwhile
+    with pytest.raises(Replaced, match="has another learner now"):
+        made.save(3)
+    assert names(folder) == {"step_2"}
+
+
 @pytest.mark.parametrize(("keep", "previous"), [(1, [2, 4, 6]), (2, [0, 2, 4])])
 def test_batches_are_kept_from_the_checkpoint_before_the_newest(tmp_path, keep, previous) -> None:
     made, _ = checkpoints(tmp_path, keep_checkpoints=keep)

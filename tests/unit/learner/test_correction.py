@@ -178,6 +178,14 @@ def test_skyrls_spelling(name):
         assert_weights(result, (rows(expected).expand_as(mask) * mask).tolist())
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_effective_sample_size_is_of_the_applied_weights(level):
+    result = of_fixture(rollout_is=level)
+    weights = result.weights[fixture()[2].bool()]
+    expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
+    assert_metrics(result, {"rollout_is_eff_sample_size": expected.item()})
+
+
 @pytest.mark.parametrize("threshold", [1.2, "0.8_1.2"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_todays_figures_are_of_the_applied_weights(level, threshold):
@@ -259,6 +267,16 @@ def test_skyrls_rows_are_bounded_whole(metric, x):
     assert result.mask.any(1).tolist() == [False, True]
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_that_are_all_tiny_are_not_normalised(level):
+    """verl leaves them where their mean is not above 1e-8."""
+    x = [[-19.0, -19.0]] if level == "token" else [[-9.5, -9.5]]
+    tiny = of_log_ratio(x, rollout_is=level, rollout_is_batch_normalize=True)
+    assert_weights(tiny, [[math.exp(-19.0)] * 2], tolerance=0)
+    small = of_log_ratio([[-18.0]], rollout_is="token", rollout_is_batch_normalize=True)
+    assert_weights(small, [[1.0]])
+
+
 def test_shapes_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"\[B, T\]; given .*rollout_logprobs \[2, 2\]"):
         correct(torch.zeros(2, 3), torch.zeros(2, 2), torch.zeros(2, 3), CorrectionConfig())
@@ -319,3 +337,12 @@ def test_without_a_rule_for_rows_a_token_of_probability_zero_is_left_out_alone(f
     result = correct(old, torch.full_like(old, -1.0), torch.ones(1, 3), CorrectionConfig(**fields))
     assert result.mask.tolist() == [[True, False, True]]
     assert_weights(result, [[1.0, math.exp(-20.0), 1.0]])
+
+
+def test_skyrls_ratios_are_bounded_in_its_own_figures():
+    x = rows([[30.0, -30.0, 0.0]])
+    skyrl = {"skyrl": {"tis_ratio_type": "token"}}
+    high, low = math.exp(20.0), math.exp(-20.0)
+    expected = {"is_ratio_max": high, "is_ratio_min": low, "is_ratio_mean": (high + low + 1) / 3}
+    assert_metrics(of_log_ratio(x, compatible_metrics=True, **skyrl), expected)
+    assert_metrics(of_log_ratio(x, **skyrl), {"is_ratio_max": math.exp(30.0)})

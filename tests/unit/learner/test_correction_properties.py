@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from learner.batch.layout import Layout
 from learner.correction import Correction, CorrectionConfig, correct, correct_tokens, weight_divisor
+from learner.correction.statistics import age_buckets
 from learner.stats import Stats
 from tests.support.correction import CONFIGS, Batch, batches, plain_correction
 
@@ -58,6 +59,10 @@ def test_weights_and_mask_are_those_of_a_plain_loop_over_tokens(batch, config):
             expected = expected / mean if mean > 1e-8 else expected
         torch.testing.assert_close(result.weights, expected, rtol=1e-9, atol=0)
         assert not result.weights.requires_grad
+
+
+def test_buckets_of_ages_are_0_1_2_3_to_4_and_5_or_more_versions():
+    assert age_buckets(torch.tensor([-3, 0, 1, 2, 3, 4, 5, 6, 1000])).tolist() == [0, 0, 1, 2, 3, 3, 4, 4, 4]
 
 
 @settings(max_examples=20)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -227,3 +229,30 @@ def test_advantages_without_a_spread_are_zeros(values: list[float]) -> None:
     (scored,) = normalised([torch.tensor(values, dtype=torch.float64)], ALONE)
     assert scored.tolist() == [0.0] * len(values)
     assert normalised([], ALONE) == []
+
+
+class Ranks:
+    """Two ranks as threads, whose sums meet."""
+
+    def __init__(self) -> None:
+        self.barrier, self.parts = Barrier(2), dict[int, list[float]]()
+
+    def of(self, rank: int) -> Any:
+        def sum_over_shares(values: list[float]) -> list[float]:
+            self.parts[rank] = values
+            self.barrier.wait(600)
+            total = [sum(column) for column in zip(self.parts[0], self.parts[1], strict=True)]
+            self.barrier.wait(600)
+            return total
+
+        world: Any = type("Rank", (), {"sum_over_shares": staticmethod(sum_over_shares)})
+        return world
+
+
+def test_two_ranks_have_the_scores_of_one() -> None:
+    torch.manual_seed(0)
+    parts, ranks = [torch.randn(5).double(), torch.randn(9).double() * 3], Ranks()
+    with ThreadPoolExecutor(2) as threads:
+        shares = list(threads.map(lambda rank: normalised([parts[rank]], ranks.of(rank)), (0, 1)))
+    expected = normalised(parts, ALONE)
+    torch.testing.assert_close([share[0] for share in shares], expected, rtol=1e-6, atol=1e-6)

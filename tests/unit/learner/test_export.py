@@ -94,6 +94,13 @@ def test_generation_settings_that_transformers_refuses_to_write_are_carried_with
     assert GenerationConfig.from_pretrained(folder) is not None
 
 
+def test_generation_settings_in_config_json_stay_there(tmp_path: Path) -> None:
+    model, folder = source(tmp_path / "model", {"temperature": 0.7, "max_length": 50}, {}), tmp_path / "export"
+    exported(learner_config(str(model), "runs"), folder)
+    written = json.loads((folder / "config.json").read_text())
+    assert (written["temperature"], written["max_length"]) == (0.7, 50)
+
+
 def test_a_critic_has_its_class_and_the_sources_other_keys(tmp_path: Path) -> None:
     model, folder = source(tmp_path / "model", OLDER, FILES), tmp_path / "critic"
     critic = load_value_model(learner_config(str(model), "runs")).model

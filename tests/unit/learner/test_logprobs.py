@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
@@ -82,6 +83,19 @@ def test_no_tensor_of_all_tokens_and_all_words_is_ever_made():
         logprobs, _, of_others = head(hidden, targets, entropy=True, others=others)
         (logprobs.sum() + of_others.sum()).backward()
     assert largest.numel <= chunk * words
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_asks_the_device_for_a_number(dtype, entropy):
+    """Fake tensors have none: `item`, `bool`, `tolist` and `nonzero` raise on them, where a GPU would be waited for."""
+    with FakeTensorMode():
+        head = head_of(7, 0.7, True, dtype)
+        hidden = torch.empty(N, H, dtype=dtype, requires_grad=True)
+        targets, others = torch.empty(N, dtype=torch.int64), torch.empty(N, 3, dtype=torch.int64)
+        logprobs, entropies, of_others = head(hidden, targets, entropy=entropy, others=others)
+        (logprobs.sum() + entropies.sum() + of_others.sum()).backward()
+        assert hidden.grad.shape == hidden.shape
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -63,6 +63,23 @@ def test_every_version_comes_back_bit_for_bit(model: str, share: float, dtype: t
     assert share > 0.1 or past.bytes < 0.15 * VERSIONS * whole
 
 
+def test_the_weights_come_back_if_scoring_fails(model: str) -> None:
+    policy = load_policy(learner_config(model, "runs"))
+    past = PastVersions(policy.parameters(), VERSIONS)
+    step(policy, 1, 1.0)
+    past.advance()
+    now = copy_of(policy)
+
+    def fails() -> None:
+        with past.travel() as back:
+            next(back)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert all(map(torch.equal, copy_of(policy), now))
+
+
 def test_the_engines_gap_is_told_from_staleness(model: str) -> None:
     """The engine is off by a constant, so its gap is known; staleness is what the weights' own scores say."""
     policy = load_policy(learner_config(model, "runs"))

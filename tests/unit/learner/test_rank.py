@@ -14,6 +14,7 @@ import pytest
 from common.errors import UserError
 from learner.ranks import world
 from learner.ranks.rank import Rendezvous, network_interface_towards, read_rendezvous
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -80,6 +81,29 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own: it ends, and shares no process group with other tests."""
     command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+START_ALONE = """
+import datetime, functools
+from learner.ranks import world
+world.dist.init_process_group = functools.partial(
+    world.dist.init_process_group, timeout=datetime.timedelta(seconds=1)
+)
+try:
+    world.start()
+except world.RendezvousError as error:
+    assert world.lost_rank_message(error) == str(error)
+    print(error)
+"""
+
+
+@pytest.mark.integration
+def test_ranks_that_do_not_come_may_come_another_time():
+    port = str(free_port())
+    rank = TWO | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ended = run(START_ALONE, **rank, GLOO_SOCKET_IFNAME="lo")
+    assert ended.returncode == 0, ended.stderr
+    assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} (over lo)" in ended.stdout
 
 
 ENDS = """

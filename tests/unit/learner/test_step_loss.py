@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +28,44 @@ from tests.support.learner import tokens_of_rows
 KL = LOSSES_FILE["kl"]
 
 
+# Value and derivative of each estimator, of d = log pi_theta - log pi_ref.
+ESTIMATORS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+    "k1": (lambda d: d, lambda d: 1.0),
+    "k2": (lambda d: d * d / 2, lambda d: d),
+    "k3": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
+    "low_var_kl": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
+    "abs": (abs, lambda d: float((d > 0) - (d < 0))),
+    "k1+": (lambda d: d, lambda d: d),
+    "k3+": (lambda d: math.exp(-d) - 1 + d, lambda d: d),
+}
+
+
+def kl_of(gaps: list[float], estimator: str) -> tuple[list[float], list[float]]:
+    """The penalty of these gaps, and its gradient."""
+    leaf = torch.tensor(gaps, dtype=torch.float64, requires_grad=True)
+    reference = torch.linspace(-3, -1, len(gaps), dtype=torch.float64)
+    penalty = reference_kl(reference + leaf, reference, estimator)
+    penalty.sum().backward()
+    return penalty.tolist(), leaf.grad.tolist()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_reference_kl_has_the_value_and_gradient_of_its_formula(estimator):
+    value, slope = ESTIMATORS[estimator]
+    gaps = [-1.7, -0.3, 0.0, 1e-4, 0.2, 2.4]
+    penalty, gradient = kl_of(gaps, estimator)
+    assert penalty == pytest.approx([value(d) for d in gaps], rel=1e-9, abs=1e-15)
+    assert gradient == pytest.approx([slope(d) for d in gaps], rel=1e-9, abs=1e-12)
+    far = kl_of([-1e4, -40.0, 40.0, 1e4], estimator)
+    assert all(math.isfinite(number) for numbers in far for number in numbers)
+
+
+def test_k1_and_k2_are_not_bounded():
+    """verl and SkyRL bound k3 alone."""
+    assert kl_of([30.0, -30.0], "k2") == ([450.0, 450.0], [30.0, -30.0])
+    assert kl_of([30.0, -30.0], "k1") == ([30.0, -30.0], [1.0, 1.0])
+
+
 @pytest.mark.parametrize("estimator", KL["expected"])
 def test_the_reference_kl_is_golden(estimator):
     leaf = torch.tensor(KL["logprobs"], dtype=torch.float64, requires_grad=True)
@@ -33,6 +73,13 @@ def test_the_reference_kl_is_golden(estimator):
     penalty.sum().backward()
     assert penalty.tolist() == pytest.approx(KL["expected"][estimator]["value"], rel=1e-12, abs=1e-15)
     assert leaf.grad.tolist() == pytest.approx(KL["expected"][estimator]["grad"], rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("estimator", ["k3", "low_var_kl"])
+def test_k3_is_bounded_as_verls(estimator):
+    penalty, gradient = kl_of([-1.0, -3.0, 9.0, 20.0], estimator)
+    assert penalty == pytest.approx([math.e - 2, 10.0, math.exp(-9) + 8, 10.0])
+    assert [slope != 0 for slope in gradient] == [True, False, True, False]
 
 
 def test_sure_tokens_of_negative_samples_are_left_out():
@@ -115,6 +162,13 @@ def test_entropy_and_kl_are_means_over_the_tokens_that_are_left():
     assert step.loss.item() == pytest.approx(plain.loss.item() + 0.5 * kl - 0.1 * entropy)
 
 
+def test_the_reference_kl_moves_the_gradient_by_its_own():
+    _, plain, _ = one_step()
+    _, gradient, _ = one_step(Precomputed(reference=REFERENCE), kl_coef=0.5, kl_estimator="k2")
+    moved = torch.tensor([1.0, 0.0, 1.95, 1.0, -1.0], dtype=torch.float64) * 0.5 / 5
+    torch.testing.assert_close(gradient - plain, moved)
+
+
 def test_nan_of_a_rejected_token_reaches_neither_penalty():
     reference = torch.tensor([-2.0, -2.0, -2.0, -2.0, torch.nan], dtype=torch.float64)
     step, gradient, _ = one_step(Precomputed(reference=reference), correction=REJECTING, kl_coef=0.5, entropy_coef=0.1)
@@ -128,6 +182,14 @@ def test_sure_negative_tokens_leave_the_loss_and_are_counted():
     assert (gradient != 0).tolist() == [True, True, False, True, True]
     assert metrics["actor/negative_filtered"] == pytest.approx(1 / 5)
     assert metrics["learned_tokens"] == 4
+
+
+def test_weights_are_constants_of_the_loss_in_bypass_mode_too():
+    """REINFORCE's gradient is the weight itself, not the weight's derivative times log pi."""
+    correction = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+    _, gradient, _ = one_step(correction=correction, proximal="rollout", loss="reinforce")
+    weight = math.exp(0.1)
+    assert gradient.tolist() == pytest.approx([-weight / 5] * 2 + [weight / 5] * 2 + [2 / 5], rel=1e-6)
 
 
 def test_comparing_only_reports_the_error_of_interpolation():

@@ -52,6 +52,13 @@ def test_the_coarse_kl_is_that_of_the_merged_outcomes(k):
     assert (kl <= whole_kl(policy, teacher) + 1e-9).all()
 
 
+def test_the_coarse_kl_passes_gradcheck():
+    policy, teacher = distributions()
+    ids = teacher.topk(3).indices
+    chosen = policy.gather(1, ids).requires_grad_()
+    assert torch.autograd.gradcheck(lambda values: coarse_kl(values, teacher.gather(1, ids)), chosen)
+
+
 def test_certainty_leaves_value_and_gradient_finite():
     """Policy and teacher put everything on one token: on the same, on different ones, and among or beside the K."""
     certain = torch.zeros(4, 5)

@@ -164,6 +164,16 @@ def test_a_taught_batch_on_another_device_has_the_same_metrics(model, samples) -
     assert 0 < here["teacher/tokens"] < 1
 
 
+def test_a_teacher_teaches_where_all_advantages_are_nothing(model, samples) -> None:
+    payloads, _ = samples
+    idle, before = trained(model, {}, ALONE, (payloads, [0.0] * len(payloads)))
+    taught = [with_scores(one, 0) for one in payloads], [0.0] * len(payloads)
+    metrics, after = trained(model, {}, ALONE, taught, teacher={"model": "t"})
+    assert (metrics["actor/skipped_steps"], idle["actor/skipped_steps"]) == (0, 0)
+    assert metrics["actor/pg_loss"] != 0 == idle["actor/pg_loss"]
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
 def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
     for name, weight in expected.items():
         torch.testing.assert_close(weights[name], weight, rtol=rtol, atol=1e-6)
@@ -221,6 +231,12 @@ def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name) -
     _, expected = trained(model, algorithm, ALONE, samples)
     _, weights = trained(model, algorithm, Twins(0, 2, CPU), samples)
     assert_same(weights, expected)
+
+
+def test_later_mini_batches_clip_around_the_first_policy(model, samples) -> None:
+    whole, halves = (trained(model, {"proximal": "recompute"}, ALONE, samples, minis)[0] for minis in (1, 2))
+    assert whole["actor/ppo_kl"] == 0
+    assert abs(halves["actor/ppo_kl"]) > 1e-6
 
 
 @pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("sqrt", 0.5)])

@@ -156,6 +156,16 @@ def test_messages_are_read_in_the_shapes_in_which_people_have_them(tmp_path: Pat
     assert (asked(prompts), skipped) == ([(read or given, 1)], {})
 
 
+def test_keys_that_arrow_fills_with_null_are_dropped(tmp_path: Path) -> None:
+    rows = [
+        [user("a"), CALLING | {"content": "I look."}, TOLD],
+        [user("b")],
+        [{"role": "system", "content": ""}, ASKED],
+    ]
+    prompts, skipped, _ = load(parquet(tmp_path / "a.parquet", prompt=rows, answer=["1", "2", "3"]))
+    assert ([prompt for prompt, _ in asked(prompts)], skipped) == (rows, {})
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
