@@ -39,14 +39,30 @@ def f(x): return Equal()
 SIGNAL = """
 import os
 def f(x):
-    os.kill(os.getppid(), 2)
+    os.kill(os.getppid(), {number})
+    return 0
+"""
+
+# Writes to every descriptor that may be a pipe.
+WRITE = """
+import os
+def f(x):
+    for fd in range(3, 50):
+        try: os.write(fd, {data})
+        except OSError: pass
     return 0
 """
 
 ATTACKS = {
     "is a list that equals everything": EQUAL,
-    "interrupts the judge": SIGNAL,
+    "kills the judge when asked": SIGNAL.format(number=9),
+    "interrupts the judge": SIGNAL.format(number=2),
+    "announces 2 GB": WRITE.format(data='b"\\x80\\x00\\x00\\x00"'),
     "exits well at once": "import os; os._exit(0)",
+    "prints markers": """
+print("passed 1", "0 passed", "ready", *(f"{i} passed" for i in range(8)), sep="\\n")
+def f(x): return 0
+""",
     "patches builtins": """
 import builtins
 names = "len abs sorted isinstance all any print exec compile str AssertionError"
@@ -90,6 +106,14 @@ def f(x):
         except Exception: pass
     return 0
 """,
+    "answers before it is asked": """
+import os, struct
+answer = b'["answer", true, []]'
+for fd in range(3, 50):
+    try: os.write(fd, (struct.pack(">I", len(answer)) + answer) * 50)
+    except OSError: pass
+def f(x): return 0
+""",
     "offers builtins of its own": TAKE_OVER + """
 true = lambda *a, **k: True
 def serve(message):
@@ -111,6 +135,27 @@ def serve(message):
         return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
     program.send(["raise", ["builtin", "int"], ""])
 program.serve = serve
+""",
+    "returns an object that says whatever is asked of it": """
+class Any(type):
+    def __getattr__(self, name): return Every
+    def __call__(self, *a, **k): return self
+    def __bool__(self): return True
+    def __str__(self): return "81549300"
+    __repr__ = __str__
+    def __format__(self, spec): return "81549300"
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __len__(self): return 8
+    def __instancecheck__(self, other): return True
+    def __index__(self): return 1
+    def __abs__(self): return 0
+    def __sub__(self, other): return 0
+    def __gt__(self, other): return True
+    def __lt__(self, other): return True
+class Every(metaclass=Any): pass
+def f(x): return Every
 """,
     "replaces the modules that the judge's copy of it uses": TAKE_OVER + """
 import builtins, json, marshal, struct, types
@@ -135,6 +180,18 @@ def f(x):
 def serve(message):
     value = ["dict", [["f", ["mine", 0]]]] if message[0] == "names" else 0
     program.send(["answer", value, [[0, 81549300], [-1, 81549300], [1, ["list", [81549300]]]]])
+program.serve = serve
+""",
+    "asks instead of answering": TAKE_OVER + """
+def serve(message):
+    if message[0] == "names":
+        return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
+    for number in range(5):
+        for name in ("__globals__", "__self__", "job", "__class__"):
+            program.send(["get", [["yours", number], name], {}])
+            program.receive()
+    program.send(["call", [["builtin", "AssertionError"]], {}])
+    program.send(["answer", program.receive()[1], []])
 program.serve = serve
 """,
     "defines the helpers of the tests, and a Solution that has all": """

@@ -76,6 +76,20 @@ SHAPES = {
         "{%- if not m.tool_calls %}<turn|>\n{% endif %}{%- endif %}{%- endfor %}"
         "{%- if add_generation_prompt and not now.result %}<|turn>model\n{% endif %}",
     ),
+    # A special token stands between what is said and the end of the turn.
+    "command": (
+        ["<|end_turn|>", "<|turn|>", "<|say|>", "<|/say|>"],
+        ROLES + "<|turn|>{{ m.role }}{%- if m.role == 'assistant' %}<|say|>{{ m.content }}<|/say|>"
+        "{%- else %}{{ m.content }}{%- endif %}<|end_turn|>{%- endfor %}"
+        "{%- if add_generation_prompt %}<|turn|>assistant<|say|>{%- endif %}",
+    ),
+    # GLM's, with an end of text behind the last answer alone.
+    "glm, closed": (
+        ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+        ROLES + "{{ '<|' ~ ('observation' if m.role == 'tool' else m.role) ~ '|>' ~ m.content }}"
+        "{%- if loop.last and m.role == 'assistant' %}<|endoftext|>{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|assistant|>{%- endif %}",
+    ),
     # It shows no results of tools.
     "silent": (
         ["<|end|>", "<|user|>", "<|assistant|>"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 from common.messages import Task
@@ -58,6 +59,22 @@ class Hanging(Echo):
             type(self).cut += 1
             raise
         return ""
+
+
+class Blocked(Echo):
+    """Waits in one of asyncio's threads until it is released."""
+
+    name = "blocked"
+    go = threading.Event()
+    threads = 0
+
+    async def call(self, text: str) -> str:
+        await asyncio.to_thread(self._wait)
+        return ""
+
+    def _wait(self) -> None:
+        type(self).threads += 1
+        self.go.wait()
 
 
 class Patient(Hanging):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from generator.rewards.code.unit_tests import CodeLimits, CodeVerdict, run_code_tests
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
-from tests.support.code_attacks import ANSWER, ATTACKS, TAKE_OVER, TESTS
+from tests.support.code_attacks import ANSWER, ATTACKS, SEARCH, TAKE_OVER, TESTS
 from tests.support.code_meanings import MEANINGS, parts
 from tests.support.process_sandbox import ProcessSandbox
 
@@ -157,6 +158,35 @@ def serve(message):
 program.serve = serve
 """
 )
+POINTER = """
+class Pointer:
+    __array_interface__ = {"data": (8, False), "shape": (1 << 20,), "typestr": "|u1", "version": 3}
+def f(x): return Pointer()
+"""
+# `keep` gives the program a function, a generator and an object of the judge to start from.
+KEEP = SEARCH + TAKE_OVER + """
+def keep(*objects): return 0
+names = "__globals__ __code__ __self__ __class__ __dict__ __init__ __module__ gi_frame gi_code f_back f_globals f_code"
+def ask(number, name):
+    program.send(["get", [["yours", number], name], {}])
+    kind, value, _ = program.receive()
+    return value if kind == "answer" else None
+def f(x):
+    seen, open = [], list(range(5))
+    for number in open:
+        for name in names.split() + ["co_consts", "co_names", "secret"]:
+            value = ask(number, name)
+            seen.append(value)
+            if isinstance(value, list) and value[0] == "mine" and len(open) < 100:
+                open.append(value[1])
+    return search(repr(seen)) or [value for value in seen if value == 81549300 or "81549300" in repr(value)]
+"""  # fmt: skip
+KEPT = [
+    "class Open:\n    shown = 2\n    def method(self): return 81549300",
+    "assert keep(lambda: 81549300, (81549300 for _ in [1]), Open(), Open, Open().method) == 0",
+    "assert f(20) == 81549300",
+    "assert f(20) == []",
+]
 # The first statement of its tests fails, so that it does not define what the second one uses.
 HELPER = """
 calls = []
@@ -182,11 +212,15 @@ def f(x): return Key() if x else 1
     [
         (STRPTIME, ["import datetime", "assert f(20) == datetime.datetime.strptime('2020', '%Y')"], [False]),
         (EVAL, ["assert f(20)(f(21)) == 81549300"], [False]),
+        # Points numpy at memory of the judge, which goes on.
+        (POINTER, ["import numpy", "numpy.asarray(f(20)).sum()", "assert f(20) is not None"], [ANY, True]),
+        # Starts from what a test passes to it.
+        (KEEP, KEPT, [True, False, True]),
         (HELPER, HELPED, [False, False]),
         ("def f(x): raise StopIteration", MAPPED, [False, False]),
         (UNPRINTABLE, ["assert {}[f(20)] == 2", "assert f(0) == 1"], [False, True]),
     ],
-    ids=["imports", "functions", "helper", "loop", "error fails"],
+    ids=["imports", "functions", "memory", "objects", "helper", "loop", "error fails"],
 )
 def test_no_program_passes_by_what_the_judge_or_a_test_does(code: str, tests: list[str], results: list[bool]) -> None:
     assert passed(check(code, *tests)) == results

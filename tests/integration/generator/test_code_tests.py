@@ -242,3 +242,23 @@ def test_the_reward_is_the_share_of_tests_or_all(text: str, answer: Any, options
         score(text, answer, {"tests": "other"}, sandbox)
     with pytest.raises(ValueError, match="tests"):
         score(text, "4", {}, sandbox)
+
+
+@pytest.mark.parametrize("piece", ["```python\n", "<code>", "</code>", "```", "`", "\n", "<code>x</code>", " \t"])
+def test_megabytes_of_tags_are_read_once(piece: str) -> None:
+    text = piece * (4_000_000 // len(piece))
+    assert len(extract_code(text)) <= len(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "results"),
+    [
+        (DOUBLE, {"inputs": ["1", "2\n", "3"], "outputs": ["2\n", "4", "7"]}, [True, True, False]),
+        (SUM, json.dumps({"inputs": [["1", "2"], "3\n4"], "outputs": [["3"], 7]}), [True, True]),
+    ],
+)
+def test_partial_credit_is_the_share_of_tests_passed(code: str, tests: Any, results: list[bool]) -> None:
+    verdict = check(code, tests)
+    assert [result.passed for result in verdict.results] == results
+    assert verdict.score() == pytest.approx(sum(results) / len(results))
+    assert verdict.score(partial=False) == float(all(results))

@@ -263,3 +263,11 @@ def test_nothing_outlives_a_generator_that_is_killed(tmp_path: Path) -> None:
         generator.kill()
         generator.wait()
     assert all_ended(hello)
+
+
+@pooled(f"{HERE}:BadStart", size=2)
+async def test_a_process_that_cannot_start_fails_all_that_wait(pool: Pool) -> None:
+    jobs = (pool.score(f"{HERE}:BadStart", Outcome("")) for _ in range(5))
+    for error in await asyncio.gather(*jobs, return_exceptions=True):
+        assert isinstance(error, WorkerDied)
+        assert "RuntimeError: no model here" in str(error)

@@ -360,3 +360,23 @@ def test_a_request_is_compared_with_the_nearest_earlier_one() -> None:
     lost = first_lost(agent.tree)
     assert lost is not None
     assert (lost.earlier, lost.message, lost.before) == (second.number, 3, "2")
+
+
+def test_a_dropped_request_leaves_its_row_to_the_next() -> None:
+    agent = Agent()
+    agent.turn([user("a")], "1")
+    twin = agent.turn([user("a"), said("1"), user("b")], "2")
+    kept = agent.turn([user("a"), said("1"), user("b")], "2")
+    agent.tree.drop(twin)
+    (row,) = agent.tree.rows()
+    assert row.tokens().tolist() == [*agent.saw[kept], *kept.turn.token_ids.tolist()]
+    assert agent.tree.find(None, [user("a"), said("1"), user("b"), said("2")]).parent is kept
+
+
+def test_conversations_about_the_task_under_the_same_instructions_are_connected() -> None:
+    agent = Agent(Tree(task="2+2?"))
+    plan = agent.turn([user("Plan how to solve this: 2+2?")], "add")
+    tries = [agent.turn([user(f"2+2?\n\n{how}")], "4") for how in ("Follow this plan:\nadd", "Guess.")]
+    other = agent.turn([user("Say hello")], "hello")
+    assert agent.tree.trained("connected") == [plan, *tries]
+    assert agent.tree.trained("all") == [plan, *tries, other]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -129,3 +130,10 @@ def test_connections_are_used_again_and_bounded() -> None:
 def test_impossible_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         ChatApi(model="tiny", **options)
+
+
+def test_an_endpoint_that_refuses_connections_is_unavailable() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
+        with pytest.raises(ChatUnavailable, match="ConnectError"):
+            ask(Double([], url=f"http://127.0.0.1:{taken.getsockname()[1]}"), attempts=2)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from common.messages import Task
 from common.payload import decode_payload, encode_payload
 from generator.chat.prompts import PromptTooLong
@@ -28,6 +29,7 @@ from tests.support.episode import (
     configured,
     play,
     runner,
+    tool_texts,
 )
 from tests.support.event_loop import in_event_loop
 from tests.support.golden import GOLDEN
@@ -316,3 +318,34 @@ def test_calls_within_thinking_are_not_run_unless_an_option_says_so(turn: str, o
     assert calls("What is 12*7+5?") == calls("Use <think>") == called
     assert calls("What is 12*7+5?", calls_in_thinking=False) == called
     assert calls("What is 12*7+5?", calls_in_thinking=True) == turn.count("<tool_call>{")
+
+
+def test_several_calls_in_a_turn_are_answered_in_order() -> None:
+    calls = "".join(call("calculator", f'{{"expression": "{text}"}}') for text in ("1+1", "2*3", "oops"))
+    engine = ScriptedEngine(calls + END, f"done{END}")
+    episode = play(engine)
+    assert (episode.tool_calls, episode.tool_errors, episode.user_turns) == (3, 1, 1)
+    assert tool_texts(episode) == ["2", "6", "error: not an arithmetic expression"]
+
+
+def test_the_user_gets_the_last_answer_when_time_is_over() -> None:
+    episode = play(ScriptedEngine(completion(TOKENIZER.encode(f"88{END}"))), user=Repeating("89"), max_seconds=1e-9)
+    assert (episode.reason, episode.answer) == ("max_seconds", "88")
+    assert episode.transcript.turn_rewards() == [-0.5]
+
+
+def test_a_prompt_over_the_limit_is_refused_at_once() -> None:
+    with pytest.raises(PromptTooLong, match="data.max_prompt_tokens allows 100"):
+        play(ScriptedEngine(), prompt="1" * 200)
+
+
+def test_a_template_that_cannot_show_tool_results_is_refused() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{%- if m.role == 'tool' -%}{{ raise_exception('no tools here') }}{%- endif -%}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{%- endfor -%}"
+    )
+    config = configured(tools=["calculator"])
+    parts = EpisodeParts(config)
+    with pytest.raises(UserError, match="'tool' messages.*no tools here.*call_format=code"):
+        parts.chat_template(tokenizer, config)

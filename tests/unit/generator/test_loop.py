@@ -11,10 +11,12 @@ from common.messages import Failure
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
+from common.streams.presence import Presence
 from common.streams.tasks import CONSUMER_GROUP, MAX_REASON, TaskInbox
-from generator.engine.engine import EngineFailed
+from generator.engine.engine import EngineDied, EngineFailed
 from sandbox_client import SandboxUnreachable
 from tests.support.generator import DEADLINE, Rig, evaluate, failing, make_generator, one, over, playing, results, story
+from tests.support.http_double import fails, serve
 from tests.support.waiting import until
 
 OK = {("ok", 1.0)}
@@ -211,3 +213,73 @@ async def test_tasks_that_await_weights_do_not_hold_up_an_evaluation(rig: Rig) -
     rig.client.queue.put_nowait(1)
     over(rig, "e0")
     assert {header.kind for header in await rig.headers(9)} == {"train"}
+
+
+def test_a_users_rewards_travel_with_the_sample(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker, episode=USER | {"user_options": {"turns": 2, "discount": 0.5}})
+    rig.dispatch(1, keep=True, answer="8", task_id="wrong")
+    rig.dispatch(1, keep=True, answer="7", task_id="right")
+    headers = {header.task_id: header for header in rig.play(lambda rig: rig.headers(2))}
+    right, wrong = headers["right"], headers["wrong"]
+    assert (right.reason, right.reward, right.turn_rewards, right.turns) == ("user", 1.0, [0.0], 1)
+    assert right.turn_returns == right.turn_tokens == [], "the episode is what is weighed"
+    assert (wrong.reason, wrong.reward, wrong.turn_rewards, wrong.turns) == ("user", 0.0, [0.0] * 3, 3)
+    again = ("user", "That is not right. Please try again.")
+    messages = [(message["role"], message["content"]) for message in story(wrong)["messages"]]
+    assert messages == [("assistant", "7"), again, ("assistant", "7"), again, ("assistant", "7"), ("user", "")]
+
+
+def test_a_user_whose_endpoint_fails_is_no_reward(fake_broker: Broker) -> None:
+    with serve(fails(503, "asleep")) as double:
+        options = {"base_url": double.url, "model": "m", "attempts": 1}
+        rig = Rig(fake_broker, episode=USER | {"user": "llm", "user_options": options})
+        header = one(rig, row={"goal": "to sleep"}, keep=True)
+    assert header.failure == Failure.CHAT_UNAVAILABLE
+    assert header.reason.startswith("ChatUnavailable: ")
+    assert header.reason.endswith("HTTP 503: asleep")
+    assert len(double.requests) == 2  # generator.max_attempts
+
+
+def test_an_idle_generator_says_that_the_learner_is_gone(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    Presence(fake_broker, "learner", "learner").beat()
+    fake_broker.redis.zincrby(fake_broker.key("alive"), -920_000, "learner")
+
+    async def warned(rig: Rig) -> None:
+        await until(lambda: any("the learner has been gone for 9" in line["event"] for line in logs))
+
+    with structlog.testing.capture_logs() as logs:
+        rig.play(warned)
+
+
+def test_an_evaluation_is_left_to_those_that_can_answer_it(fake_broker: Broker) -> None:
+    rig, older = Rig(fake_broker), TaskInbox(fake_broker, "older")
+
+    async def scene(rig: Rig) -> list[str]:
+        rig.client.queue.put_nowait(5)
+        await until(lambda: rig.engine.version == 5)
+        evaluate(rig, "e4", 3, version=4)
+        return [header.kind for header in await rig.headers(3)]
+
+    evaluate(rig, "e0", 2)
+    assert older.lease(0, 1, 0).evaluation == "e0", "the first that is new enough decides"
+    assert TaskInbox(fake_broker, "newer").lease(1, 5, 0) == ("", [])
+    assert older.lease(0, 5, 0).evaluation == "e0"
+    over(rig, "e0")
+    assert older.lease(0, 5, 0) == older.lease(3, 5, 0) == ("", [])
+    assert rig.play(scene) == ["eval"] * 3
+
+
+def test_a_dead_engine_ends_the_process_and_hands_back(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    rig.dispatch(3)
+
+    async def die(rig: Rig) -> None:
+        rig.engine.hold.clear()
+        await until(lambda: rig.engine.calls == 3)
+        rig.engine.died = True
+        await until(lambda: not rig.generator.leased)
+
+    with pytest.raises(EngineDied):
+        rig.play(die)
+    assert len(TaskInbox(fake_broker, "g2").take(10, 0)) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from common.streams.tasks import TaskInbox
 from generator.engine.engine import Engine, EngineDied, EngineFailed
 from tests.support.episode import TOKENIZER, call
 from tests.support.generator import Rig, failing, one, results, saying, story, stuck
+from tests.support.tool_examples import Blocked
+from tests.support.waiting import until
 
 OK = {("ok", 1.0)}
 
@@ -167,3 +170,39 @@ def test_where_nothing_is_kept_nothing_is_sent(fake_broker: Broker, monkeypatch:
     monkeypatch.setattr("generator.task_runner.make_record", failing(ValueError("odd")))
     header = set_aside(fake_broker, SUM, EngineFailed("x"), task={"task_id": "t2"})
     assert (header.reason, header.record, header.turns) == ("EngineFailed: x", None, 1)
+
+
+def with_tool(broker: Broker, tool: str, tool_timeout: float = 600.0, **generator: Any) -> Rig:
+    """A generator whose tasks call this tool where their prompt does, and answer 7 otherwise."""
+    episode = {"tools": [f"tests.support.tool_examples:{tool}"], "max_assistant_turns": 2, "tool_timeout": tool_timeout}
+    rig = Rig(broker, episode=episode, data={"train": "t", "max_prompt_tokens": 200}, generator=generator)
+
+    def turn(prompt_ids: Any) -> Any:
+        asked = TOKENIZER.decode(prompt_ids).split("user\n")[1].split("<|im_end|>")[0]
+        return saying((asked if asked.startswith("<tool_call>") else "7") + "<|im_end|>")(prompt_ids)
+
+    rig.engine.turn = turn
+    return rig
+
+
+async def quick(rig: Rig, n: int) -> list[Any]:
+    """Results of tasks that need no tool."""
+    for i in range(n):
+        rig.dispatch(1, prompt="2+5", task_id=f"quick {i}", answer="7")
+    return await rig.headers(n)
+
+
+def test_tools_that_fill_asyncios_threads_delay_no_others(fake_broker: Broker) -> None:
+    hanging = 8  # twice as many as there are threads
+    rig = with_tool(fake_broker, "Blocked", max_concurrency=hanging + 1)
+    rig.dispatch(hanging, prompt=call("blocked", '{"text": ""}'))
+
+    async def scene(rig: Rig) -> list[Any]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+        await until(lambda: Blocked.threads == 4 and rig.generator.slots_taken == hanging)
+        try:
+            return await quick(rig, 20)
+        finally:
+            Blocked.go.set()  # else the event loop's end waits for its threads
+
+    assert results(rig.play(scene)) == OK

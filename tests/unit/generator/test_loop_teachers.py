@@ -12,6 +12,7 @@ import pytest
 from common.payload import Payload
 from common.streams import dead
 from common.streams.broker import Broker
+from common.streams.tasks import TaskInbox
 from generator.chat_api import ModelApi
 from generator.teacher.server import TeacherServer
 from tests.support.generator import Rig, evaluate, one
@@ -88,3 +89,19 @@ def test_an_episode_that_waits_for_scores_leaves_its_slot_to_others(fake_broker:
 
     with taught(fake_broker, holding(released)) as (rig, _):
         assert len(rig.play(story)) == 6
+
+
+def test_a_stop_hands_back_what_waits_for_scores(fake_broker: Broker) -> None:
+    released = threading.Event()
+
+    async def story(rig: Rig) -> None:
+        rig.dispatch(2)
+        await until(lambda: sum(lease.awaits_scores for lease in rig.generator.leased) == 2)
+
+    with taught(fake_broker, holding(released)) as (rig, _):
+        try:
+            rig.play(story)
+        finally:
+            released.set()
+    deliveries = TaskInbox(fake_broker, "two").take(5, 0)
+    assert sorted((one.task.task_id, one.attempt) for one in deliveries) == [("t0", 1), ("t1", 1)]

@@ -19,7 +19,8 @@ from generator.tools.calculator import calculate
 from generator.tools.toolbox import make_validator, truncated
 from sandbox_client import SandboxUnavailable
 from tests.support import tool_examples
-from tests.support.episode import END, ScriptedEngine, call, runner, tool_texts
+from tests.support.episode import END, Blocking, ScriptedEngine, call, runner, tool_texts
+from tests.support.event_loop import in_event_loop
 from tests.support.golden import GOLDEN
 from tests.support.tool_examples import CountingSession, CountingTool, Hanging
 
@@ -189,3 +190,26 @@ def test_equal_items_are_those_of_json_schema(items: Any, unique: bool, draft: d
     ours, theirs = make_validator(schema), validator_for(schema, default=Draft202012Validator)(schema)
     made, expected = ([error.message for error in one.iter_errors({"items": items})] for one in (ours, theirs))
     assert made == expected
+
+
+@in_event_loop
+async def test_state_is_closed_to_the_end_when_cancelled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    closing, close, box = Blocking(), CountingSession.close, toolbox("CountingTool")
+
+    async def slow_close(self: Any) -> None:
+        await closing.wait()
+        await close(self)
+
+    monkeypatch.setattr(CountingSession, "close", slow_close)
+    session = box.for_episode(TASK)
+    await session.run([ToolCall("count")])
+    ending = asyncio.create_task(session.close())
+    await closing.entered.wait()
+    for _ in range(2):
+        ending.cancel()
+        await asyncio.sleep(0)
+    assert not ending.done()
+    closing.released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert box.tools["count"].closed == [1]

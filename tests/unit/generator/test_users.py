@@ -251,3 +251,20 @@ async def test_the_checker_is_the_runs_reward_or_another(
     assert value == (0.0 if reward == "boxed" else 1.0), "the run's own stays"
     await parts.close()
     assert own.calls[-1] == "closed"
+
+
+@pytest.mark.parametrize("user", [Corrector(exact), Scripted(exact)], ids=["corrector", "scripted"])
+def test_conversations_do_not_mix_and_leave_nothing(user: Any) -> None:
+    async def one(number: int) -> str:
+        row = {"dialogue": [f"is it {number}?"]}
+        async with conversation(user, f"e{number}", row=row, answer=number, messages=PROMPT) as talking:
+            await asyncio.sleep(0)
+            turn = await talking.respond([{"role": "assistant", "content": str(number)}])
+            assert turn.stop == isinstance(user, Corrector)
+            return turn.text
+
+    async def many() -> list[str]:
+        return await asyncio.gather(*(one(number) for number in range(1, 51)))
+
+    assert asyncio.run(many()) in ([""] * 50, [f"is it {number}?" for number in range(1, 51)])
+    assert not next(value for value in vars(user).values() if isinstance(value, dict))

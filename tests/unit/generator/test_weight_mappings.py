@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
+
+import pytest
 
 from common.weights.memory import MemoryFile
 from generator.weights.mappings import KEPT, Mappings
@@ -45,3 +49,11 @@ def test_files_that_are_no_longer_used_are_unmapped(tmp_path: Path) -> None:
     assert mapped(f"{tmp_path}/mapped-weights-") == KEPT
     mappings.close()
     assert mapped(f"{tmp_path}/mapped-weights-") == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every file")
+def test_a_file_that_may_only_be_read_is_mapped_too(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"r" * 64)
+    path.chmod(stat.S_IRUSR)
+    assert bytes_of(Mappings(), str(path)) == b"r" * 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from common.errors import UserError
 from generator.rewards import Outcome
 from generator.rewards.registry import make_reward
-from generator.rewards.verifiers import Maths
+from generator.rewards.verifiers import Maths, cpu_limit
 from sampler.prompts.rows import open_rows
 
 
@@ -137,3 +138,24 @@ def test_any_answer_that_the_verifier_accepts_counts_and_nothing_is_evaluated() 
         gym({}, "1")
     with pytest.raises(UserError, match="no family 'chain_sun'"):
         gym({"family": "chain_sun", "entry": json.dumps({"answer": "1"})}, "1")
+
+
+@pytest.mark.integration
+def test_a_limit_of_processor_time_leaves_no_timer() -> None:
+    caught = 0
+
+    def work() -> None:
+        nonlocal caught
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:  # one that is swallowed comes again
+                caught += 1
+                if caught == 2:
+                    raise
+
+    assert cpu_limit(0.05, work) is None
+    assert caught == 2
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGPROF) is signal.SIG_DFL
