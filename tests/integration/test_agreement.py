@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,47 @@ def test_nothing_changes_under_a_process_that_lives(real_broker: Broker) -> None
     Presence(real_broker, "generator-7", "generator").beat()
     agree(real_broker, config(eval=MORE_EVALUATIONS))
     assert real_broker.processes() == {}
+
+
+def test_of_two_that_come_with_different_changes_one_is_refused(real_broker: Broker) -> None:
+    agree(real_broker, config())
+    outcomes: list[str] = []
+
+    def come(every: int) -> None:
+        broker = Broker(real_broker.redis, real_broker.run)
+        try:
+            agree(broker, config(eval={"every": every}))
+            with Presence(broker, f"learner-{every}", "learner", interval=0.05):
+                both.wait()
+            outcomes.append("agreed")
+        except UserError as error:
+            outcomes.append("refused" if f"learner-{5 - every}" in str(error) else str(error))
+            both.wait()
+
+    both = threading.Barrier(2)
+    threads = [threading.Thread(target=come, args=[every]) for every in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["agreed", "refused"]
+
+
+def test_a_run_that_has_just_begun_is_not_replaced(real_broker: Broker) -> None:
+    """The first process has stored its configuration, and sends its first heartbeat once the other looks for one."""
+    agree(real_broker, config(broker={"dead_after": 10.0}))
+    with ExitStack() as stack:
+        first = Presence(real_broker, "sampler", "sampler", interval=0.05)
+        reads, looks = real_broker.processes, iter([lambda: stack.enter_context(first)])
+
+        def processes() -> Any:
+            seen = reads()
+            next(looks, lambda: None)()
+            return seen
+
+        real_broker.processes = processes  # type: ignore[method-assign]
+        with pytest.raises(UserError, match=r"stop all of the run's processes first \(sampler\)"):
+            agree(real_broker, config(data=OTHER_DATA))
 
 
 def test_a_generator_with_other_model_files_is_refused(real_broker: Broker, tmp_path: Path) -> None:

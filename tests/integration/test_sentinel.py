@@ -160,6 +160,23 @@ def test_a_master_that_is_none_for_a_while_is_waited_for(watched: Watched) -> No
     assert delivery.task == tasks(1)[0]
 
 
+def test_a_master_without_enough_replicas_is_waited_for(watched: Watched) -> None:
+    ledger = SamplerLedger(watched.broker())
+    ledger.acquire()
+    ledger.commit(Commit(counters={"late": 1}))
+    master = client(watched.master)
+    master.config_set("min-replicas-to-write", 1)
+    client(watched.replica).replicaof("NO", "ONE")
+    until(lambda: master.info("replication")["connected_slaves"] == 0)
+    with ThreadPoolExecutor(1) as threads:
+        refused = errors(master)
+        committed = threads.submit(dispatch, ledger, 1)
+        until(lambda: errors(master) > refused)
+        client(watched.replica).replicaof("127.0.0.1", watched.master.port)
+        committed.result(timeout=600)
+    assert ledger.acquire().outstanding == {"t0": b"memo"}
+
+
 def test_master_and_sentinel_have_passwords_of_their_own(watched: Watched, tmp_path: Path) -> None:
     findings = {finding.name: finding for finding in all_findings("redis", Role.SAMPLER, broker={"url": watched.url})}
     assert f"answers at 127.0.0.1:{watched.master.port}, master of {SERVICE}" in findings["redis"].line
@@ -205,3 +222,16 @@ def test_sentinels_and_their_server_are_spoken_to_over_tls(tmp_path: Path, own_r
         process.kill()
         process.wait()
         master.close()
+
+
+def test_a_node_of_a_cluster_is_named_as_such(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    # Its second port, for the other nodes, is 10,000 above the first.
+    while server.port >= 55_000:
+        server = RedisServer(tmp_path)
+    server.start(["--cluster-enabled", "yes"])
+    try:
+        with pytest.raises(UserError, match="a node of a Redis Cluster that does not hold the run"):
+            connect(BrokerConfig(url=server.url, wait=0), "run")
+    finally:
+        server.kill()

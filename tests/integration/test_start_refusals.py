@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from common.curve import make_keys
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
-from tests.support.checks import refusal_of, run_file
+from tests.support.checks import QUIET, refusal_of, run_file
 from tests.support.ports import free_port
 from tests.support.sandbox import SandboxServer
 
@@ -95,3 +99,34 @@ def test_an_image_of_another_release(role: str, real_broker: Broker, redis_serve
     line = refusal_of(f"{role}.cli", "-c", config)
     assert "run 'test' was started with SPO 0.0.1, this is " in line
     assert "use the same release (image) for all processes of a run" in line
+
+
+@pytest.mark.parametrize("role", ["generator", "learner", "relay", "sampler"])
+def test_a_redis_that_may_drop_samples(role: str, own_redis: RedisServer, tmp_path: Path) -> None:
+    broker = Broker(redis.Redis.from_url(own_redis.url), "test")
+    broker.redis.config_set("maxmemory-policy", "allkeys-lfu")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    config = run_file(tmp_path, broker={"url": own_redis.url}, data={"train": str(tmp_path / "train.jsonl")})
+    line = refusal_of(f"{role}.cli", "-c", config, SPO_LOG_LEVEL="ERROR")
+    assert "maxmemory-policy allkeys-lfu" in line
+    assert "run `CONFIG SET maxmemory-policy noeviction` there" in line
+    assert not broker.redis.exists(broker.key("config"))
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="about instruction sets of x86")
+def test_the_machine_is_warned_of_once_nothing_refuses_the_start(
+    real_broker: Broker, redis_server: RedisServer, tmp_path: Path, bubblewrap: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu fma avx2\n")
+    slow = [bubblewrap, "--dev-bind", "/", "/", "--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo"]
+
+    def first_line(**sections: Any) -> str:
+        command = [*slow, sys.executable, "-m", "generator.cli", "-c", str(run_file(tmp_path, **sections))]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | QUIET) as process:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            process.kill()
+        return line
+
+    assert "no Redis at redis://127.0.0.1:1/0" in first_line()
+    assert "lacks AVX-512: vLLM takes its AVX2 kernels" in first_line(broker={"url": redis_server.url})

@@ -10,6 +10,13 @@ for folder in ["/usr/bin", "/proc/sys", sys.prefix, os.path.dirname(os.__file__)
 refused(os.unlink, sys.executable)
 refused(os.rename, "/usr", "/tmp/usr")
 refused(os.chmod, os.__file__, 0o666)
+#: links to the host | leaks_bare=1
+for number, path in enumerate(host["secrets"]):
+    os.symlink(path, f"link{number}")
+    refused(open, f"link{number}")
+    refused(os.link, path, f"hard{number}")
+os.symlink("../" * 30 + host["secrets"][0].lstrip("/"), "up")
+refused(open, "up")
 #: roots in /proc
 for door in ["/proc/self/root", "/proc/1/root", "/proc/thread-self/root", "/proc/1/cwd/../.."]:
     for path in host["secrets"]:
@@ -18,6 +25,10 @@ for fd in os.listdir("/proc/1/fd"):
     target = os.readlink(f"/proc/1/fd/{fd}")
     if target != "/dev/null" and not target.startswith(("pipe:", "anon_inode:")):
         leak(f"the first process has {target} open")
+#: removing all | language=bash
+rm -rf --no-preserve-root /bin /etc /proc/1 /dev /usr/sbin /tmp/* 2>/dev/null
+[ -x /usr/bin/env ] || echo LEAK
+cd /tmp && rm -rf run && mkdir run 2>/dev/null; rm -rf /tmp/run; echo contained
 #: device nodes
 import stat
 for kind, major, minor in [(stat.S_IFCHR, 1, 1), (stat.S_IFCHR, 1, 3), (stat.S_IFBLK, 8, 0), (stat.S_IFBLK, 254, 0)]:
@@ -34,6 +45,35 @@ for path in ["/proc/cmdline", "/proc/keys", "/proc/kcore", "/proc/kmsg", "/proc/
     with contextlib.suppress(OSError):
         if open(path, "rb").read(10):
             leak(path)
+#: system calls
+calls = {
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "syslog": (103, 116),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "unshare": (272, 97), "setns": (308, 268),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "quotactl": (179, 60), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    "vmsplice": (278, 75), "inotify_init1": (294, 26), "fanotify_init": (300, 262), "pidfd_getfd": (438, 438),
+    "kexec_load": (246, 104), "init_module": (175, 105), "acct": (163, 89), "reboot": (169, 142),
+    "swapon": (167, 224),
+}
+for name, numbers in calls.items():
+    result = libc.syscall(numbers[os.uname().machine == "aarch64"], 0, 0, 0, 0, 0, 0)
+    if result >= 0 or ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS):
+        leak(f"{name} gave {result}, {errno.errorcode.get(ctypes.get_errno())}")
+#: clock, name and priorities
+refused(time.clock_settime, time.CLOCK_REALTIME, 0)
+refused(socket.sethostname, "x")
+if socket.gethostname() != "sandbox":
+    leak(socket.gethostname())
+refused(os.nice, -1)
+refused(os.setpriority, os.PRIO_PROCESS, 0, -20)
+refused(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))
+for pid in ("self", 1, os.getppid()):
+    refused(open, f"/proc/{pid}/oom_score_adj", "w")
 #: setuid programs
 import shutil, subprocess
 if os.geteuid() == 0 or 0 in os.getgroups() or os.getegid() == 0:
@@ -84,6 +124,10 @@ for address in ("192.0.2.1", "10.0.0.1", "169.254.169.254"):
 refused(socket.getaddrinfo, "name.invalid", 80)
 if open("/proc/net/dev").read().count(":") != 1:
     leak("there are other interfaces than loopback")
+#: who opens the files of the host
+import fcntl
+refused(fcntl.fcntl, os.open("/usr/lib", os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_ACCESS | fcntl.DN_MULTISHOT)
+refused(fcntl.fcntl, os.open(__file__, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK)
 #: environment
 known = "PATH HOME TMPDIR USER LANG PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS OPENBLAS_NUM_THREADS PWD LC_CTYPE"
 if set(os.environ) - set(known.split()):

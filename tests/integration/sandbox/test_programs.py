@@ -111,6 +111,17 @@ def test_a_program_gives_its_result(name: str, runner: SandboxUnderTest) -> None
     assert 0 < (result.execution_time or 0) < 60
 
 
+def test_cpu_time_is_a_time_limit(loop: asyncio.Runner) -> None:
+    """Eight threads use eight seconds in one: the process's own limit comes before the wall's, given enough cores."""
+    code = """
+        import hashlib, threading
+        for _ in range(8):
+            threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 10**9)).start()
+    """
+    answer = use(loop, ONE, lambda sandbox: sandbox.run_code(program(code, run_timeout=1.0)))
+    assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
+
+
 def test_files_in_and_out(runner: SandboxUnderTest) -> None:
     code = """
         import os, helper
@@ -196,3 +207,85 @@ def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: asyncio.Runner) 
         assert output(await sandbox.run_code(program("print(1)"))) == "1\n"
 
     use(loop, ONE, kill)
+
+
+def test_a_worker_killed_while_bubblewrap_starts_leaves_nothing(loop: asyncio.Runner, folder: Path) -> None:
+    """Here bubblewrap never gets as far as to bind its life to its parent's."""
+    stuck = folder / "bwrap"
+    stuck.write_text("#!/bin/sh\nexec sleep 1000\n")
+    stuck.chmod(0o755)
+
+    async def kill(sandbox: LocalSandbox) -> None:
+        task = asyncio.create_task(sandbox.run_code(program("print(1)")))
+        await until(lambda: programs_of(os.getpid()) != [])
+        (bwrap,) = programs_of(os.getpid())
+        bwrap.parent().kill()
+        with pytest.raises(SandboxUnavailable, match="ended"):
+            await task
+        assert psutil.wait_procs([bwrap], timeout=600)[1] == []
+
+    use(loop, Settings(workers=1, bwrap=str(stuck)), kill)
+
+
+def test_closing_ends_what_runs_on_as_many_workers_as_allowed(loop: asyncio.Runner) -> None:
+    async def close() -> None:
+        sandbox = LocalSandbox(Settings(workers=2))
+        others = set(workers())
+        answers = await asyncio.gather(*(sandbox.run_code(program("print(1)")) for _ in range(5)))
+        assert [output(answer) for answer in answers] == ["1\n"] * 5
+        tasks = [asyncio.create_task(sandbox.run_code(program(FOREVER))) for _ in range(3)]
+        own = set(workers()) - others
+        assert len(own) == 2
+        await until(lambda: all(worker.children() for worker in own))
+        family = [child for worker in own for child in (worker, *worker.children(recursive=True))]
+        await sandbox.close()
+        assert not any(process.is_running() for process in family)
+        for answer in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(answer, SandboxUnavailable)
+        if sandbox.cgroup is not None:
+            assert list(sandbox.cgroup.glob(f"{sandbox._name}-*")) == []
+
+    loop.run(close())
+
+
+def test_closing_ends_a_worker_whose_pipe_a_forked_process_holds(loop: asyncio.Runner) -> None:
+    async def close() -> None:
+        sandbox = LocalSandbox(Settings(workers=1))
+        await sandbox.start()
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            await asyncio.wait_for(sandbox.close(), 30)
+        finally:
+            os.write(write, b".")
+            os.waitpid(child, 0)
+
+    loop.run(close())
+
+
+def test_without_isolation_limits_hold_and_nothing_is_left(loop: asyncio.Runner) -> None:
+    async def run(sandbox: LocalSandbox) -> None:
+        code = """
+            import os, sys
+            print(open("a/b").read(), input(), os.path.exists("/proc/cmdline"))
+            open("out", "w").write(os.getcwd())
+            if os.fork() == 0:
+                os.setsid()
+                os.execvp("sleep", ["sleep", "1000"])
+        """
+        request = program(code, files={"a/b": encoded(b"x")}, stdin="y", fetch_files=["out"])
+        answer = await sandbox.run_code(request)
+        assert output(answer) == "x y True\n"
+        folder = base64.b64decode(answer.files["out"]).decode()
+        assert "spo-sandbox-" in folder
+        assert not os.path.exists(folder)
+        assert programs_of(os.getpid()) == []
+        answer = await sandbox.run_code(program("bytearray(1 << 30)"))
+        assert "MemoryError" in answer.run_result.stderr
+        answer = await sandbox.run_code(program("sleep 1000", language="bash", run_timeout=0.5))
+        assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
+
+    # Without a namespace, processes of the same user in other sandboxes count too.
+    use(loop, Settings(workers=1, isolated=False, processes=4096), run)

@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sandbox_client import RequestRefused, RunCodeRequest, SandboxUnavailable, Status
 from tests.support.sandbox_double import Reply, SandboxDouble, answers, hangs, outcome, resets, result, run, says, sends
@@ -108,3 +110,10 @@ def test_an_answer_without_end_is_cut_off(declared: bool, monkeypatch: pytest.Mo
     assert f"longer than {limit} bytes" in str(error)
     assert len(server.requests) == 1
     assert flooded < 16 * limit  # what sockets hold comes on top of what is read
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=300), st.booleans())
+def test_arbitrary_bytes_are_an_unavailable_sandbox(content: bytes, head: bool) -> None:
+    error, _, _ = run(outcome(says(content) if head else sends(content), attempts=1))
+    assert isinstance(error, SandboxUnavailable)

@@ -126,6 +126,20 @@ async def guarded(admission: Connections) -> AsyncIterator[tuple[asyncio.StreamR
         await serving
 
 
+def test_a_connection_not_admitted_in_time_is_cut_off(loop: asyncio.Runner) -> None:
+    async def dribble() -> None:
+        admission = Connections(patience=0.2)
+        async with guarded(admission) as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: sandbox\r\n\r\n")
+            assert b"200" in await reader.readline()
+            with contextlib.suppress(ConnectionError):
+                while await asyncio.wait_for(reader.read(1), 120):
+                    writer.write(b"G")
+            assert not admission.waiting
+
+    loop.run(dribble())
+
+
 CHUNKED = b"POST /run_code HTTP/1.1\r\nAuthorization: Bearer right\r\nTransfer-Encoding: chunked\r\n\r\n"
 BAD = b"HTTP/1.1 400 Bad Request\r\n"
 

@@ -9,12 +9,12 @@ import torch
 
 from common.config import WeightsConfig
 from common.weights.memory import Snapshot
-from common.weights.wire import Fetch
+from common.weights.wire import Fetch, Gone, Poll
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
 from learner.publish.weight_copy import copy_weights
 from learner.publish.weight_server import WeightServer, with_deltas
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, eventually
 from tests.support.weights import CHUNK, CONFIG, Lab, Tensors, arrives, assert_same, chunk_frames, following, pulled
 
 
@@ -88,6 +88,16 @@ def test_a_missed_version_means_whole_chunks(lab: Lab) -> None:
     assert relay.follower.stats.corrupt_chunks == 0
 
 
+def test_weights_of_another_layout_come_whole(lab: Lab) -> None:
+    server = lab.learner()
+    client = lab.client(server.endpoint)
+    arrives(client, publish(server, 0))
+    larger = {"embed": torch.ones(1500, 501, dtype=torch.bfloat16)}
+    server.serve(server.copy(1, larger.items(), torch.bfloat16))
+    arrives(client, larger)
+    assert client.stats.delta_chunks == 0
+
+
 def test_a_damaged_delta_is_noticed_and_the_chunk_taken_whole(lab: Lab) -> None:
     def answer(source: Snapshot, request: Fetch) -> list[bytes]:
         header, data = chunk_frames(source, request)
@@ -123,6 +133,51 @@ def test_a_transfer_that_is_cut_off_goes_on_with_what_is_missing(lab: Lab) -> No
     chunks = len(arrives(client, trained(1)).manifest.checksums)
     assert healthy.fetched() == set(range(2, chunks))
     assert client.stats.delta_chunks == chunks
+
+
+def test_weights_half_made_from_deltas_are_the_base_of_nothing(lab: Lab) -> None:
+    versions = snapshots(3)
+
+    # While version 1 is pulled it is dropped for version 2, whose deltas are from version 1.
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        if isinstance(request, Poll):
+            dropped = any(isinstance(one, Fetch) and one.snapshot == "ab-1" for one in learner.requests)
+            offers = {"": 0, "ab-0": 2 if dropped else 1}
+            return [versions[offers[request.have]].packed_manifest] if request.have in offers else []
+        if request.snapshot == "ab-1" and request.chunk >= 2:
+            return [Gone(snapshot="ab-1").pack()]
+        return chunk_frames(versions[int(request.snapshot[-1])], request)
+
+    learner = lab.scripted(answer)
+    client = lab.client(learner.endpoint)
+    arrive_up_to(client, 2)
+    assert (client.stats.restarts, client.stats.corrupt_chunks) == (1, 0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_deltas_that_were_not_asked_for_are_no_weights(lab: Lab) -> None:
+    newest = snapshots(2)[1:]
+    learner = lab.scripted(
+        following(newest, lambda source, request: chunk_frames(source, request.model_copy(update={"delta": True})))
+    )
+    client = lab.client(lambda: learner.endpoint())
+    eventually(lambda: client.stats.reconnects > 0)
+    learner = lab.scripted(following(newest))
+    arrives(client, trained(1))
+    assert client.stats.delta_chunks == 0
+
+
+def test_after_a_restart_weights_come_whole_then_as_deltas(lab: Lab) -> None:
+    learner = lab.learner()
+    client = lab.client(lambda: learner.endpoint())
+    for version in (0, 1):
+        arrives(client, publish(learner, version))
+    lab.close(learner)
+    learner = lab.learner()
+    for version in (1, 2):
+        weights = arrives(client, publish(learner, version))
+    assert client.stats.delta_chunks == 2 * len(weights.manifest.checksums)
+    assert client.stats.corrupt_chunks == 0
 
 
 def test_a_relay_passes_deltas_on_and_serves_newcomers_whole(lab: Lab) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import selectors
+import socket
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.curve import make_keys
 from common.errors import UserError
 from tests.support.ports import free_port
-from tests.support.weights import Lab, publish, pulled
+from tests.support.weights import Lab, arrives, publish, pulled
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +22,38 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("keys")
     make_keys(folder)
     return str(folder)
+
+
+def test_no_weight_can_be_read_on_the_wire(keys: str, lab: Lab) -> None:
+    server = lab.learner(curve_dir=keys)
+    ones = {"w": torch.ones(1_000_000)}
+    server.serve(server.copy(0, ones.items(), torch.float32))
+    seen = bytearray()
+    far = socket.create_server(("127.0.0.2", 0))  # an address at which the server itself does not listen
+
+    def pass_on() -> None:
+        client, _ = far.accept()
+        learner = socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])))
+        with far, client, learner, selectors.DefaultSelector() as ends:
+            ends.register(client, selectors.EVENT_READ, learner)
+            ends.register(learner, selectors.EVENT_READ, client)
+            while True:
+                for end, _ in ends.select():
+                    data = end.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                    seen.extend(data)
+                    if not data:
+                        return
+                    end.data.sendall(data)
+
+    passing = threading.Thread(target=pass_on)
+    passing.start()
+    where = server.endpoint() | {"address": f"tcp://127.0.0.2:{far.getsockname()[1]}"}
+    client = lab.client(lambda: where, curve_dir=keys)
+    weights = arrives(client, ones)
+    lab.close(client)
+    passing.join()
+    assert len(seen) > weights.manifest.total_bytes
+    assert torch.ones(16).numpy().tobytes() not in seen
 
 
 @pytest.mark.parametrize("own", ["no keys", "all others", "another client key"])

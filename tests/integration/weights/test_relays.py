@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 
@@ -116,6 +117,13 @@ def test_a_restarted_learner_is_followed_through_relays(lab: Lab) -> None:
     assert client.stats.source == "near"
 
 
+def test_a_relay_that_falls_silent_is_left_for_the_learner(lab: Lab) -> None:
+    server = lab.learner()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        near = [{"name": "silent", "address": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}]
+        arrives(lab.client(server.endpoint, relays=lambda: near, timeout=0.5), publish(server, 0))
+
+
 def test_a_relay_that_stays_behind_is_left_for_the_learner(lab: Lab) -> None:
     """Otherwise tasks that ask for newer weights would wait for ever."""
     server, old, behind = lab.learner(), snapshot(0), threading.Event()
@@ -150,3 +158,27 @@ def test_a_relay_gives_no_older_or_earlier_learners_weights(lab: Lab, stale: str
     relays += relay.near()
     arrives(client, random_weights(2))
     assert polls >= 3
+
+
+def test_a_relay_that_appears_is_used_from_the_next_version_on(lab: Lab) -> None:
+    server = lab.learner()
+    relays: list[Endpoint] = []
+    client = lab.client(server.endpoint, relays=lambda: relays)
+    versions_arrive(server, [client], [0])
+    assert client.stats.source == "learner"
+    relay = lab.relay(server.endpoint)
+    relays += relay.near()
+    eventually(lambda: client.stats.source == "near")
+    assert relay.sent == 0
+    assert versions_arrive(server, [client], [1]) == relay.sent
+
+
+def test_a_configured_relay_is_used_unless_it_is_away(lab: Lab) -> None:
+    server = lab.learner()
+    relay = lab.relay(server.endpoint)
+    client = lab.client(server.endpoint, relays=relay.near, relay=relay.server.address)
+    versions_arrive(server, [client], [0])
+    assert client.stats.source == relay.server.address
+    lab.close(relay)
+    versions_arrive(server, [client], [1])
+    assert client.stats.source == "learner"

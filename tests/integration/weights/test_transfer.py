@@ -9,10 +9,13 @@ import pytest
 from common.weights.wire import Fetch, Poll, Refused, checksum, unpack_reply
 from tests.support.waiting import eventually
 from tests.support.weights import (
+    CREDIT,
     Lab,
     arrives,
+    chunk_frames,
     following,
     publish,
+    pulled,
     random_weights,
     snapshot,
     versions_arrive,
@@ -86,6 +89,28 @@ def test_a_snapshot_gone_in_the_middle_is_replaced(lab: Lab) -> None:
     assert client.stats.restarts == 1
 
 
+def test_at_most_credit_chunks_are_under_way(lab: Lab) -> None:
+    source = snapshot(1, chunks=10)
+    held: list[Fetch] = []
+    most = 0
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        nonlocal most
+        if isinstance(request, Poll):
+            return following([source])(request)
+        held.append(request)
+        most = max(most, len(held))
+        # The first answers are held back: a client without flow control would ask for everything.
+        if len(held) < CREDIT and max(one.chunk for one in held) < len(source.chunks) - 1:
+            return []
+        return chunk_frames(source, held.pop(0))
+
+    server = lab.scripted(answer)
+    pulled(lab.client(server.endpoint, timeout=1.0)).close()
+    assert most <= CREDIT
+    assert server.fetched() == set(range(len(source.chunks)))
+
+
 def test_a_learner_gives_weights_for_its_password_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     passwords = iter(["another", "expected"])
     monkeypatch.setattr("common.weights.listener.secrets", SimpleNamespace(token_hex=lambda size: next(passwords)))
@@ -98,3 +123,15 @@ def test_a_learner_gives_weights_for_its_password_alone(lab: Lab, monkeypatch: p
     lab.close(without, refusing)
     accepting = lab.learner(bind=where["address"])
     arrives(client, publish(accepting, 1))
+
+
+def test_a_learner_that_restarts_at_the_same_address_is_followed(lab: Lab) -> None:
+    first = lab.learner()
+    where = first.endpoint()
+    client = lab.client(lambda: where)
+    versions_arrive(first, [client], [3])
+    lab.close(first)
+    second = lab.learner(bind=where["address"])
+    expected = publish(second, 2)
+    where = second.endpoint()  # with another password
+    arrives(client, expected, 2)

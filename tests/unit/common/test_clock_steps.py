@@ -13,7 +13,7 @@ from common.streams.lease import LeaseLost
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import CONSUMER_GROUP, TaskInbox
-from tests.support.streams import dispatch, evaluate
+from tests.support.streams import dispatch, evaluate, leased
 
 HOUR = 3600
 
@@ -80,6 +80,15 @@ def test_a_dead_sampler_is_replaced_although_the_clock_went_back(
     clocks.now += 1.1 * broker.dead_after
     successor.acquire(wait=0)
     assert broker.redis.get(broker.key("lease")) == b"second"
+
+
+def test_heartbeats_as_rare_as_they_may_be_are_no_outage(broker: Broker, ledger: SamplerLedger, clocks: Clocks) -> None:
+    leased(ledger, 1, "dying")
+    heir = TaskInbox(broker, "heir")
+    for _ in range(3):
+        heir.beat([])
+        clocks.now += 0.51 * broker.dead_after
+    assert len(heir.adopt(5)) == 1
 
 
 @pytest.mark.parametrize("step", [HOUR, -HOUR])

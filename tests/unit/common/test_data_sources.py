@@ -130,3 +130,8 @@ def test_rewards_that_compare_nothing_need_no_answers() -> None:
 def test_several_files_are_one_source(train: Any, paths: Any, name: str) -> None:
     (source,) = parse_config({"model": {"path": "m"}, "data": {"train": train}}).data.sources("train")
     assert (source.path, source.name) == (paths, name)
+
+
+def test_template_options_of_a_source_replace_the_sections() -> None:
+    config = parse({"path": "a.jsonl"}, {"path": "b.jsonl", "template_options": {}}, template_options={"x": False})
+    assert [config.for_source(one).data.template_options for one in config.data.sources("train")] == [{"x": False}, {}]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
+import tracemalloc
 import zlib
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.messages import MAX_RECORD, Batch, Ending, Failure, InvalidMessage, Message, SampleHeader, Step, Task
 from common.payload import Payload, decode_if_valid, decode_payload, encode_payload, open_record, pack_record
-from common.unpack import MAX_DEPTH, Unreadable, check
+from common.unpack import MAX_DEPTH, Unreadable, check, unpack
+from common.weights.wire import unpack_reply, unpack_request
 from tests.support.documented import section
 
 COLUMNS: dict[str, Any] = {"sample_ids": ["a"], "advantages": [0.1], "rewards": [1.0], "tokens": [5]}
@@ -166,6 +171,49 @@ def test_a_payload_that_contradicts_itself_is_refused(data: bytes, reason: str) 
         decode_payload(data)
     assert decode_if_valid(data) is None
     assert decode_payload(broken(logprobs=np.array([0.0, 1e-6, -1.0]))).versions().tolist() == [0, 0, 1]
+
+
+TOO_MUCH = {
+    "empty maps": b"\xdd\x00\x98\x96\x80" + b"\x80" * 10_000_000,
+    "empty maps in a column": b"\x81\xa3row" + b"\xdd\x00\x98\x96\x80" + b"\x80" * 10_000_000,
+    "claims of more than there is": b"\xdd\x00\x90\x00\x00" * 1000 + b"\xc0" * (9 << 20),
+    "claims of much in little": b"\xdc\xff\x00" * 900 + b"\xc0" * 65_000,
+    "lists in lists": b"\x91" * 500_000 + b"\xc0",
+    "a text longer than any message": b"\xdb\x02\x00\x00\x00" + b"x" * (32 << 20),
+    "unknown fields": msgpack.packb({str(i): None for i in range(20_000)}),
+    "numbers in place of texts": msgpack.packb({"batch_id": 0, "sample_ids": [0] * 200_000}),
+}  # fmt: skip
+
+
+READERS = {
+    "task": Task.unpack,
+    "header": SampleHeader.unpack,
+    "batch": Batch.unpack,
+    "step": Step.unpack,
+    "payload": decode_payload,
+    "weight request": unpack_request,
+    "weight reply": unpack_reply,
+}
+
+
+@pytest.mark.integration  # computes for seconds
+@pytest.mark.parametrize("reader", READERS)
+def test_too_much_is_refused_before_it_is_built(reader: str) -> None:
+    for name, data in TOO_MUCH.items():
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidMessage):
+                READERS[reader](data)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 96 << 20, f"{name}: {peak >> 20} MiB"
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_any_bytes_are_a_value_or_unreadable(data: bytes, long: bool) -> None:
+    with contextlib.suppress(Unreadable):
+        unpack((b"\x92\xdb\x00\x01\x11\x70" + b"x" * 70_000 if long else b"") + data)
 
 
 def test_depth_is_bounded_in_short_messages_too() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from email.utils import formatdate
+from typing import Any
 
 import pytest
 
 from common.errors import UserError
 from common.network import (
     MAX_REASON,
+    Retries,
+    RetriesExhausted,
+    RetryableError,
     check_bind,
     excerpt,
     is_loopback,
@@ -17,6 +22,7 @@ from common.network import (
     retry_after,
     without_proxy_on_loopback,
 )
+from tests.support.sandbox_double import Time
 
 
 def test_addresses_of_this_machine_alone() -> None:
@@ -51,6 +57,48 @@ def test_an_address_open_to_the_network_needs_keys() -> None:
         check_bind("tcp://0.0.0.0:5000", None, "bind")
     with pytest.raises(UserError, match=r"bind = '127.0.0.1:5000' must be of the form tcp://host:port"):
         check_bind("127.0.0.1:5000", None, "bind")
+
+
+def asked(*replies: Any, attempts: int = 5, seconds: float | None = None, **limits: Any) -> tuple[Any, list[float]]:
+    """The outcome and the pauses of attempts with these replies: exceptions are raised, and the last reply repeats."""
+    moment, left = Time(), list(replies)
+    retries = Retries(attempts, 1.0, 4.0, clock=moment.clock, sleep=moment.sleep, **limits)
+
+    async def attempt() -> Any:
+        reply = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def scene() -> Any:
+        try:
+            return await retries(attempt, seconds)
+        except RetriesExhausted as error:
+            return str(error)
+
+    return asyncio.run(scene()), moment.sleeps
+
+
+def test_pauses_double_up_to_the_longest_less_up_to_half() -> None:
+    assert asked("89") == ("89", [])
+    outcome, pauses = asked(RetryableError("busy"), attempts=6)
+    assert outcome == "no result in 6 attempts; last: busy"
+    for slept, most in zip(pauses, (1.0, 2.0, 4.0, 4.0, 4.0), strict=True):
+        assert most / 2 <= slept <= most
+    outcome, _ = asked(RetryableError("busy"), TimeoutError(), attempts=2)
+    assert outcome == "no result in 2 attempts; last: no answer in time"
+
+
+def test_a_server_s_wish_is_kept_up_to_a_limit() -> None:
+    assert asked(RetryableError("later", 17.0), "89")[1] == [17.0]
+    assert asked(RetryableError("later", 17.0), "89", max_retry_after=10.0)[1] == [10.0]
+
+
+def test_neither_pause_nor_attempt_leads_past_the_deadline() -> None:
+    assert asked(RetryableError("later", 60.0), seconds=60.0) == ("no result in 1 attempts; last: later", [])
+    assert 25 < sum(asked(RetryableError("busy"), attempts=1000, seconds=30.0)[1]) < 30
+    with pytest.raises(RetriesExhausted, match="no result in 1 attempts; last: no answer in time"):
+        asyncio.run(Retries(5, 1.0, 4.0)(lambda: asyncio.Event().wait(), 0.01))
 
 
 def test_a_retry_after_is_seconds_or_a_date_or_nothing() -> None:

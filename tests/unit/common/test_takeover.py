@@ -92,6 +92,17 @@ def test_a_dead_generators_task_of_an_evaluation_is_found(broker: Broker, ledger
     assert names(heir.adopt(5, "e0")) == ["e0-0"]
 
 
+def test_a_lease_makes_a_forgotten_generator_known_again(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    cut_off, heir = TaskInbox(broker, "cut off"), TaskInbox(broker, "heir")
+    (first,) = cut_off.lease(-1, 1, 1).deliveries
+    broker.redis.delete(broker.key("holders:tasks"))
+    cut_off.lease(-1, 1, 1)
+    silence(broker, cut_off)
+    assert len(heir.adopt(5)) == 2
+    assert cut_off.beat([first.entry_id]).lost == {first.entry_id}
+
+
 def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, ledger: SamplerLedger) -> None:
     frozen, deliveries = leased(ledger, 2, "frozen")
     heir, ids = TaskInbox(broker, "heir"), {delivery.entry_id for delivery in deliveries}
@@ -188,6 +199,30 @@ def test_a_commit_while_reading_is_not_read_by_halves(
     when_read(broker, "outstanding", lambda: broker.redis.set(broker.key("lease"), "third"), monkeypatch)
     with pytest.raises(LeaseLost, match="third"):
         SamplerLedger(broker, "fourth").acquire(wait=0)
+
+
+def test_the_lease_is_renewed_while_many_rows_are_read(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker.dead_after = 20.0
+    rows = {f"p{i}": b"%d" % i for i in range(3000)}
+    ledger = SamplerLedger(broker, "first")
+    ledger.acquire()
+    ledger.commit(Commit(tracker=rows))
+    ledger.release()
+    execute, left = broker.redis.execute_command, []
+
+    def executed(command: str, *arguments: Any, **options: Any) -> Any:
+        reply = execute(command, *arguments, **options)
+        if broker.key("tracker") in arguments and command.startswith("H"):
+            left.append(broker.redis.pttl(broker.key("lease")))
+            # Every slice takes so long that the lease has nearly run out.
+            broker.redis.pexpire(broker.key("lease"), 2000)
+        return reply
+
+    monkeypatch.setattr(broker.redis, "execute_command", executed)
+    monkeypatch.setattr("common.streams.lease.RENEW_EVERY", 0.0)
+    assert SamplerLedger(broker, "second").acquire().tracker == rows
+    assert len(left) > 1
+    assert min(left) > 10_000
 
 
 ADDRESS = {"address": "tcp://127.0.0.1:5555"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,8 +13,9 @@ from typer.testing import CliRunner
 
 from common.errors import UserError
 from common.log import get_logger
+from common.network import bound, listen
 from sandbox_client import TOKEN_VARIABLE, RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
-from sandbox_client.cli import app
+from sandbox_client.cli import app, read_token
 from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
 
@@ -167,6 +169,27 @@ def test_a_sandbox_that_fails_is_no_failed_program() -> None:
     with_service(ask)
 
 
+def test_stopping_gives_up_what_waits_and_kills_what_runs() -> None:
+    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
+        running = post(client, "running")
+        await held.started.get()
+        waiting = post(client, "waiting")
+        while not service.waiting:
+            await asyncio.sleep(0)
+        service.stop()
+        for answer in (await waiting, await post(client, "late")):
+            assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "stopping")
+        assert not running.done()
+        service.kill()
+        assert (await running).status_code == 503
+        assert held.killed.get_nowait() == "running"
+        assert held.started.empty()
+
+    with_service(ask)
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -190,3 +213,25 @@ def test_help_names_every_setting_with_its_default() -> None:
     text = CliRunner().invoke(app, ["--help"], terminal_width=200).output
     assert [name for name in Settings.model_fields if f"{name}: " not in text] == []
     assert "[default: 1024]" in text
+
+
+def test_a_servers_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    assert read_token(None) == "secret"
+    file = tmp_path / "token"
+    file.write_text("of the file\n")
+    assert read_token(file) == "of the file"
+    for text in ("", "a\nb", "ä"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="holds no token|is empty"):
+            read_token(file)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with bound("127.0.0.1", 0) as first, bound("127.0.0.1", first.getsockname()[1]) as second:
+        listen(first, "127.0.0.1", 8080, 1)
+        with pytest.raises(UserError, match=r"--port \d+ cannot be bound: Address already in use"):
+            bound("127.0.0.1", first.getsockname()[1])
+        # Taken by another process while the sandbox was tested.
+        with pytest.raises(UserError, match="--port 8080 cannot be listened on: Address already in use"):
+            listen(second, "127.0.0.1", 8080, 1)
