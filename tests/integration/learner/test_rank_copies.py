@@ -10,6 +10,7 @@ import torch
 
 from common.weights.wire import checksum
 from learner.publish import publisher as publishing
+from learner.publish import weight_server as serving
 from learner.publish.publisher import RankCopies, share
 from learner.publish.weight_copy import copy_weights
 from learner.publish.weight_server import WeightServer
@@ -33,7 +34,7 @@ def copy_versions(world: World, folder: Path, elsewhere: tuple[int, ...]) -> Non
     """Each rank has weights of its own, so that every chunk shows which rank has copied it."""
     if world.rank in elsewhere:
         publishing.boot_id = lambda: "another machine"
-    publishing.CHUNK_BYTES = CHUNK
+    publishing.CHUNK_BYTES = serving.CHUNK_BYTES = CHUNK
     config = learner_config("m", folder)
     copies = RankCopies(config, world)
     server = WeightServer(config.learner.weights) if world.is_main else None
