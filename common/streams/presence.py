@@ -57,7 +57,7 @@ class Presence:
         return self
 
     def stop(self, withdraw: bool = True) -> None:
-        """Stop publishing; `withdraw` removes the entry at once, which must not be another process's by now."""
+        """Stop publishing; `withdraw` removes the entry at once: only while no other process can own it."""
         self._stop.set()
         self._thread.join()
         if not withdraw:
