@@ -93,7 +93,7 @@ class ServerClock:
         return now - self._tolerance, now + self._tolerance
 
     def learn(self, seconds: float, asked: float) -> None:
-        """Learn from a command that read `seconds` from Redis' clock, and was sent at `asked` by this clock."""
+        """Learn from a command sent at `asked` on this process's clock that read `seconds` on Redis'."""
         # Redis read its clock after the command was sent and before now. Slow commands tell less than fast ones.
         least, most = seconds - time.monotonic(), seconds - asked
         self._ahead = min(max(self._ahead, least), most)
