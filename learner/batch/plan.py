@@ -26,9 +26,9 @@ def plan_micro_batches(
 ) -> MicroBatchPlan:
     """Split a batch into mini-batches, and each of those into micro-batches of at most `token_budget` tokens.
 
-    Every rank gets the same number of micro-batches, because their collectives must meet. A row longer than the budget
-    is a micro-batch of its own. Samples keep their batch's order between mini-batches; the rows of a sample are in one
-    mini-batch, anywhere in it.
+    Every rank gets the same number of micro-batches, because all ranks must call the same collectives. A row
+    longer than the budget is a micro-batch of its own. Samples keep their batch's order between mini-batches; the rows
+    of a sample are in one mini-batch, anywhere in it.
 
     Args:
         row_tokens: tokens of each row of each sample [B].
