@@ -1,7 +1,7 @@
 """Reward processes: each runs one job at a time, and is killed with all it has started when the job takes too long.
 
-Written by hand: pebble's pool kills its own process but not what that has started, and breaks as a whole once an idle
-process is killed from outside, for example when memory runs out.
+Why not pebble: its pool kills its own process but not the processes that this one has started, and it breaks as a whole
+if an idle process is killed from outside, for example by the OOM killer.
 """
 
 from __future__ import annotations
