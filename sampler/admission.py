@@ -150,6 +150,7 @@ class Admission:
         """Tasks that may be dispatched now, given the newest version and the arguments of `total`."""
         if self._serial and self.in_flight:
             return 0
+        # At most this many samples fit into the batches up to `version + max_staleness`, so none of them can be late.
         allowed = min((version + self._max_staleness + 1) * self._batch_size, self._samples_of_run)
         room = max(0, allowed - self.total(batches, waiting))
         return min(room, self._responses) if self._serial else room
@@ -168,8 +169,10 @@ class Admission:
             # Samples this old must be in one of the next 1 + later batches.
             oldest = batch_id + later - self._max_staleness
             in_flight = sum(n for version, n in self._versions.items() if version <= oldest)
+            # `later` batches remain for them after this one.
             if in_flight > later * self._batch_size:
                 waiting = sum(n for version, n in open_versions.items() if version <= oldest)
+                # A batch takes the oldest samples first: with enough as old, waiting would not make room.
                 if waiting < self._batch_size:
                     return True
         return False

@@ -169,6 +169,7 @@ class Sampler:
             steps = self.steps.read(block_ms=0 if headers else IDLE_MS)
         if self.serial:
             # Entry ids stay in the order of arrival; one commit acknowledges them all.
+            # Ids end in numbers, so the shorter id is the earlier task.
             by_task = sorted((header for _, header in headers), key=lambda one: (len(one.task_id), one.task_id))
             headers = [(entry_id, header) for (entry_id, _), header in zip(headers, by_task, strict=True)]
         self.state.last_step = self.steps.last

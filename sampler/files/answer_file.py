@@ -58,7 +58,7 @@ class AnswerFile:
 
     Raises:
         UserError: the file cannot be written, or one of its lines is not an answer, or answers a prompt not in the
-        data.
+            data.
     """
 
     def __init__(self, path: Path, prompt_ids: Collection[str], log: Any) -> None:

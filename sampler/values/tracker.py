@@ -120,6 +120,7 @@ class ValueTracker:
         i = self.index[prompt_id]
         alpha, beta = self.alpha.item(i), self.beta.item(i)
         if self.population is None:
+            # A baseline that already contained its own reward would bias the policy gradient.
             baseline = alpha / (alpha + beta)
         else:
             baseline = self.population.learn(i, *self._evidence(i), reward)
