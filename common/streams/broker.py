@@ -84,7 +84,7 @@ class Broker:
     def was_cut_off(self, seconds: float) -> bool:
         """Whether a process that has not reached Redis for `seconds` cannot tell which others are silent.
 
-        That takes longer than the longest interval of heartbeats, half of `dead_after`.
+        The limit is longer than the longest heartbeat interval, half of `dead_after`.
         """
         return seconds > max(0.75 * self.dead_after, SHORTEST_OUTAGE)
 
