@@ -82,6 +82,7 @@ class Slots:
             if not was_full or self._ended >= self.limit:  # not again before the last change has had an effect
                 self._change(min(self.limit, taken) * SHRINK)
         elif self._ended >= SETTLED * self.limit:
+            # Grow until the peak would reach `ROOMY`, and only if the limit, not a lack of tasks, held the number down.
             growth = min(MOST_GROWTH, ROOMY / max(self._peak, ROOMY / MOST_GROWTH))
             self._change(self.limit * growth if growth > 1 and taken >= self.limit else self.limit)
 
