@@ -51,7 +51,7 @@ def policy_loss(
         advantages: one per token [B, T].
         mask: model tokens [B, T]; the correction's mask replaces it.
         correction: the mask after rejection, and importance weights. With `proximal: rollout` the weights apply to
-            `reinforce` and `dro` only, because the ratio of the other losses contains them already.
+            `reinforce` and `dro` only, because the ratio of most other losses contains them already.
         denominators: global counts; by default those of this batch, after rejection (with SkyRL's block, before).
         rollout_logprobs: log pi_rollout [B, T], which `double_sided` bounds; by default `old_logprobs`.
 
