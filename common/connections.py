@@ -55,8 +55,8 @@ class Connections:
     ) -> None:
         self.patience = patience
         self.most_waiting, self.most_of_owner, self.most = most_waiting, most_of_owner or most, most
-        self.waiting: dict[GuardedProtocol, asyncio.TimerHandle] = {}  # in the order in which they came
-        # By the time of their last request, all and those of each owner.
+        self.waiting: dict[GuardedProtocol, asyncio.TimerHandle] = {}  # in the order of arrival
+        # Ordered by the time of their last request: all connections, and those of each owner.
         self.admitted: dict[GuardedProtocol, Hashable] = {}
         self.owned: defaultdict[Hashable, dict[GuardedProtocol, None]] = defaultdict(dict)
 

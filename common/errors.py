@@ -18,7 +18,7 @@ _HARMLESS = frozenset("\u200c\u200d")
 
 
 class UserError(Exception):
-    """Something the user gave cannot be used; the message names it and what is allowed."""
+    """An input of the user cannot be used; the message names it and what is allowed."""
 
 
 def fail(message: str) -> NoReturn:
@@ -48,7 +48,7 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The name that a misspelt one was probably meant to be; None if none is near."""
+    """The most similar name, a suggestion for a misspelt one; None if none is similar enough."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
 
 

@@ -53,7 +53,7 @@ def tracker_is_whole(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's names to the disk: files made, renamed or removed there stay so after a crash."""
+    """Flush a folder's entries to the disk, so that created, renamed or removed files survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,7 +78,7 @@ def socket_folder() -> Path:
 
 
 def short_temporary() -> str:
-    """A folder for temporary files in which folders may have sockets.
+    """A folder for temporary files whose path is short enough for Unix sockets in its subfolders.
 
     Raises:
         UserError: all such folders have long paths, or cannot be written.

@@ -63,7 +63,7 @@ def make_family(name: str, options: Mapping[str, Any], field: str) -> Any:
 
 
 def score_answer(family: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """The score of an answer by the family's verifier, within [0, 1]; an answer on which it fails is worth 0.
+    """The score of an answer by the family's verifier, within [0, 1]; 0 for an answer on which the verifier fails.
 
     Args:
         entry: the item as it was generated, with the `options` that are not the family's defaults.
@@ -97,7 +97,7 @@ def installed_families() -> dict[str, tuple[type, type]]:
 
 
 class Missing(ModuleType):
-    """Stands for a module that is not installed, until something in it is used."""
+    """Stands in for a module that is not installed; raises once something in it is used."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the package {self.__name__} is missing; pip install {self.__name__}")

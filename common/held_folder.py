@@ -19,7 +19,7 @@ def check_folder(folder: Path, descriptor: int, name: str = "") -> None:
         gone = not os.path.samestat((folder / name).stat(), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
         gone = True
-    except OSError:  # of a network's file system, for a moment
+    except OSError:  # a network file system may fail for a moment
         gone = False
     if gone:
         raise FolderGone(
@@ -29,7 +29,7 @@ def check_folder(folder: Path, descriptor: int, name: str = "") -> None:
 
 
 class HeldFolder:
-    """A run folder that this process has made or found; it stays open, so that no other can be taken for it.
+    """A run folder that this process has created or found; kept open, so that a replacement is recognised.
 
     Without a folder there is nothing to check.
     """

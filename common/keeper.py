@@ -22,15 +22,15 @@ def die_with_parent(parent_is_alive: Callable[[], bool], how: signal.Signals = s
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
-    # If the parent died before the call, no signal comes any more.
+    # If the parent died before the call, the kernel sends no signal.
     if not parent_is_alive():
         os.kill(os.getpid(), how)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what this process starts, daemons too, as soon as their own parents have ended.
+    """Become the parent of all descendants, daemons too, whose own parents have ended.
 
-    Killing a process group or a session misses what has left it; `kill_descendants` then does not.
+    Killing a process group or a session misses processes that have left it; `kill_descendants` then finds them.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

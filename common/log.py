@@ -96,7 +96,7 @@ class Timeline:
 
     Args:
         folder: of the run; None writes nothing.
-        process: its name, which the file gets.
+        process: its name, which becomes the file's name.
     """
 
     def __init__(self, folder: Path | None, process: str, max_bytes: int = MAX_BYTES) -> None:
@@ -141,5 +141,5 @@ class Timeline:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
-            # It begins with the line break: a line that a kill cut short does not run into it.
+            # The line break comes first, so that a line truncated by a kill does not run into this one.
             self._file.write(line)

@@ -17,7 +17,7 @@ from common.errors import UserError, nearest
 from common.model_files import contradiction, read_header
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
-# Files that, beside the weights, decide how a text is tokenized, which tokens end a turn, and how the model computes.
+# Files besides the weights that determine how text is tokenized, which tokens end a turn, and how the model computes.
 MEANING = (
     *TOKENIZERS,
     *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -40,7 +40,7 @@ GATED = ("gated", "401", "403", "restricted")
 
 
 def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False, key: str = "model.path") -> None:
-    """Check that a model, where it is a folder and not a Hugging Face name, is one that can be trained.
+    """Check that a model can be trained, if it is a folder and not a Hugging Face name.
 
     Args:
         weights: whether its weights must be there and readable.
@@ -58,7 +58,7 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
             )
         if path.count("/") == 1 and folder.parent.is_dir():
             raise UserError(_not_there(folder, key))
-        # A folder `owner/name` must have the same name: many models of the hub have almost the same.
+        # Of folders `owner/name`, suggest only those with exactly this name: names on the hub differ by little.
         owners = [place.parts[0] for place in Path().glob(f"*/{glob.escape(folder.name)}/config.json")]
         near = nearest(path, [place.parent.name for place in Path().glob("*/config.json")])
         if owner := nearest(folder.parent.name, owners):
@@ -221,7 +221,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     is_scaled = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) not in ALREADY_SCALED
     if not lengths or is_scaled or "gemma3" in str(text.get("model_type")):
         return None
-    # A model may allow more than it was made for.
+    # `model_max_length` may extend the length that the model was trained for.
     allowed = text.get("model_max_length")
     return max(min(lengths), allowed if isinstance(allowed, int) else 0)
 

@@ -286,7 +286,7 @@ def _check_expert_lengths(payload: Payload) -> None:
 def pack_record(episode: dict[str, Any]) -> bytes:
     """An episode as a record; one that is too long loses first its tokens, then the ends of its texts.
 
-    What was lost is named in `left_out`. Values that JSON does not have become text (NaN and infinity: null); arrays of
+    `left_out` names what was lost. Values that JSON cannot represent become text (NaN and infinity: null); arrays of
     numbers become lists.
     """
     line = _line(episode)
@@ -312,7 +312,7 @@ def open_record(record: bytes) -> bytes:
 
 
 def json_line(value: Any) -> str:
-    """JSON without anything that a reader takes for a line end. Raises ValueError for NaN and infinity."""
+    """JSON without characters that readers take for line ends. Raises ValueError for NaN and infinity."""
     text = _ENCODE(value)
     for mark, escape in _LINE_ENDS.items():
         if mark in text:

@@ -106,7 +106,7 @@ def check_options(
 
     Args:
         field: configuration key to blame.
-        arguments, fixed: what the caller passes itself; these are no options.
+        arguments, fixed: arguments that the caller passes itself; they are not options.
         also: options that the caller has handled itself, for the list of those that are allowed.
 
     Raises:
@@ -115,7 +115,7 @@ def check_options(
     try:
         signature = inspect.signature(target)
     except ValueError:
-        return dict(options)  # written in C, without a signature
+        return dict(options)  # the target is written in C and has no signature
     allowed = [
         name
         for name, parameter in list(signature.parameters.items())[len(arguments) :]

@@ -35,7 +35,7 @@ def raise_file_limit(most: int = MOST_FILES) -> int:
     """Let this process, and those it starts, open as many files as the hard limit allows; returns how many.
 
     Args:
-        most: programs that are started may look at every number up to the limit.
+        most: upper bound, because some programs iterate over all descriptors up to the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:

@@ -79,7 +79,7 @@ def _missing_package(error: ModuleNotFoundError) -> str:
 def _refuse(error: Any) -> NoReturn:
     context = getattr(error, "ctx", None)
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":
-        # Where no command is given, the help says more than one line.
+        # If no command is given, the help is more useful than a one-line error.
         sys.stderr.write(context.get_help())
         raise SystemExit(2)
     message = error.format_message().rstrip(".")
@@ -109,7 +109,7 @@ def _argument_hint(message: str, command: Any) -> str:
     if "unexpected extra argument" not in message:
         return ""
     words = sys.argv[1:]
-    # An option's own value is not extra, though the same word may be.
+    # The value of an option is not an extra argument, although an extra argument may be the same word.
     spare = [at for at, word in enumerate(words) if word in message and words[at - 1] not in OVERRIDE]
     keys = []
     for at in spare:

@@ -137,7 +137,7 @@ async def _close(name: str, close: Callable[[], Awaitable[object]]) -> None:
 
 
 async def watch(seconds: float = STALL_SECONDS) -> None:
-    """Until cancelled, crash the process when the event loop stands still for `seconds`.
+    """Until cancelled, crash the process if the event loop is blocked for `seconds`.
 
     A tool or a simulated user that blocks the loop stops all episodes. A crashed process is started again, and other
     generators take over its tasks. The stack of each thread is written to stderr.

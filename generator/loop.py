@@ -45,7 +45,7 @@ class LeasedTask:
         job: runs the task's episode, then puts its result into the queue; after a failure it waits and requeues the
             task.
         takes_slot: false while it backs off after a failure.
-        taken_over: another generator has it, or its result is no longer wanted; only its job still has to end.
+        taken_over: another generator has the task, or its result is no longer wanted; only the job must still end.
         previous: the previous response to the same prompt, if drift is measured on it (mode `rescore`).
         attempt: the current attempt; None until its episode is prepared.
         awaits_weights: it has a slot, and waits for newer weights.
@@ -131,7 +131,7 @@ class Generator:
 
     @property
     def slots_taken(self) -> int:
-        """Tasks that are being answered now; the engine has done its part for those that await scores."""
+        """Tasks that are being answered now, except those that only await their teacher's scores."""
         return sum(lease.takes_slot and not lease.awaits_scores for lease in self.leased)
 
     def room(self) -> int:
@@ -370,7 +370,7 @@ class Generator:
 async def serve(generator: Generator, broker: Broker, log: Any) -> None:
     """Run a generator until it ends or the process is asked to stop (SIGTERM, Ctrl-C); raises like `Generator.run`.
 
-    The process crashes if its event loop stands still.
+    The process exits with an error if its event loop is blocked for too long.
     """
 
     def stop() -> None:
@@ -393,6 +393,6 @@ async def serve(generator: Generator, broker: Broker, log: Any) -> None:
 
 
 def _is_cancelled() -> bool:
-    """Tell whether the current task is asked to end; a `CancelledError` may also come from code that cancels itself."""
+    """Whether the current task was cancelled; a `CancelledError` may also come from code that cancels itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""What generators measure of themselves: tokens per second, waits by cause, pauses for weights."""
+"""A generator's own metrics: tokens per second, waits by cause, pauses for weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHORTEST_SLICE = 0.05  # seconds; the timeline shows no shorter wait for tasks
 
 
 class GeneratorMetrics:
-    """Episodes, and what new weights have cost: counts since the start, and rates over the last `WINDOW`."""
+    """Episodes, and the time spent on new weights: counts since the start, and rates over the last `WINDOW`."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline(None, "")

@@ -1,4 +1,4 @@
-"""How many episodes a generator plays at once: as many as are configured, or as vLLM's cache of keys and values holds.
+"""How many episodes a generator runs at once: as many as configured, or as many as fit into vLLM's KV cache.
 
 Too few episodes leave the GPU idle; too many fill the cache, so that vLLM preempts requests and computes them again.
 Running episodes have mixed lengths, so more of them fit than would at their full length; how many more is found by
@@ -48,7 +48,7 @@ class Slots:
     """The number of episodes at once.
 
     With `auto` it begins with as many as fit at their full length. Whenever twice that many have ended, it grows in
-    proportion to what was always free meanwhile; it shrinks as soon as the cache is nearly full.
+    proportion to the share of the cache that stayed free; it shrinks as soon as the cache is nearly full.
 
     Args:
         configured: `generator.max_concurrency`.
@@ -70,7 +70,7 @@ class Slots:
 
         Args:
             taken: episodes under way.
-            ended: episodes that have ended since the last look.
+            ended: episodes that have ended since the last call.
         """
         if not self._adapts:
             return
@@ -82,6 +82,7 @@ class Slots:
             if not was_full or self._ended >= self.limit:  # not again before the last change has had an effect
                 self._change(min(self.limit, taken) * SHRINK)
         elif self._ended >= SETTLED * self.limit:
+            # Grow until the peak would reach `ROOMY`, and only if the limit, not a lack of tasks, held the number down.
             growth = min(MOST_GROWTH, ROOMY / max(self._peak, ROOMY / MOST_GROWTH))
             self._change(self.limit * growth if growth > 1 and taken >= self.limit else self.limit)
 

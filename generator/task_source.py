@@ -18,7 +18,7 @@ class TaskSource:
 
     An evaluation is answered with one version of the weights. A generator that has that version keeps it from the
     moment it asks for tasks until it learns that the evaluation is over; it goes on answering training tasks meanwhile.
-    Others with that version keep it too, so that they can take over the tasks of a generator that dies.
+    Other generators with that version keep it too, so that they can take over the tasks of one that dies.
     """
 
     def __init__(self, inbox: TaskInbox, weights: WeightUpdater, dead_after: float, log: Any) -> None:
@@ -41,11 +41,11 @@ class TaskSource:
         if training < 1:
             await asyncio.sleep(BLOCK_MS / 1000)
             return []
-        # Only one: an evaluation may start meanwhile, and its tasks go first.
+        # Take only one: an evaluation may start while this waits, and its tasks have priority.
         return await in_thread(self.inbox.take, 1, BLOCK_MS)
 
     async def lease(self, n: int = 0, training: int = 0) -> list[Delivery]:
-        """Lease available tasks; even a call that asks for none announces that this version is kept."""
+        """Lease available tasks; even with `n` = 0, the call announces that this generator keeps its version."""
         async with self._asking:
             version = self.weights.version if self.weights.hold() else -1
             lease = Lease("", [])

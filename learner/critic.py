@@ -174,9 +174,9 @@ class Critic:
 
     @torch.no_grad()
     def judge(self, batch: RolloutBatch, stats: Stats) -> RolloutBatch:
-        """The batch with the critic's values, returns and advantages of its tokens, by the critic as it is.
+        """The batch with values, returns and advantages of its tokens, computed by the current critic.
 
-        During the warm-up the advantages stay the tracker's.
+        During the warm-up the advantages remain those of the tracker.
 
         Args:
             stats: statistics of the values go into it.
@@ -234,7 +234,7 @@ class Critic:
         return numbers[: micro.model_tokens] + self._start(micro)
 
     def _start(self, micro: MicroBatch) -> torch.Tensor | float:
-        """c: what the values are before the critic has learned anything."""
+        """c: the values before the critic has learned anything."""
         assert micro.tracked is not None
         return micro.tracked.float() if self.config.algorithm.baseline == "both" else MIDDLE
 

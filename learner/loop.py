@@ -143,7 +143,7 @@ class Learner:
         self.folder.check()
 
     def _usable(self) -> Callable[[int], bool]:
-        """Which checkpoints to continue from: if Redis is behind, those with which the sampler's state was saved."""
+        """Which checkpoints to continue from: if Redis is behind, only those with a saved state of the sampler."""
         newest = latest(self.broker)
         newest_version = -1 if newest is None else newest.version
         folder = self.config.run.folder
@@ -212,7 +212,8 @@ class Learner:
                 f"batch {batch.batch_id} is next, but the newest checkpoint in {self.checkpoints.folder} is of version "
                 f"{self.version}: bring back the run's checkpoints, or start a run with another run.name"
             )
-        # Redis keeps the batches that the newest checkpoint holds until there is another one: the learner skips them.
+        # Redis keeps the batches that the newest checkpoint contains until the next one is saved; the learner skips
+        # them.
         return batch.batch_id == self.version
 
     def _train(self, batch: Batch, phases: Phases) -> Phases:
@@ -335,7 +336,7 @@ class Learner:
             self.log.info("step", version=step.version, **metrics)
 
     def _announce_checkpoint(self) -> None:
-        """Announce the version once more, so that the sampler saves its state with the checkpoint of it."""
+        """Announce the version again, so that the sampler saves its state together with the checkpoint."""
         self.publisher.wait()
         self.inbox.announce(self.announced.model_copy(update={"checkpoint": True}))
 
@@ -360,7 +361,7 @@ class Learner:
     def _free_memory(self) -> None:
         """Save early and release all batches, because Redis is nearly full and no task is sent until it has room.
 
-        The batches that the checkpoint before this one would need are released too.
+        This includes the batches that the previous checkpoint would need.
         """
         if self.world.is_main:
             self.log.warning("redis is nearly full: saving early, to free the tokens of batches", version=self.version)

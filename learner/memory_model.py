@@ -1,4 +1,4 @@
-"""The memory that a rank of the learner needs, found without a GPU and without weights.
+"""The memory that a rank of the learner needs, computed without a GPU and without weights.
 
 Activations are measured: the policy's forward and backward pass run on fake tensors, which have shapes and no memory,
 and every storage is counted. What DeepSpeed holds is arithmetic, from its source (0.19.8):
@@ -28,7 +28,7 @@ from learner.ranks.ulysses import SequenceGroup
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET, MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
-FEW_CHUNKS = 3  # of the log-prob head; those after the second take as much memory as it does
+FEW_CHUNKS = 3  # of the log-prob head; every later chunk takes as much memory as the second
 FEW_LAYERS = 2  # the fewest with activations between layers
 
 
@@ -85,7 +85,7 @@ class RankMemory:
         gathered: whole layers that stage 3 holds at once.
         buckets: gradients on their way to the rank that keeps them.
         activations: at most, of one micro-batch, forward and backward, the log-prob head included.
-        stepping: what the optimizer step takes, when there are no activations.
+        stepping: temporary memory of the optimizer step, during which there are no activations.
     """
 
     weights: int
@@ -171,7 +171,7 @@ def peak_activations(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype 
     """Bytes of activations and temporary tensors, at most, of a forward and a backward pass."""
     if config.num_hidden_layers <= FEW_LAYERS + 1:
         return _measure(config, micro, dtype)
-    # All layers take the same, so the difference of two runs is the memory of one more layer.
+    # All layers take the same memory, so the difference of two measurements is that of one layer.
     few, one_more = (_measure(_with_layers(config, FEW_LAYERS + more), micro, dtype) for more in (0, 1))
     return few + (config.num_hidden_layers - FEW_LAYERS) * (one_more - few)
 

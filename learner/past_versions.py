@@ -71,16 +71,16 @@ class PastVersions:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def advance(self) -> None:
-        """Make the parameters' values the current version, and the current version the one before."""
+        """Store the current version as the previous one, and take the parameters' values as the new current version."""
         self._older.appendleft(
             [_difference(old, new.detach()) for old, new in zip(self._current, self._parameters, strict=True)]
         )
 
     @contextmanager
     def travel(self) -> Iterator[Iterator[int]]:
-        """Within the block, each step of the iterator takes the parameters back one version, and yields how many it is.
+        """Within the block, each step of the iterator takes the parameters back one version, and yields the count.
 
-        After the block they are bit for bit what they were.
+        After the block the parameters are restored, bit for bit.
         """
         gone: list[list[OlderValues]] = []
 
@@ -145,7 +145,7 @@ def exact_statistics(
 
 
 def in_own_turn(micro: MicroBatch) -> torch.Tensor:
-    """Which model tokens are of the version that read their turn's prompt, bool [N].
+    """Model tokens sampled by the version that read their turn's prompt, bool [N].
 
     After an update within a turn the engine keeps the turn's keys and values, so the rest of the turn is sampled by
     neither version alone.

@@ -1,4 +1,4 @@
-"""What is computed before a micro-batch is trained on: for a whole batch, and for each of its mini-batches.
+"""Computations before a micro-batch is trained on: for the whole batch, and for each of its mini-batches.
 
 `precompute` needs the weights from before the batch. `compare_all` needs those from before the mini-batch: M2PO's mask,
 and the tokens that `clip_cov` and `kl_cov` choose, depend on all tokens of it. Where a mini-batch is more than one
@@ -87,7 +87,7 @@ def compare_all(
     world: World,
     teacher: TeacherConfig | None = None,
 ) -> list[Precomputed]:
-    """The precomputed values of a mini-batch, with what its correction or loss decides by comparing all of its tokens.
+    """The precomputed values of a mini-batch, with the decisions of correction and loss that compare all of its tokens.
 
     All ranks must call this together. Nothing changes if neither compares tokens.
     """

@@ -108,7 +108,7 @@ class Stats:
             metrics.append(Figure(name, "effective_sample_size", len(columns)))
             columns += [weights, weights.square()]
         metrics.append(Figure(share, "mean", len(columns), over))
-        # One pass over the tokens for all of them. A product, not `index_add`: faster, and in the same order on a GPU.
+        # One pass over the tokens for all of them. A product is faster than `index_add`, and deterministic on a GPU.
         ones = torch.ones(len(bucket), dtype=torch.float64, device=bucket.device)
         table = torch.stack([*(values.double() for values in columns), ones])
         in_bucket = bucket == torch.arange(len(AGE_BUCKETS), device=bucket.device)[:, None]

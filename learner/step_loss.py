@@ -108,6 +108,7 @@ def step_loss(
     correction, tokens = loss_input(micro, policy.logprobs, old, precomputed, position, config, stats, teacher)
     keep = tokens.keep
     losses, token_metrics = token_loss(tokens, config)
+    # Losses that weigh whole rows have applied the weights already.
     if tokens.weights is not None and not spec_of(config.loss).weighs_rows:
         losses = losses * tokens.weights.to(losses.dtype)
 

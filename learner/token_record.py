@@ -53,7 +53,7 @@ class TokenRecord:
         """Write one line per row to `training_data/<version>.<rank>.jsonl`; a batch trained on again replaces it.
 
         Args:
-            keep_bytes: beyond this size of the folder files of older versions are removed; None: all stay.
+            keep_bytes: size of the folder above which files of older versions are removed; None keeps all.
 
         Raises:
             UserError: the file cannot be written.

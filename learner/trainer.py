@@ -38,7 +38,7 @@ from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, step_los
 from learner.token_record import TokenRecord
 
 TAG = "deepspeed"  # the folder of the ranks' files in a checkpoint
-CRITIC_TAG = "deepspeed-critic"  # that of the critic's, if there is one
+CRITIC_TAG = "deepspeed-critic"  # the same for the critic, if there is one
 # Statistics that decide whether to take an optimizer step; known after the last micro-batch's forward pass.
 LEFT = ("learned_tokens", "learned_samples", "not_finite", "rollout_corr/eff_sample_size")
 
@@ -238,7 +238,7 @@ class Trainer:
         return before, grad_norm
 
     def _forward(self, micro: MicroBatch, training: bool = False) -> PolicyOutput:
-        """Log-probs of the model tokens [N]; the routers of a mixture take what was replayed.
+        """Log-probs of the model tokens [N]; the routers of a mixture of experts use the replayed choices.
 
         Args:
             training: with entropies, and log-probs of the teacher's likeliest tokens.
@@ -283,7 +283,7 @@ class Trainer:
         return rate * scaling[self.config.algorithm.ess_lr]
 
     def _report_loss(self, stats: Stats, parts: torch.Tensor, steps: int) -> None:
-        """Report losses as means over optimizer steps, which only one rank counts.
+        """Report losses as means over optimizer steps; only one rank counts the steps.
 
         Args:
             parts: this rank's share of the policy loss, the KL, the entropy and the teacher's loss [4].

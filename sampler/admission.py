@@ -1,13 +1,13 @@
 """Admission: how many tasks may be outstanding, so that no sample is too old when it is trained on.
 
-Version b trains on batch b, so a task dispatched at version v must be in batch v + max_staleness at the latest.
-At most (max_staleness + 1) * batch_size samples are dispatched and not yet trained on, so each finds a place in time.
-Newer samples may overtake a slow answer as long as places remain for it; then the batch waits (`must_wait`).
-So staleness is bounded without throwing slow, long answers away.
+Version b trains on batch b, so a task dispatched at version v must be in batch v + max_staleness at the latest. At most
+(max_staleness + 1) * batch_size samples are outstanding (dispatched and not yet trained on), so there is a place for
+each in time. Newer samples may overtake a slow answer while later places remain for it; after that the batch waits for
+it (`must_wait`). This bounds staleness without dropping slow, long answers.
 
-A group is trained on as a whole: it is as old as its oldest member, and takes all its places until the last has
-arrived. Batches hold whole groups, so what is true of samples is true of groups. A group that has lost a member for
-good is abandoned: neither its samples that arrived nor those still in flight are trained on.
+A group is trained on as a whole: its age is that of its oldest member, and it reserves places for all members until the
+last one has arrived. Batches hold whole groups, so these bounds hold for groups too. A group that has lost a member for
+good is abandoned: none of its samples is trained on, whether arrived or still in flight.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Admission:
             self._versions[task.version] += 1
 
     def remove(self, task_id: str) -> DispatchedTask | None:
-        """Forget a task, also in its group if that still waits; None if it was not in flight."""
+        """Remove a task from those in flight and from its waiting group; None if it was not in flight."""
         task = self.in_flight.pop(task_id, None)
         if task is None or task.evaluation:
             return task
@@ -114,7 +114,7 @@ class Admission:
         return group.samples
 
     def late(self, oldest: int) -> list[str]:
-        """Ids of the groups with a sample of a version before `oldest`."""
+        """Ids of the groups that hold a sample older than version `oldest`."""
         if not self.arrived or min(self._versions) >= oldest:
             return []
         return [
@@ -150,6 +150,7 @@ class Admission:
         """Tasks that may be dispatched now, given the newest version and the arguments of `total`."""
         if self._serial and self.in_flight:
             return 0
+        # At most this many samples fit into the batches up to `version + max_staleness`, so none of them can be late.
         allowed = min((version + self._max_staleness + 1) * self._batch_size, self._samples_of_run)
         room = max(0, allowed - self.total(batches, waiting))
         return min(room, self._responses) if self._serial else room
@@ -159,7 +160,7 @@ class Admission:
         return max(0, position // self._batch_size - self._max_staleness)
 
     def must_wait(self, batch_id: int, open_versions: Counter[int]) -> bool:
-        """Whether some group would find no place in time if this batch closed now.
+        """Whether closing this batch now would leave some group without a place in time.
 
         Args:
             open_versions: samples that wait for a batch, by the version of the oldest token of their group.
@@ -168,8 +169,10 @@ class Admission:
             # Samples this old must be in one of the next 1 + later batches.
             oldest = batch_id + later - self._max_staleness
             in_flight = sum(n for version, n in self._versions.items() if version <= oldest)
+            # `later` batches remain for them after this one.
             if in_flight > later * self._batch_size:
                 waiting = sum(n for version, n in open_versions.items() if version <= oldest)
+                # A batch takes the oldest samples first: with enough as old, waiting would not make room.
                 if waiting < self._batch_size:
                     return True
         return False
@@ -181,7 +184,7 @@ class Admission:
             self._asked[i], self.busy[i] = asked, asked > 0
 
     def _recount(self, group_id: str, group: Group) -> None:
-        """Count a group's places at its present oldest version; a group without members is forgotten."""
+        """Move a group's places to its current oldest version; remove a group without members."""
         oldest = group.oldest_version()
         if oldest == group.oldest:
             return

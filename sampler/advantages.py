@@ -18,7 +18,7 @@ def normalize(raw: np.ndarray, weights: np.ndarray | None = None, clip: float | 
         weights: model tokens of each sample, [B]; mean and standard deviation are then taken over tokens, which
             matches a token-mean loss (SPO++, arXiv 2608.24870). By default each sample counts the same, with the
             sample standard deviation.
-        clip: the results are cut to [-clip, clip]; None: none is.
+        clip: bound of the results, [-clip, clip]; None for no clipping.
 
     Returns:
         float64 [B]; zeros for a batch of one, for equal values, or with fewer than two weights above 0.
@@ -72,7 +72,7 @@ def normalize_turns(
 
 
 def group_relative(rewards: np.ndarray, *, std: bool = True) -> np.ndarray:
-    """Rewards less the mean of their group, over its sample standard deviation (GRPO, arXiv 2402.03300, section 4.1).
+    """Rewards minus their group's mean, divided by its standard deviation (GRPO, arXiv 2402.03300, section 4.1).
 
     Args:
         rewards: float [G, n], one group per row.
@@ -89,7 +89,7 @@ def group_relative(rewards: np.ndarray, *, std: bool = True) -> np.ndarray:
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of the other rewards in their group (RLOO, arXiv 2402.14740).
+    """Rewards minus the mean of the other rewards in their group (RLOO, arXiv 2402.14740).
 
     As in verl and, by default, in TRL, the batch is not normalised.
 

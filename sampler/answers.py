@@ -65,7 +65,7 @@ class Answers:
             self._next = next(self._unasked, None)
 
     def send_again(self, task_id: str) -> None:
-        """Send a task again that Redis has lost."""
+        """Send again a task that Redis has lost."""
         if self._index(task_id) is None:
             self._state.abandon_task(task_id)
         else:
@@ -98,7 +98,7 @@ class Answers:
         return None
 
     def _row(self, i: int, header: SampleHeader) -> dict[str, Any]:
-        """An answer as a row of the file. The prompt comes from the data: a long record may have been shortened."""
+        """An answer as a row of the file. The prompt is read from the data: a long record may be truncated."""
         prompt = self._prompts[i]
         try:
             record = json.loads(open_record(header.record or b""))
@@ -148,5 +148,6 @@ def _part_of(sources: Sequence[Source], side: Side, data: str) -> Source:
     if len(chosen) != 1:
         names = ", ".join(source.name for source in sources)
         raise UserError(f"--data {data}: data.{side} has {names}; say which of them it is a part of, NAME=FILE")
-    # The part has rows like the whole source, so the source's settings hold for it; its origin does not matter.
+    # The part has the same columns as its source, so the source's settings apply to it, except those for finding its
+    # rows.
     return replace(chosen[0], key="--data", path=path if equals else data, options={}, config=None)

@@ -82,10 +82,10 @@ class OpenBatch:
         return ClosedBatch(manifest, samples)
 
     def _outcomes(self, samples: list[OpenSample]) -> tuple[list[float], list[list[float]]]:
-        """What a critic learns from: the tracker's values, and the returns, rescaled as those are."""
+        """A critic's training data: the tracker's values, and the returns rescaled to the same range."""
         low, high = self._config.tracker.reward_range
         rewards = [(s.reward - low) / (high - low) for s in samples]
-        # An advantage is the rescaled reward less the value.
+        # An advantage is the rescaled reward minus the value.
         values = [reward - s.advantage for reward, s in zip(rewards, samples, strict=True)]
         returns = [
             [advantage + value for advantage in s.turn_advantages] or [reward]

@@ -84,7 +84,7 @@ class Evaluations:
     def add(self, due: int, header: SampleHeader) -> None:
         """Count an answer to the evaluation that was due at a version."""
         if self._position(header.task_id) >= len(self._groups):
-            # The data lost prompts while the evaluation was under way.
+            # Prompts were removed from the data while the evaluation was running.
             self._state.count("ignored")
             self._contradicted = True
             return
@@ -139,7 +139,7 @@ class Evaluations:
         return due if due > self._state.evaluated_to else None
 
     def _start(self, due: int) -> None:
-        """Send the held-out prompts, to be answered with one version, this or a newer one."""
+        """Send the held-out prompts; one version, `due` or a newer one, answers all of them."""
         state = self._state
         state.start_evaluation(due, self._asked())
         self._log.info("evaluating", evaluation=state.evaluation_name(due), tasks=state.evaluations[due].expected)
@@ -158,7 +158,7 @@ class Evaluations:
         state.save_evaluation(due)
 
     def send_again(self, task_id: str) -> None:
-        """Send a task of the open evaluation again that Redis has lost."""
+        """Send again a task of the open evaluation that Redis has lost."""
         due = self._state.open_evaluation
         if due is None or self._position(task_id) >= len(self._groups):
             self._state.abandon_task(task_id)
@@ -200,7 +200,7 @@ class Evaluations:
             self._restart(due, f"no generator has version {pin.version} any more")
 
     def _finish(self, due: int, counts: EvaluationCounts) -> dict[str, float]:
-        """Figures of a complete evaluation, from its file, which has every answer once whatever was killed."""
+        """Figures of a complete evaluation, from its file, which holds every answer exactly once, even after kills."""
         rows = self._files.finish(counts.version, f"{self._state.evaluation_name(due)}-", due)
         positions = [self._position(row["task_id"]) for row in rows]
         responses = [

@@ -110,7 +110,7 @@ def summarize(responses: Iterable[Response], samples: int, right_from: float = 1
 def summarize_groups(
     responses: Sequence[Response], groups: Sequence[Sequence[str]], samples: int, right_from: float = 1.0
 ) -> dict[str, float]:
-    """The figures of all responses, and of each group of prompts with the group's name in front.
+    """The figures of all responses, and of each group of prompts, prefixed with the group's name.
 
     Args:
         groups: names of the groups that each response is in, [N]: `aime24` gives `aime24/accuracy`, ...

@@ -1,4 +1,4 @@
-"""The sampler's loop: read what came in, count it, close batches, dispatch tasks, and write the round at once."""
+"""The sampler's loop: read results, count them, close batches, dispatch tasks, and commit the round as a whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sampler.values.traits import prompt_traits
 
 MAX_HEADERS = 512  # read in one round
 MAX_DISPATCH = 1024  # tasks sent in one round
-BLOCK_MS = 20  # how late a step may be noticed while samples are awaited
+BLOCK_MS = 20  # longest delay in noticing a step while waiting for samples
 IDLE_MS = 200
 LOG_INTERVAL = 5.0  # seconds between progress lines
 ALLOCATIONS_A_COLLECTION = 20_000
@@ -46,7 +46,7 @@ MAX_REPLACEMENTS = 2  # of one member of a group; then the group is abandoned
 
 
 class Sampler:
-    """A run's sampler. Each round notes its decisions in the state; only `write` sends them to Redis.
+    """A run's sampler. Each round records its decisions in the state; only `write` sends them to Redis.
 
     Args:
         request: the prompts to answer in a run without training steps.
@@ -91,8 +91,7 @@ class Sampler:
             RedisBehind: Redis lacks a part of the run; start it again from the newest checkpoint.
         """
         self.begin()
-        # Rounds create no reference cycles, so collections would visit every prompt and task again and again for
-        # nothing.
+        # Rounds create no reference cycles, so garbage collections would visit every prompt and task and free nothing.
         gc.collect()
         gc.freeze()
         gc.set_threshold(ALLOCATIONS_A_COLLECTION)
@@ -126,10 +125,11 @@ class Sampler:
             self.presence.status(state="waiting for the learner")
 
     def round(self) -> None:
-        """Run one round, committed as a whole: after a kill before `write`, the next sampler does it again."""
+        """Run one round and commit it as a whole; after a kill before `write`, the next sampler repeats it."""
         headers, steps = self.read()
         if headers or steps:
-            # Files are written before the commit, and a sampler that was replaced must not write to its successor's.
+            # Files are written before the commit, so check first that no other sampler has taken over and writes to
+            # them.
             self.ledger.renew()
         for step in steps:
             self.take_step(step)
@@ -169,6 +169,7 @@ class Sampler:
             steps = self.steps.read(block_ms=0 if headers else IDLE_MS)
         if self.serial:
             # Entry ids stay in the order of arrival; one commit acknowledges them all.
+            # Ids end in numbers, so the shorter id is the earlier task.
             by_task = sorted((header for _, header in headers), key=lambda one: (len(one.task_id), one.task_id))
             headers = [(entry_id, header) for (entry_id, _), header in zip(headers, by_task, strict=True)]
         self.state.last_step = self.steps.last
@@ -179,7 +180,7 @@ class Sampler:
         return headers, steps
 
     def take_step(self, step: Step) -> None:
-        """Take in a version that the learner has published; one beyond `run.steps` is ignored.
+        """Process a version that the learner has published; one beyond `run.steps` is ignored.
 
         Raises:
             RedisBehind: the learner has started from a checkpoint whose batches Redis lacks.
@@ -194,7 +195,7 @@ class Sampler:
         self.metrics.trained(step)
         is_new = step.version > self.state.version
         self.state.record_step(step.version, step.drift)
-        # A restarted learner announces versions again; the state that belongs to them was saved the first time.
+        # A restarted learner announces versions again; their state was saved the first time.
         if step.checkpoint and (is_new or not self.snapshots.has(step.version)):
             self.snapshots.save(step.version)
 
@@ -202,7 +203,7 @@ class Sampler:
         """Start the run at the learner's first version: a new run, or from a checkpoint if Redis does not know it."""
         self.log.info("the learner is ready", version=version)
         resumed = self.snapshots.load(version)
-        # What the files have of later versions is of another run in this folder, or is made again.
+        # Entries of later versions in the files belong to another run in this folder, or will be written again.
         self.snapshots.discard(version)
         self.rollouts.discard(version)
         self.metrics.discard(version)
@@ -223,7 +224,7 @@ class Sampler:
         except (UserError, RedisError):
             raise
         except Exception as error:
-            # If this ended the sampler, the next one would read the same header and end in the same way.
+            # If this error ended the sampler, the next one would read the same header and fail in the same way.
             self.log.exception("a result could not be counted", task=header.task_id)
             self.refuse(task, header, f"{type(error).__name__}: {error}")
 
@@ -246,13 +247,13 @@ class Sampler:
         elif i is not None:
             self.learn(i, task, header)
         else:
-            # The data lost this prompt while its answer was on the way.
+            # The prompt was removed from the data while its task was in flight.
             self.state.count("ignored")
             self.state.discard_payload(header.task_id)
             self.state.abandon_group(task.group)
 
     def learn(self, i: int, task: DispatchedTask, header: SampleHeader) -> None:
-        """Update the value of the prompt at index i with a reward, and let the sample wait for a batch."""
+        """Update the value of prompt i with a reward, and add the sample to those that wait for a batch."""
         state, tracker = self.state, self.state.tracker
         alpha, beta = tracker.counts(task.prompt_id)
         is_first = not tracker.visits[i]
@@ -285,10 +286,11 @@ class Sampler:
     def set_aside(self, i: int | None, task: DispatchedTask, header: SampleHeader) -> None:
         """Count a skipped task; admission makes room for another one.
 
-        In a group it must be of the same prompt, so it is sent here: a group is compared as a whole, or abandoned.
+        The rewards of a group are compared with each other, so a skipped member is replaced here by a task of the same
+        prompt; if that is not possible, the group is abandoned.
         """
         state = self.state
-        state.discard_payload(header.task_id)  # the tokens, if it is a result that cannot be counted
+        state.discard_payload(header.task_id)  # a result that could not be counted may have tokens
         self.log.warning("task skipped", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
         state.count("set_aside")
         state.count(f"set_aside.{header.failure or Failure.OTHER}")
@@ -316,7 +318,7 @@ class Sampler:
             state.drop_late()
 
     def evaluate(self) -> None:
-        """Write the round's held-out answers, announce an evaluation that is complete, and start the next."""
+        """Write the round's held-out answers, report a completed evaluation, and start the next."""
         complete = self.evaluations.write()
         if complete:
             counts, figures = complete
@@ -347,7 +349,7 @@ class Sampler:
                 self.send(i, last, group)
 
     def send(self, i: int, position: int, group: str, replacements: int = 0) -> None:
-        """Send a task of the prompt at index i; `position` is the last place of its group."""
+        """Send a task of the prompt at index i; `position` is that of the last task in its group."""
         state, prompt_id = self.state, self.prompts.ids[i]
         value = state.tracker.value(prompt_id)
         task = self.task(i, state.next_task_id, position, state.version)
@@ -360,7 +362,7 @@ class Sampler:
         return self.prompts.task(i, task_id, min_version=min_version, keep=keep, seed=seed)
 
     def send_lost(self) -> None:
-        """Send tasks again that Redis has lost; at their late positions newer weights must answer them."""
+        """Send again the tasks that Redis has lost; they are trained on later, so they may require newer weights."""
         state, in_flight = self.state, self.state.admission.in_flight
         lost = [task_id for task_id in self.lost.ids if task_id in in_flight]
         for task_id in lost:
@@ -376,7 +378,7 @@ class Sampler:
             self.log.warning("tasks had vanished from redis and are sent again", tasks=len(lost), first=lost[0])
 
     def write(self, due: bool) -> None:
-        """Commit the round; one that changed nothing, and is not `due`, only renews the lease now and then."""
+        """Commit the round. If nothing changed and it is not `due`, commit only often enough to keep the lease."""
         now = time.monotonic()
         if due or self.state.has_changed() or now - self._last_commit > self.ledger.broker.dead_after / 4:
             self.ledger.commit(self.state.take_commit())

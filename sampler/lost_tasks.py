@@ -16,7 +16,8 @@ class LostTasks:
 
     A task in flight moves only forward: to the end of its stream when it is given back, to `samples` when it is
     finished, and out of there by the sampler's own commit. So a search that reads the streams in this order meets every
-    task that exists. The protocol loses no task, but a restored Redis or entries deleted by hand do. A fail-over during
+    task that exists. The protocol itself loses no task, but a Redis restored from a backup, or entries deleted by hand,
+    can. A fail-over during
     a search can move a task back, so only a task that two searches miss counts as lost.
 
     Attributes:

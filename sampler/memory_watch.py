@@ -8,15 +8,15 @@ from typing import Any
 
 from common.streams.broker import Broker
 
-INTERVAL = 0.1  # seconds between two looks at how full Redis is
+INTERVAL = 0.1  # seconds between checks of Redis' memory
 LOG_INTERVAL = 30.0
 
 
 class MemoryWatch:
-    """Watches whether Redis is so full that nothing may be sent before the learner has freed memory."""
+    """Tells whether Redis is so full that no task may be sent until the learner has freed memory."""
 
     def __init__(self, broker: Broker, log: Any) -> None:
-        self.was_short = False  # at the last look
+        self.was_short = False  # at the last check
         self._broker, self._log = broker, log
         self._read_at = self._logged_at = -math.inf
 

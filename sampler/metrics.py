@@ -215,7 +215,7 @@ class SamplerMetrics:
 
 
 def staleness(closed: ClosedBatch) -> dict[str, np.ndarray]:
-    """Versions by which each sample of a batch aged, int64 [B]: in all, in flight, and waiting for the batch."""
+    """Age of each sample of a batch in weight versions, int64 [B]: in total, in flight, and waiting for the batch."""
     step = closed.manifest.batch_id
     oldest = np.array([sample.oldest_version for sample in closed.samples])
     counted_at = np.array([sample.counted_at for sample in closed.samples])

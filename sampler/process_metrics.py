@@ -21,7 +21,7 @@ SHORTEST_WAIT = 0.1  # seconds; shorter waits are not shown
 
 
 class ProcessMetrics:
-    """Reads these metrics from Redis every few seconds, after hours less often."""
+    """Reads the metrics of all processes from Redis every few seconds, and less often as the run grows older."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker

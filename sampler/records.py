@@ -15,13 +15,13 @@ from common.unpack import unpack
 
 
 class Record:
-    """Base of dataclasses with slots: their values in the order of their fields."""
+    """Base of dataclasses with slots, packed as a list of their values in the order of the fields."""
 
     __slots__: tuple[str, ...] = ()
     _values: ClassVar[attrgetter[tuple[Any, ...]]]
 
     def __init_subclass__(cls) -> None:
-        # `dataclass(slots=True)` makes a second class of the first; only that one has slots.
+        # `dataclass(slots=True)` creates a new class from the decorated one; only the new class has slots.
         if cls.__slots__:
             cls._values = attrgetter(*cls.__slots__)
 
@@ -103,7 +103,7 @@ class EvaluationCounts(Record):
     correct: int = 0
     set_aside: int = 0
     restarts: int = 0
-    version: int = -1  # that answers it; -1 before the first answer
+    version: int = -1  # the weights that answer it; -1 before the first answer
     dispatched: int = 0  # tasks sent so far
 
     @property

@@ -16,7 +16,7 @@ from sampler.records import DispatchedTask
 
 MIN_LIMIT = 64  # tasks
 EQUAL_BATCHES = 5  # in a row, before a warning
-EXAMPLES = 3  # answers that it shows
+EXAMPLES = 3  # answers shown in the warning
 MAX_TEXT = 60  # characters of the output and of the expected answer
 
 
@@ -55,7 +55,7 @@ def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> Sampl
 
 
 def refused(header: SampleHeader, task: DispatchedTask, reason: str) -> SampleHeader:
-    """The header that is counted in place of one that cannot be: its task is skipped."""
+    """A header that counts the task as skipped, in place of one that cannot be counted."""
     return SampleHeader.skipped(
         header.task_id,
         Failure.INVALID_RESULT,
@@ -98,7 +98,7 @@ class FailureLimit:
 
 
 class EqualRewards:
-    """Warns, once, when in batch after batch all rewards are equal, from which nothing can be learned."""
+    """Warns once if all rewards were equal in each of several batches in a row: nothing can be learned from these."""
 
     def __init__(self, log: Any) -> None:
         self._log, self._in_a_row, self._warned = log, 0, False

@@ -21,11 +21,12 @@ from sampler.values.tracker import Counts, ValueTracker
 
 BEFORE_FIRST_STEP = -1
 ROWS_PER_COMMIT = 10_000
-REFILL_LIMIT = 10  # most samples of degenerate groups that are replaced for one batch, in batches
+REFILL_LIMIT = 10  # most samples of degenerate groups that are replaced for one batch, as a multiple of its size
 
 
 class SamplerState:
-    """Every change is made here and noted for the round's commit, so that memory and Redis cannot differ.
+    """A run's state. Each method that changes it also adds the change to the round's commit, so that Redis follows
+    memory.
 
     Attributes:
         version: newest weights announced.
@@ -65,7 +66,7 @@ class SamplerState:
 
     @property
     def position(self) -> int:
-        """The next training task's place among all that the learner will train on."""
+        """The next training task's place in the order of training."""
         return self.admission.total(self.open.next_id, len(self.open))
 
     @property
@@ -73,7 +74,7 @@ class SamplerState:
         return f"t{self.next_task:07d}"
 
     def awaits(self, task_id: str) -> bool:
-        """Whether a training task is in flight, or its number has still to be given to one."""
+        """Whether a training task is in flight or has yet to be dispatched."""
         number = task_id.removeprefix("t")
         return task_id in self.admission.in_flight or (number.isdecimal() and int(number) >= self.next_task)
 
@@ -89,7 +90,7 @@ class SamplerState:
         self.count("sent_again")
 
     def abandon_task(self, task_id: str) -> None:
-        """Count a task as skipped that Redis has lost and that cannot be sent again."""
+        """Count as skipped a task that Redis has lost and that cannot be sent again."""
         task = self.admission.remove(task_id)
         self._commit.outstanding_remove.append(task_id)
         for name in ("counted", "set_aside", "lost"):
@@ -106,14 +107,14 @@ class SamplerState:
         return task
 
     def record_step(self, version: int, drift: float) -> None:
-        """Note a version from the learner, which repeats some after a restart; their batches are not made again."""
+        """Record a version from the learner; versions that a restarted learner repeats close no batch again."""
         if self.drift.record(version, drift):
             self._commit.scalars[f"moved:{version}"] = self.drift.cumulative(version)
         self.version = max(self.version, version)
         self.open.next_id = max(self.open.next_id, version)
 
     def update_value(self, i: int, header: SampleHeader) -> tuple[float, float, float]:
-        """Count the reward of a response to the prompt at index i; returns the prompt's value before, D, and rho.
+        """Count the reward of a response to the prompt at index i; returns its previous value, D, and rho.
 
         Raises:
             ValueError: the reward is outside the declared range.
@@ -173,7 +174,7 @@ class SamplerState:
 
     @property
     def evaluating(self) -> str | None:
-        """Answers so far to the open evaluation, skipped tasks among them, of all: `3/9`; None if none is open."""
+        """Progress of the open evaluation as answers (skipped tasks included) of all, `3/9`; None if none is open."""
         due = self.open_evaluation
         if due is None:
             return None
@@ -181,7 +182,7 @@ class SamplerState:
         return f"{counts.answered + counts.set_aside}/{counts.expected}"
 
     def evaluation_name(self, due: int) -> str:
-        """Name of an evaluation, with which its task ids begin; each start has another one."""
+        """Name of an evaluation, which is the prefix of its task ids; every restart gives it a new name."""
         restarts = self.evaluations[due].restarts
         return f"e{due}.{restarts}" if restarts else f"e{due}"
 

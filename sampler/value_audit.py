@@ -13,7 +13,7 @@ from sampler.values.tracker import ValueTracker
 WINDOW = 64  # batches
 BINS = 10
 FEWEST = 4  # batches needed for an interval of the variance ratio
-POOL_PART = 16  # figures of all prompts are computed again when one in so many has been answered
+POOL_PART = 16  # figures of all prompts are recomputed once one in this many prompts was answered
 
 
 class ValueAudit:
@@ -95,7 +95,7 @@ class ValueAudit:
 
 
 def squares(values: np.ndarray) -> float:
-    """Sum of the squares about the mean."""
+    """Sum of the squared deviations from the mean."""
     return float(((values - values.mean()) ** 2).sum())
 
 

@@ -1,7 +1,7 @@
-"""The configuration and the model that all processes of a run share: the first one stores it, all others must have it.
+"""The configuration and the model that all processes of a run share: the first one stores them, the others must match.
 
 A run whose processes are all gone may be started again with other values: of any key, as long as it has not trained;
-later, of the keys that `common.config.shared` lists. Each such change is kept with the step from which it holds.
+later, of the keys that `common.config.shared` lists. Each such change is recorded with the step from which it applies.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def agree(
 ) -> None:
     """Join the run: store its configuration and release if this process is the first, else compare with them.
 
-    Values that may change replace the run's once none of its processes is alive; one that was killed is waited for
-    until it counts as dead.
+    Values that may change replace the run's once none of its processes is alive. A process that was killed is
+    waited for until its heartbeat expires.
 
     Args:
         may_differ: whether this process may change anything.
@@ -47,7 +47,7 @@ def agree(
     _set_first(broker, "release", release())
     _same_release(broker)
     if not broker.redis.exists(broker.key("config")):
-        # Before, so that none takes the run for abandoned until its first process sends a heartbeat.
+        # Set first, so that no process takes the run for dead before its first heartbeat.
         broker.redis.set(broker.key("reconfigured"), 1, px=_settling(config))
         _set_first(broker, "config", json.dumps(shared_values(config)))
     while changes := differences(config, json.loads(before := _stored(broker))):
@@ -82,7 +82,7 @@ def changes_of(broker: Broker) -> list[dict[str, Any]]:
 
 
 def check_changes(changes: Sequence[Difference], run: str, step: int | None) -> None:
-    """Raise `UserError` where a configuration differs from a run's in what cannot change.
+    """Raise `UserError` if a configuration differs from a run's in keys that cannot change.
 
     Args:
         run: its name in messages.
@@ -136,7 +136,7 @@ def agree_on_download(broker: Broker, config: Config) -> None:
 def _other_files(broker: Broker, config: Config, folder: Path, missing: str = "") -> list[Difference]:
     """Files that differ from the run's; those that the run has no digest of yet are stored as the run's."""
     redis, key, path = broker.redis, broker.key("model"), config.model.path
-    # Weights on the disk are computed with where the learner's do not replace them.
+    # Weights on the disk matter only if the learner's do not replace them: with LoRA, or without a learner.
     here = model_digests(folder, missing, weights=config.learner.lora is not None or not config.run.has_learner)
     for name in here.keys() - {name.decode() for name in redis.hkeys(key)}:
         redis.hsetnx(key, name, here[name])
@@ -171,7 +171,7 @@ def _stored(broker: Broker) -> str:
 
 
 def _step(broker: Broker, config: Config) -> int:
-    """The last step that the run has trained, by Redis or, if that was lost, by the checkpoints."""
+    """The last step that the run has trained, according to Redis or, if Redis has lost the run, the checkpoints."""
     newest = latest(broker)
     return max(0 if newest is None else newest.version, *checkpoint_versions(config.run.folder), 0)
 

@@ -1,4 +1,4 @@
-"""The learner's side: batches in order, their payloads, and what it tells the others."""
+"""The learner's side: it reads batches in order and their payloads, and announces versions to the other processes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BEHIND = -2  # what learner.lua returns in place of a count
 
 
 class RunLost(UserError):
-    """Redis knows nothing of a run that was there."""
+    """Redis has lost all data of the run."""
 
 
 class BatchInbox:
     """The `batches` stream as the learner sees it, and the only way in which it changes the run.
 
-    A run has one learner: the last one that called `acquire`. What the others write from then on is refused.
+    A run has one learner: the last one that called `acquire`. Redis refuses later writes from any other.
     """
 
     def __init__(self, broker: Broker, owner: str | None = None) -> None:
@@ -49,11 +49,11 @@ class BatchInbox:
     def acquire(self, wait: float | None = None) -> Self:
         """Become the run's learner.
 
-        Waits until the heartbeat of a learner that died runs out (at most `wait` seconds, by default a little longer
+        Waits until the heartbeat of a learner that died expires (at most `wait` seconds, by default a little longer
         than it lasts); a dead one on the same host is replaced at once.
 
         Raises:
-            Replaced: another learner lives.
+            Replaced: another learner is alive.
         """
         broker, key = self._broker, self._broker.key("learner")
         deadline = time.monotonic() + (broker.dead_after + 1 if wait is None else wait)
@@ -68,7 +68,7 @@ class BatchInbox:
         return self
 
     def check(self) -> None:
-        """Raise what Redis would refuse this learner's writes with: `Replaced`, `RunLost` or `RedisBehind`."""
+        """Raise `Replaced`, `RunLost` or `RedisBehind` if Redis would refuse this learner's writes."""
         self._write()
 
     def next(self, block_ms: int = 1000) -> Batch | None:
@@ -78,8 +78,8 @@ class BatchInbox:
         again from the checkpoint, and a reply that was lost on the way is read once more.
         """
         try:
-            # A new batch is read once more, from the delivered ones: if the client repeated the call because its reply
-            # was lost, it was given a later batch, and the one before it waits among the delivered.
+            # A new batch is read back from the delivered ones: if the first reply was lost and the client repeated the
+            # call, Redis delivered a later batch, and the lost one must come first.
             if entry := self._delivered() or (self._deliver(block_ms) and self._delivered()):
                 return self._batch(*entry)
         except ResponseError:
@@ -100,7 +100,7 @@ class BatchInbox:
         self._write(endpoint=msgpack.packb(dict(endpoint)))
 
     def release_before(self, version: int) -> int:
-        """Free all batches of earlier versions than this one, with their payloads; returns how many there were."""
+        """Free all batches of versions before this one, with their payloads; returns how many there were."""
         entries, sample_ids = [], []
         for entry_id, fields in self._broker.redis.xrange(self._broker.key("batches")):
             try:

@@ -40,7 +40,7 @@ class Memory(NamedTuple):
     def refusal(self) -> str | None:
         """Why no run may use this Redis; None if it drops nothing, or does not say.
 
-        Without a limit too: `CONFIG SET maxmemory` may give it one at any time.
+        The eviction policy is checked even without a limit: `CONFIG SET maxmemory` can set one at any time.
         """
         if self.policy == NOEVICTION:
             return None
@@ -71,7 +71,7 @@ class Broker:
         return f"spo:{{{self.run}}}:{name}"
 
     def keys_of(self, prefix: str) -> list[str]:
-        """All keys of the run that begin with this, found by a scan of the whole server."""
+        """All keys of the run with this prefix, found by a scan of the whole server."""
         pattern = re.sub(r"([\\*?\[\]^])", r"\\\1", self.key(prefix)) + "*"
         return [key.decode() for key in self.redis.scan_iter(pattern, count=1000)]
 
@@ -84,7 +84,7 @@ class Broker:
     def was_cut_off(self, seconds: float) -> bool:
         """Whether a process that has not reached Redis for `seconds` cannot tell which others are silent.
 
-        That takes longer than the longest interval of heartbeats, half of `dead_after`.
+        The limit is longer than the longest heartbeat interval, half of `dead_after`.
         """
         return seconds > max(0.75 * self.dead_after, SHORTEST_OUTAGE)
 
@@ -129,7 +129,7 @@ class Broker:
         try:
             info = self.redis.info("memory")
         except ResponseError:
-            return Memory(0, 0)  # the server or its ACL does not allow the question
+            return Memory(0, 0)  # the server or its ACL forbids the command
         policy = str(info.get("maxmemory_policy", NOEVICTION))
         return Memory(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)), policy)
 
@@ -193,11 +193,11 @@ class Broker:
 def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     """Connect to the run's Redis, waiting up to `config.wait` seconds for it.
 
-    Later calls survive a restart of the server, and a fail-over where `config.url` names sentinels: they are repeated
-    for about as long.
+    Later calls are retried for about as long, so they survive a restart of the server and, if `config.url` names
+    sentinels, a fail-over.
 
     Raises:
-        UserError: the server is unreachable, wants a password, is too old or is no Redis.
+        UserError: the server is unreachable, requires a password, is too old or is not Redis.
     """
     url, patience = without_password(config.url), Patience()
     try:

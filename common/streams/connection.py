@@ -60,7 +60,7 @@ class Patience(ExponentialBackoff):
         self._ended = True
 
     def compute(self, failures: int) -> float:
-        """Wait before a call is repeated for the n-th time; returns 0, since the caller need not wait any more.
+        """Wait before a call is retried for the n-th time; returns 0, because the caller need not wait as well.
 
         Raises:
             ConnectionError: `end` was called.
@@ -114,7 +114,7 @@ class TlsMasterConnection(MasterConnection, SentinelManagedSSLConnection):
 
 
 def client(config: BrokerConfig, **options: Any) -> redis.Redis:
-    """A client of the server, or of the sentinels' master; a ValueError says what is wrong with the address."""
+    """A client of the server, or of the sentinels' master; raises `ValueError` if the address is invalid."""
     if config.password_file is not None:
         options["password"] = read_secret(config.password_file, "broker.password_file")
     if not config.url.startswith("unix://"):

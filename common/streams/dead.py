@@ -13,7 +13,7 @@ from common.unpack import MAX_BYTES, unpack
 
 MAX_LETTERS = 10_000
 MAX_LETTER = 2 * MAX_BYTES
-COUNTED = ("tasks", "samples")  # beginnings of streams whose entries the sampler counts in the end
+COUNTED = ("tasks", "samples")  # prefixes of the streams whose entries the sampler counts eventually
 
 
 def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> bytes:

@@ -67,11 +67,11 @@ class SamplerLease:
     def take(self, wait: float | None = None) -> None:
         """Become the run's sampler.
 
-        Waits until the lease of a sampler that died runs out (at most `wait` seconds, by default a little longer than
+        Waits until the lease of a sampler that died expires (at most `wait` seconds, by default a little longer than
         a lease lasts); a dead one on the same host is replaced at once.
 
         Raises:
-            LeaseLost: another sampler lives.
+            LeaseLost: another sampler is alive.
         """
         deadline = time.monotonic() + (self.length_ms / 1000 + 1 if wait is None else wait)
         dead = ""
@@ -84,7 +84,7 @@ class SamplerLease:
             time.sleep(0.1)
 
     def renew(self) -> int:
-        """Renew the lease, even if it ran out and is free; returns the number of the last commit.
+        """Renew the lease, even if it has expired but is still free; returns the number of the last commit.
 
         Raises:
             LeaseLost: another sampler has it.

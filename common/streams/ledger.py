@@ -1,4 +1,4 @@
-"""The sampler's side: it reads headers, and writes everything it decides at once."""
+"""The sampler's side: it reads headers, and commits all decisions of a round atomically."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Commit:
         tracker: new rows by prompt id.
         open_add, open_remove: the open batch, by sample id.
         closed: names of evaluations that are over; their unanswered tasks are withdrawn.
-        dispatch: new tasks, each with what the sampler must know when its header comes.
+        dispatch: new tasks, each with the record that the sampler needs when the task's header arrives.
         outstanding_remove: task ids whose header is counted.
         batches: manifests to send to the learner.
         unlink: samples whose payload is no longer needed.
@@ -118,7 +118,7 @@ class SamplerLedger:
         """Become the run's sampler and read the run's state; waits as `SamplerLease.take` does.
 
         Raises:
-            LeaseLost: another sampler lives.
+            LeaseLost: another sampler is alive.
         """
         self.broker.ensure_group("samples", CONSUMER_GROUP)  # Redis may have lost it
         self._lease.take(wait)
@@ -165,7 +165,7 @@ class SamplerLedger:
         return len(commit.counted) if acknowledged == REPEATED else acknowledged
 
     def renew(self) -> None:
-        """Make sure that this sampler still is the run's, before it does what no commit protects.
+        """Check that this sampler still holds the lease, before it does something that no commit protects.
 
         Raises:
             LeaseLost: another sampler has replaced this one.
@@ -217,7 +217,7 @@ class SamplerLedger:
         groups = {key("tasks"): GENERATORS_GROUP, key("samples"): CONSUMER_GROUP, key("batches"): LEARNERS_GROUP}
         names = ("state", "steps", "tracker", "open", "outstanding", "counters", "evaluations", "journal")
         keys = [*(key(name) for name in ("lease", "learner")), *groups, *(key(name) for name in names)]
-        # Without holders every generator looks at each of its tasks, and finds them gone.
+        # Without holders, every generator checks each of its tasks, and finds them gone.
         for prefix in ("tasks:", "pin:", "holders:", "takeovers:"):
             keys += broker.keys_of(prefix)
         if broker.script("reset")(keys, [self._lease.owner, self._lease.length_ms, *groups.values()]) < 0:
@@ -266,7 +266,7 @@ class JournalEntry:
         rewards: prompt id, reward, forgetting factor and task id of each value that was updated, in order.
         dispatched, counted: task ids.
         batches: number and sample ids of each.
-        discarded: tasks whose tokens, if there were any, no batch will have.
+        discarded: tasks whose tokens, if any, will be in no batch.
         restored: what this commit took from the run folder, after Redis was lost: `version` at which the run goes on,
             `rows` of the tracker by prompt id, packed; state of its `population`.
         version: of the weights, as the sampler knew it; -1 before the first.

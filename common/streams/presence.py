@@ -57,7 +57,7 @@ class Presence:
         return self
 
     def stop(self, withdraw: bool = True) -> None:
-        """Stop publishing; `withdraw` removes the entry at once, which must not be another process's by now."""
+        """Stop publishing; `withdraw` removes the entry at once, so no other process may own it by then."""
         self._stop.set()
         self._thread.join()
         if not withdraw:

@@ -1,4 +1,4 @@
-"""The generators' side: lease tasks, those of an evaluation first, and finish each once, or set it aside."""
+"""The generators' side: lease tasks, those of an evaluation first, and finish or skip each exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from common.streams.broker import Broker
 # Redis does nothing else while a script runs, so many large payloads go in several calls.
 CALL_BYTES = 1 << 20
 MAX_REASON = 2000  # characters
-LEASES_A_CALL = 1000  # looked at by one call of a script
+LEASES_A_CALL = 1000  # checked by one call of a script
 
 CONSUMER_GROUP = "generators"
 TRAINING = "tasks"  # stream of the training tasks; each evaluation has one of its own, `tasks:EVALUATION`
@@ -88,19 +88,19 @@ class ServerClock:
         self._ahead = seconds + micros / 1e6 - asked  # seconds, of this process's clock
 
     def expected(self) -> tuple[float, float]:
-        """The earliest and latest time in seconds that Redis' clock shows a command sent now, unless it was set."""
+        """Earliest and latest time [s] that a command sent now reads from Redis' clock, unless that was set."""
         now = time.monotonic() + self._ahead
         return now - self._tolerance, now + self._tolerance
 
     def learn(self, seconds: float, asked: float) -> None:
-        """Redis' clock showed `seconds` to a command that was sent at `asked` of this process's clock."""
+        """Learn from a command sent at `asked` on this process's clock that read `seconds` on Redis'."""
         # Redis read its clock after the command was sent and before now. Slow commands tell less than fast ones.
         least, most = seconds - time.monotonic(), seconds - asked
         self._ahead = min(max(self._ahead, least), most)
 
 
 class TaskInbox:
-    """One generator's share of the tasks of training, and of the streams that evaluations have to themselves."""
+    """One generator's access to the stream of training tasks, and to those of the evaluations."""
 
     def __init__(self, broker: Broker, name: str) -> None:
         self._broker = broker
@@ -110,11 +110,11 @@ class TaskInbox:
         self._silence_ms = int(1000 * broker.dead_after)
         self._clock = ServerClock(broker.redis, broker.dead_after / 2)
         self._takeovers = 0  # of tasks of this process
-        self._look_again = False  # at every task, with the next heartbeat
+        self._look_again = False  # whether the next heartbeat checks every held task
         self._beaten = -math.inf  # time of its last heartbeat
         self._judges_from = -math.inf  # a process that lost its connection cannot tell which others did
-        self._held: set[EntryId] = set()  # as the last heartbeat said
-        self._delivered: set[EntryId] = set()  # since then
+        self._held: set[EntryId] = set()  # tasks reported with the last heartbeat
+        self._delivered: set[EntryId] = set()  # tasks delivered since then
         broker.ensure_group(TRAINING, CONSUMER_GROUP)
 
     def lease(self, version: int, n: int, training: int) -> Lease:
@@ -146,7 +146,7 @@ class TaskInbox:
     def adopt(self, n: int, evaluation: str = "") -> list[Delivery]:
         """Take over up to `n` tasks, of an evaluation or of training, that no living process works on.
 
-        They belong to processes whose heartbeat has stopped, or were delivered to this one in a reply that never came.
+        They belong to processes whose heartbeat has stopped, or were delivered to this one in a reply that was lost.
         A process that was itself cut off from Redis takes nothing: the others may have been, too.
         """
         self._appear()
@@ -174,7 +174,7 @@ class TaskInbox:
         lost = {entry_id for entry_id in held if entry_id.stream in over}
         if takeovers != self._takeovers or self._look_again:
             lost |= self._lost(held - lost)
-            # Tasks that were delivered after the caller listed the held ones are looked at next time.
+            # Tasks that were delivered after the caller listed the held ones are checked next time.
             self._look_again = takeovers != self._takeovers and bool(delivered)
             self._takeovers = takeovers
         return Pulse(lost, bool(finished), evaluation.decode())
@@ -205,7 +205,7 @@ class TaskInbox:
     ) -> Finished:
         """The result of a task that cannot be answered: it has no reward, and the task is kept as a dead letter.
 
-        `retire`: the prompt can never be answered. `fields`: header fields that say how far the episode came.
+        `retire`: the prompt can never be answered. `fields`: header fields that describe the episode up to the failure.
         """
         task, reason = delivery.task, readable(reason)
         fields |= {"prompt_id": task.prompt_id, "kind": task.kind, "retire": retire, "generator": self.name}
@@ -220,12 +220,12 @@ class TaskInbox:
         return self._broker.script(script)([self._broker.key(name) for name in names], arguments)
 
     def _appear(self) -> None:
-        """Make sure that Redis knows this process before it leases it a task; heartbeats do the rest."""
+        """Register this process before Redis leases it a task; heartbeats keep it registered."""
         if time.monotonic() - self._beaten > self._broker.dead_after / 4:
             self._say_alive()
 
     def _say_alive(self, *evaluations: str) -> list[Any]:
-        """Renew everything that this process has leased; the reply of beat.lua."""
+        """Renew everything that this process has leased; returns the reply of beat.lua."""
         names = (HOLDERS, TAKEOVERS, "finished", "state", *evaluations)
         reply: list[Any] = self._call("beat", names, [self.consumer])
         before, self._beaten = self._beaten, time.monotonic()
@@ -236,7 +236,7 @@ class TaskInbox:
         return reply
 
     def _notice(self, unknown: int) -> None:
-        """If Redis did not know of this process, have the next heartbeat look at every task."""
+        """If Redis did not know this process, have the next heartbeat check every held task."""
         if unknown:
             self._takeovers = -1
 
@@ -300,7 +300,7 @@ class TaskInbox:
 
 
 def readable(reason: str) -> str:
-    """A reason as headers and letters have it: it may quote what a model or a program wrote, of any length."""
+    """A reason, shortened for headers and dead letters: it may quote text of any length from a model or a program."""
     return reason.encode(errors="backslashreplace").decode()[:MAX_REASON]
 
 

@@ -1,1 +1,1 @@
-"""Weights on their way from the learner to the generators: format, serving, pulling. Imports no torch."""
+"""Transfer of weights from the learner to the generators: format, serving, pulling. Imports no torch."""

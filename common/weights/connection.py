@@ -42,9 +42,9 @@ REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 BOX_BYTES = 1024  # more than CURVE adds to a frame
 HELLO_AFTER = 1.0  # seconds of silence in a transfer after which we check whether the server is still connected
 POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
-WRONG_MOST = 5  # times that a chunk may arrive with a wrong checksum
+WRONG_MOST = 5  # how often one chunk may arrive with a wrong checksum
 
-Arrived = Callable[[int, memoryview | None], None]  # a chunk, and the delta that it came as, if it did
+Arrived = Callable[[int, memoryview | None], None]  # a chunk, and its delta if it was sent as one
 
 
 class ConnectionLost(Exception):
@@ -85,7 +85,7 @@ class _Chunks:
     width: int  # see `item_bytes`
     asked: set[int] = field(default_factory=set)
     unpacking: deque[tuple[int, memoryview, Future[memoryview | None]]] = field(default_factory=deque)
-    whole: set[int] = field(default_factory=set)  # asked for as a whole, since what came before was wrong
+    whole: set[int] = field(default_factory=set)  # requested in full, because the previous reply was wrong
     wrong: Counter[int] = field(default_factory=Counter)
 
 
@@ -125,7 +125,7 @@ class Connection:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.immediate = True  # nothing is queued for a server that is not there
-        # Whatever listens at the address may send this much before it has shown that it knows the server's key.
+        # An unauthenticated server at the address may send at most this much.
         self._socket.maxmsgsize = max(MAX_BYTES, CHUNK_BYTES) + BOX_BYTES
         self._socket.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
         self._socket.ipv6 = "[" in source.address
@@ -149,8 +149,8 @@ class Connection:
         """Wait until the server offers a snapshot that the caller wants.
 
         Args:
-            have: the snapshot that is here already; empty: none.
-            wants: called with each offer; one that it declines comes again some seconds later.
+            have: the snapshot that this client already has; empty: none.
+            wants: called with each offer; a declined offer is made again some seconds later.
             leave: called at once and then every `POLL_AGAIN` seconds; once it is true, None is returned.
 
         Raises:
@@ -340,7 +340,7 @@ def _is_right(manifest: Manifest, chunk: int, data: memoryview) -> bool:
 
 
 def _unpack(chunks: _Chunks, chunk: int, delta: memoryview) -> memoryview | None:
-    """The chunk that a delta makes of the base; None if its checksum is not the manifest's."""
+    """The base with a delta applied; None if its checksum is not the manifest's."""
     manifest, base = chunks.transfer.manifest, chunks.transfer.base
     assert base is not None
     try:

@@ -17,7 +17,7 @@ from common.weights.handover import HandedOver, NotHandedOver, shared_folder, ta
 from common.weights.memory import Transfer, TransferStats
 from common.weights.wire import Manifest, life_of, supersedes
 
-RETRY = 0.5  # seconds between looks for a server that is not there
+RETRY = 0.5  # seconds between attempts to find a server
 AVOID = 15.0  # seconds for which a relay that failed is not chosen; twice as long each time it fails again
 AVOID_MOST = 600.0
 
@@ -92,7 +92,7 @@ class Receiver(Protocol):
     """Takes snapshots, in the follower's thread."""
 
     def begin(self, manifest: Manifest) -> Transfer:
-        """Choose where the snapshot that is about to arrive is stored; an earlier one that is incomplete stays so."""
+        """Choose where the next snapshot is stored; an earlier, incomplete one will not be completed."""
 
     def arrived(self, chunk: int, delta: memoryview | None) -> None:
         """A verified chunk is in its place, and may have come as a delta; in any order."""
@@ -105,10 +105,10 @@ class Receiver(Protocol):
 
 
 class Follower:
-    """Brings each snapshot that is newer than the last one: from shared memory, or chunk by chunk.
+    """Fetches each snapshot that is newer than the last one: from shared memory, or chunk by chunk.
 
-    A relay that falls silent, sends wrong chunks or stays behind the learner is left for a while. A transfer that was
-    cut off goes on with the chunks that are missing, also from another server: a snapshot has the same name and
+    A relay that falls silent, sends wrong chunks or stays behind the learner is avoided for a while. An interrupted
+    transfer resumes with the missing chunks, even from another server, because a snapshot has the same name and
     checksums everywhere.
 
     Args:
@@ -176,7 +176,7 @@ class Follower:
             connection.close()
 
     def _pull_next(self, connection: Connection) -> bool:
-        """Wait for a snapshot and bring it; False if it is time to go elsewhere."""
+        """Wait for a snapshot and fetch it; False if it is time to choose another server."""
         source = connection.source
         manifest = connection.wait_for(
             self._have, lambda offer: self._wants(source, offer), lambda: self._should_leave(connection)

@@ -76,7 +76,7 @@ class Handover:
         return self._events.fileno()
 
     def turn(self, find: Find) -> None:
-        """Let clients in, forget those that left, and answer those whose snapshot is whole or no longer served."""
+        """Accept clients, forget those that left, and answer those whose snapshot is complete or no longer served."""
         for number, _ in self._events.poll(0):
             if number == self._listener.fileno():
                 self._let_in()
@@ -91,7 +91,7 @@ class Handover:
         return any(snapshot in (client.holds, client.wants) for client in self._clients.values())
 
     def close(self) -> None:
-        """Hand over nothing more; clients that read may go on."""
+        """Stop handing over snapshots; clients that are reading may continue."""
         self._path.unlink(missing_ok=True)
         for client in list(self._clients.values()):
             self._forget(client)

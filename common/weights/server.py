@@ -274,11 +274,12 @@ class SnapshotServer:
             return None
 
     def _set_newest(self, snapshot: Snapshot) -> None:
-        """Make a snapshot the newest; the one before stays while it is read."""
+        """Make a snapshot the newest; the previous one is kept while clients read it."""
         self._forget_older()
         if self._newest is not None and not self._newest.complete:
             self._abandon(self._newest)
-        # The older one stays: its readers are closer to the end, and slow ones would never finish otherwise.
+        # Keep the older one: its readers are closer to the end, and slow clients would otherwise never finish a
+        # transfer.
         elif self._older is None:
             self._older = self._newest
         elif self._newest is not None:

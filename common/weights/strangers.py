@@ -50,7 +50,7 @@ class Strangers:
                 self._cut_off(next(iter(self._numbers)))
 
     def admit(self, request: zmq.Frame) -> None:
-        """Count the connection that a request came from no longer: ZeroMQ has checked its key or password."""
+        """Stop counting the connection of a request: ZeroMQ has checked its key or password."""
         self._numbers.pop(request.get(zmq.SRCFD), None)
 
     def _cut_off(self, number: int) -> None:

@@ -1,1 +1,1 @@
-"""vLLM: how it is started, and the policy as episodes see it."""
+"""Starts vLLM, and offers it to episodes as the policy."""

@@ -74,7 +74,7 @@ def inspect_here(model: str) -> None:
 
 @contextlib.contextmanager
 def own_environment() -> Iterator[None]:
-    """Undo all changes to the environment: they are for the engine's process, not for others started later."""
+    """Undo all changes to the environment: they are meant for the engine's process, not for processes started later."""
     before = dict(os.environ)
     try:
         yield

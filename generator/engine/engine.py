@@ -84,7 +84,7 @@ class Engine:
         self._adapters = Adapters(llm)
         self._updating = asyncio.Lock()
         # Salts the prefix cache, so that blocks filled under other weights are never reused.
-        # The version would not do: a resumed learner uses it again for other weights.
+        # The version is not enough: a resumed learner reuses version numbers for other weights.
         self._epoch = 0
         self._broken = False
 
@@ -127,7 +127,7 @@ class Engine:
 
         Args:
             stop: strings; the token that completes one is the last of the result.
-            seconds: after these the request ends with the tokens it has, which may be none.
+            seconds: time limit, after which the request ends with the tokens it has, possibly none.
             prefix_epoch: reuse the keys and values of the earlier completion with this epoch, even if other weights
                 have been loaded since; by default only those of the present weights. No effect with a LoRA adapter,
                 for which vLLM keeps those of each version apart.
@@ -208,8 +208,8 @@ class Engine:
     async def logprobs(self, token_ids: TokenIds, top_k: int = 0) -> Any:
         """Return the log-prob of each token given those before it, under the current weights at temperature 1, [T].
 
-        With `top_k` = K, instead the ids and log-probs of the K tokens that are likeliest in its place, the likeliest
-        first, [T, K] each. Those of the first token are 0. Raises like `generate`.
+        With `top_k` = K, return instead the ids and log-probs of the K likeliest tokens at each position, in descending
+        order, [T, K] each. Those of the first token are 0. Raises like `generate`.
         """
         reading = Reading(token_ids, top_k, self.max_model_len)
         with self._adapters.newest() as adapter:

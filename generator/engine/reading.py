@@ -34,7 +34,7 @@ class Reading:
         return self.token_ids[:-1] if self.is_full else self.token_ids
 
     def params(self) -> Any:
-        """vLLM's `SamplingParams`; a token that is not read is scored as one that could be sampled."""
+        """vLLM's `SamplingParams`; a last token that is not read is scored as a candidate for sampling."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         return SamplingParams(

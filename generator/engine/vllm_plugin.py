@@ -53,7 +53,7 @@ def _unlink_mapped_memory() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    # By default tqdm makes a semaphore, whose name stays for as long as its process.
+    # By default tqdm creates a semaphore, whose name exists for as long as its process.
     tqdm.set_lock(threading.RLock())
     _extend(MessageQueue, "wait_until_ready", _unlink_queue)
     _extend(_CPUSHMDistributed, "_init_cpu_shm", _unlink_communicator)
@@ -112,7 +112,7 @@ def _divide_logits() -> None:
 
 
 def _extend(owner: Any, name: str, more: Callable[[Any], None]) -> None:
-    """Have a method do more once it has done its own work; a second call changes nothing."""
+    """Extend a method by a call at its end; extending it twice has no further effect."""
     method = getattr(owner, name)
     if hasattr(method, "__wrapped__"):
         return

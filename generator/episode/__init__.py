@@ -1,1 +1,1 @@
-"""An episode: its turns, what they need, and what is sent of it."""
+"""Episodes: how their turns run, the parts they need, and the results that are sent."""

@@ -151,11 +151,11 @@ class Episode:
         response: text of everything after the prompt, without special tokens; set at the end.
         opened: tags, such as <think>, with which the template begins the assistant's turns.
         reward: an agent's own, or that of its failure.
-        failure: what an agent failed with, where that counts as the model's doing.
+        failure: an agent's failure that is attributed to the model.
         requests: what became of each request of an agent; see `AgentSession.requests_made`.
         retries: an agent's requests that got the reply to an earlier one again.
         refusals: an agent's requests that were refused; see `Refusals.records`.
-        refused: how many they were, without those beyond a limit.
+        refused: number of refused requests, not counting those beyond a limit.
         lost: by which of an agent's requests a prefix was lost, and why; see `generator.agents.lost`.
         folder: an agent's files, until the episode is scored.
         step: the step under way, from the first turn to the last.

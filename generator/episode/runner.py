@@ -3,8 +3,8 @@
     GENERATING -> {TOOL, USER} -> GENERATING -> ... -> DONE
 
 A call in the last allowed assistant turn is not run; an answer in it still goes to the user, but only for its reward.
-After `episode.max_seconds` a turn that is being generated is cut at its newest token; tools and users under way finish
-first, within limits of their own, since only then is it known that nothing failed.
+After `episode.max_seconds` a turn that is being generated is cut at its newest token; running tools and users finish
+first, within their own limits, because only then is it known whether they failed.
 
 An episode that cannot go on for reasons that are not the model's raises an exception instead.
 """

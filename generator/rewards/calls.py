@@ -15,8 +15,8 @@ from generator.rewards.outcome import Outcome
 OURS = ("text", "answer", "row")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = ("prompts", "completions")
-# Other fields of the outcome that a function may ask for. A parameter that has a default is not filled with them: it is
-# an option of the user's own, such as `limit`.
+# Other fields of the outcome that a function may ask for. A parameter with a default is not filled from these: it is
+# one of the user's own options, such as `limit`.
 MORE = tuple(field.name for field in fields(Outcome) if field.name not in OURS)
 FORMS = (
     f"({', '.join(OURS)}), or verl's ({', '.join(VERL)}), or TRL's ({', '.join(TRL)}, **columns): parameters are "
@@ -31,7 +31,7 @@ class Function:
         name: of the reward in the configuration.
 
     Raises:
-        UserError: a parameter has a name that says nothing, or the options do not fit.
+        UserError: a parameter's name is unknown, or the options do not fit.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class Function:
     def _fills(self, key: str, parameter: Parameter, options: Mapping[str, Any]) -> bool:
         name, is_required = key.lstrip("_"), parameter.default is Parameter.empty
         if self.is_batch:
-            # A column that a row lacks leaves a parameter's default. The episode's ids are not there to be given.
+            # If a row lacks the column, a parameter keeps its default. The episode's token ids are not available.
             return name in TRL or (key not in options and name != "completion_ids")
         return name in (*OURS, *VERL) or (name in MORE and is_required and key not in options)
 
@@ -108,7 +108,7 @@ def _values(outcome: Outcome) -> dict[str, Any]:
     more = {name: getattr(outcome, name) for name in (*OURS, *MORE)}
     return more | {
         "data_source": outcome.row.get("data_source", ""),
-        # All that the model wrote, also where a limit cut it off: so verl has it.
+        # Everything that the model wrote, even if a limit cut it off, as in verl.
         "solution_str": outcome.response or outcome.text,
         "ground_truth": outcome.answer,
         "extra_info": outcome.row.get("extra_info", outcome.row),

@@ -15,7 +15,8 @@ _PLACE = re.compile(r"\(\S+:\d+\)$")  # at the end of an error that came from a 
 class RewardFailures:
     """Counts tasks whose reward failed in their first attempt, with none scored between them.
 
-    Only first attempts count: at the end of an evaluation, the few tasks that always fail are the only ones left.
+    Only first attempts count: at the end of an evaluation only the few tasks that always fail are left, and retries of
+    these would reach the limit.
     """
 
     def __init__(self) -> None:

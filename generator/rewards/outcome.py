@@ -1,4 +1,4 @@
-"""What a reward sees of an episode, and the result of scoring it."""
+"""The input of a reward, a finished episode, and the result of scoring it."""
 
 from __future__ import annotations
 

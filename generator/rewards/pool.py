@@ -1,7 +1,7 @@
 """Reward processes: each runs one job at a time, and is killed with all it has started when the job takes too long.
 
-Written by hand: pebble's pool kills its own process but not what that has started, and breaks as a whole once an idle
-process is killed from outside, for example when memory runs out.
+Why not pebble: its pool kills its own process but not the processes that this one has started, and it breaks as a whole
+if an idle process is killed from outside, for example by the OOM killer.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ScoringProcess:
 
         Raises `RewardFailed` or `WorkerDied`; after the latter, or a cancellation, the process must be killed.
         """
-        # A flat list: depth is limited, and the row must not be nested deeper here than in its task.
+        # A flat list: the nesting depth is limited, and the row must not be nested deeper here than in its task.
         reply = await self._ask([method, name, *(getattr(outcome, field) for field in _FIELDS)])
         if "error" in reply:
             raise RewardFailed(f"reward {name!r}: {reply['error']}")
@@ -154,9 +154,9 @@ class ScoringProcess:
 class Pool:
     """Processes, started when they are needed and replaced when they are lost; for one event loop.
 
-    `size` jobs run at once. A job that takes longer than `SLOW_SECONDS` goes on but no longer counts, and another
-    process is started if a job waits for one. So jobs that hang delay no others, until there are
-    `MAX_GROWTH` times `size` processes.
+    `size` jobs run at once. A job that takes longer than `SLOW_SECONDS` keeps running but no longer counts, and another
+    process is started if a job waits for one. So hanging jobs delay no others, until there are `MAX_GROWTH` times
+    `size` processes.
 
     Args:
         rewards: {name: options} of what the processes can score.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-# Full-width forms of ASCII, as Chinese and Japanese texts have them.
+# Full-width forms of ASCII, common in Chinese and Japanese texts.
 NARROW = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
 MAX_EXPONENT = 15  # of numbers that are written out; a float has no more digits
 DECIMAL = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
@@ -44,7 +44,7 @@ SENTENCE = re.compile(
 
 
 def plain(text: str) -> tuple[str, str]:
-    """An answer as mathematics, and the unit beside its number; anything else is as it was, without a unit.
+    """An answer as mathematics, and the unit beside its number; any other text unchanged, without a unit.
 
     A number at the end of a sentence (`The answer is 34.`), or of a computation there, stands for the whole.
     """
@@ -67,13 +67,13 @@ def _quantity(text: str) -> tuple[str, str]:
 
 
 def _unit(text: str) -> str:
-    """A unit as it is compared with another: `40 mph`, `40 miles per hour` and `40 mi/h` have the same."""
+    """A unit in a normal form for comparison: that of `40 mph`, `40 miles per hour` and `40 mi/h` is the same."""
     words = [word if word in SHORT else word.removesuffix("s") for word in re.findall(r"[a-z]+|/", text)]
     return "".join("/" if word == "per" else SHORT.get(word, word) for word in words)
 
 
 def _result(text: str) -> str:
-    """What a computation without variables ends with; any other text is as it was."""
+    """The result at the end of a computation without variables; any other text unchanged."""
     formula = re.fullmatch(r"\$([^$]+)\$", text)
     computed, equals, result = (formula[1] if formula else text).rpartition("=")
     return result.strip() if equals and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", computed)) else text

@@ -38,7 +38,8 @@ class Builtin(ABC):
     votes of evaluations.
 
     Attributes:
-        where: `inline`, at once; `pool`, in another process; `loop`, a coroutine that waits for a server.
+        where: where it runs: `inline`, at once; `pool`, in another process; `loop`, a coroutine that waits for a
+            server.
         bounds: least and greatest value; None where they are not known.
     """
 

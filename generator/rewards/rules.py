@@ -42,7 +42,7 @@ class BoxedThink(Builtin):
 
     - `</think>` occurs exactly once;
     - neither `<code>` nor `<interpreter>` occurs after it;
-    - the last \boxed{} within the final 100 characters is the reference answer, to the character.
+    - the last \boxed{} within the final 100 characters is exactly the reference answer.
     """
 
     def score(self, outcome: Outcome) -> float:
@@ -94,7 +94,8 @@ def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG, group: str = "") -> 
 class Format(Builtin):
     """1 if the episode has the wanted form, else 0: a pattern that it matches, or tags that it contains in order.
 
-    Tags with which the chat template begins the assistant's turns count as written; to a pattern they may.
+    Tags with which the chat template begins the assistant's turns count as written by the model; with a pattern, the
+    text may match with or without them.
 
     Args:
         pattern: regular expression for the whole text; `.` matches line ends too.

@@ -147,7 +147,7 @@ class Scorer:
 
 
 def joined(turn_rewards: Sequence[float], how: str) -> float:
-    """What rewards of single turns add to the final score; raises `ValueError` if one is not finite."""
+    """The amount that rewards of single turns add to the final score; raises `ValueError` if one is not finite."""
     if not all(math.isfinite(reward) for reward in turn_rewards):
         raise ValueError(f"turn rewards {list(turn_rewards)} are not all finite numbers")
     if how == "last":
@@ -163,7 +163,7 @@ def _shown(parts: dict[str, float]) -> str:
 def returns_to_go(final: float, turn_rewards: Sequence[float], reward_range: tuple[float, float]) -> list[float]:
     """The return of each assistant turn t: clip(u_t + ... + u_T + final score, low, high).
 
-    The undiscounted return of Sutton & Barto (2nd edition, equation 3.7), with which REINFORCE weighs each action
+    The undiscounted return of Sutton & Barto (2nd edition, equation 3.7), by which REINFORCE weights each action
     (their section 13.3); an action here is a turn, as in MT-GRPO (arXiv 2505.11821). Each return is clipped like the
     episode's reward, so the first one is that reward.
 

@@ -27,7 +27,7 @@ from generator.rewards.registry import BUILTIN, make_reward
 
 MAX_ERROR = 2000  # characters
 ALLOWED = "allowed: a finite number (also numpy's or torch's, or a list of one), or a mapping with a `score`"
-# Where the code is that a user did not write: SPO's, and what is installed.
+# Folders of code that is not the user's: SPO's packages, and installed ones.
 OWN_FOLDERS = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("generator", "common"))
 INSTALLED = tuple(path + os.sep for path in {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib")})
 HEAD = struct.Struct("!I")
@@ -114,7 +114,7 @@ def _result(work: Callable[..., float | str | None], *arguments: Any) -> dict[st
         if isinstance(code, str):
             sys.stderr.write(f"{code}\n")
         sys.stdout.flush()
-        # Not by an exception: the event loop would be closed on the way, and it shares a descriptor with the parent's.
+        # Exit without an exception: that would close the event loop, which shares a descriptor with the parent's.
         os._exit(code if isinstance(code, int) else code is not None)
     return result
 

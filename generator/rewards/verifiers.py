@@ -25,7 +25,7 @@ ELEMENT = r"<answer>(.*?)</answer>"
 
 
 class _Expired(BaseException):
-    """Not an Exception: sympy, math-verify and reasoning-gym catch those."""
+    """Derived from BaseException, because sympy, math-verify and reasoning-gym catch every Exception."""
 
 
 def cpu_limit(seconds: float, work: Callable[[], T]) -> T | None:
@@ -96,7 +96,7 @@ class Maths(Builtin):
         if not gold:
             raise ValueError(f"the reference answer {outcome.answer_text[:200]!r} is not mathematics")
         text = outcome.text[-TAIL:]
-        # The library makes a set of all boxes in a line, even if the last one corrects the others.
+        # The library would combine all boxes in a line into a set, even if the last one corrects the others.
         box = last_boxed(text)
         parsed: list[Any] = []
 
@@ -128,7 +128,7 @@ class Maths(Builtin):
 class ReasoningGym(Builtin):
     """1 if the verifier of the task's family gives 1 for the answer, else 0.
 
-    Less than 1 counts as 0, because verifiers give wrong answers a little: 0.05 for "0" in a sum.
+    Less than 1 counts as 0, because verifiers give some wrong answers a small score, such as 0.05 for "0" in a sum.
 
     Args:
         pattern: regular expression; the first group of its last match in the last turn is the answer, without

@@ -1,1 +1,1 @@
-"""What of a batch is trained on: its rows, their outcomes, and the tensors of its micro-batches."""
+"""A batch as it is trained on: its rows, their outcomes, and the tensors of its micro-batches."""

@@ -43,7 +43,7 @@ def _later(numbers: torch.Tensor, segment_ids: torch.Tensor, distance: int) -> t
 
 
 def returns(rewards: torch.Tensor, values: torch.Tensor, segment_ids: torch.Tensor, lambda_: float) -> torch.Tensor:
-    """What the critic learns: V + A of `gae`, float64 [N]; with lambda 1 the sum of the rewards to come."""
+    """The critic's targets: V + A of `gae`, float64 [N]; with lambda 1 the sum of the future rewards."""
     return values.double() + gae(rewards, values, segment_ids, lambda_)
 
 
@@ -62,7 +62,7 @@ def normalised(advantages: Sequence[torch.Tensor], world: World, clip: float | N
     mean = total / max(count, 1.0)
     (squares,) = world.sum_over_shares([float((own - mean).square().sum())])
     deviation = (squares / max(count - 1.0, 1.0)) ** 0.5
-    # Equal values leave a deviation of rounding errors, which must not be divided by.
+    # The deviation of equal values consists of rounding errors, and dividing by it would amplify them.
     if deviation <= EPSILON:
         return [torch.zeros_like(values, dtype=torch.float32) for values in advantages]
     scores = [(values - mean) / (deviation + EPSILON) for values in advantages]

@@ -21,9 +21,9 @@ class Layout:
         segment_ids: row of each token, int64 [N].
         lengths: tokens of each row, int64 [B].
         has_tokens: rows with any token, bool [B].
-        cells: size of the padded matrix that the tokens came from; N if there was none.
-        shares: of each row in its sample (with `prompt-mean`, in its prompt's samples), float64 [B]; they add up to 1
-            for a whole one.
+        cells: number of elements of the padded matrix that the tokens came from; N if there was none.
+        shares: share of each row in its sample (with `prompt-mean`, in its prompt's samples), float64 [B]; the shares
+            of a complete sample (or prompt) add up to 1.
         samples: the sum of the shares.
     """
 
@@ -53,7 +53,7 @@ class Layout:
 
     @classmethod
     def of_mask(cls, mask: torch.Tensor, together: int = 1) -> tuple[Layout, torch.Tensor]:
-        """The layout of a mask [B, T], and the place of each token in the flattened matrix, int64 [N].
+        """The layout of a mask [B, T], and the index of each token in the flattened matrix, int64 [N].
 
         Args:
             together: rows, one after another, that share one sample or prompt.

@@ -1,4 +1,4 @@
-"""Advantage, returns and value of a sample, which the sampler sends, and those of its rows and model tokens."""
+"""Advantage, returns and value: of a sample, as the sampler sends them, and of its rows and model tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Advantage = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class CriticTarget:
-    """What a critic learns from a sample, or from one of its rows.
+    """A critic's training target for a sample, or for one of its rows.
 
     Attributes:
-        returns: the reward; or for each turn the sum of the rewards from it on.
-        value: the tracker's, of the prompt.
+        returns: the reward; or for each turn the sum of the rewards from that turn on.
+        value: the tracker's value of the prompt.
     """
 
     returns: Advantage
@@ -30,7 +30,7 @@ class CriticTarget:
 
 
 def critic_targets(batch: Batch) -> list[CriticTarget] | None:
-    """What a critic learns from each sample [B]; None without a critic."""
+    """The critic's target for each sample [B]; None without a critic."""
     if batch.values is None or batch.returns is None:
         return None
     by_turn = batch.turn_advantages is not None
@@ -57,10 +57,10 @@ def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
 
 
 def token_rewards(payload: Payload, returns: Advantage) -> np.ndarray:
-    """The reward at each model token of a row, float64 [M]: its return at its last token, or each turn's at the turn's.
+    """The reward at each model token of a row, float64 [M], placed on the last token of the row, or of each turn.
 
-    A turn's reward is what its return has more than the next turn's. The last turn of a row has all of its return, so
-    that the rows of a sample need not know of one another.
+    A turn's reward is its return minus that of the next turn. The last turn of a row gets its whole return, so that
+    each row of a sample can be computed without the others.
     """
     lengths = payload.model_spans[:, 1] - payload.model_spans[:, 0]
     rewards, last = np.zeros(lengths.sum()), np.cumsum(lengths) - 1

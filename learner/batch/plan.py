@@ -26,9 +26,9 @@ def plan_micro_batches(
 ) -> MicroBatchPlan:
     """Split a batch into mini-batches, and each of those into micro-batches of at most `token_budget` tokens.
 
-    Every rank gets the same number of micro-batches, because their collectives must meet. A row longer than the budget
-    is a micro-batch of its own. Samples keep their batch's order between mini-batches; the rows of a sample are in one
-    mini-batch, anywhere in it.
+    Every rank gets the same number of micro-batches, because all ranks must call the same collectives. A row
+    longer than the budget is a micro-batch of its own. Samples keep their batch's order between mini-batches; the rows
+    of a sample are in one mini-batch, anywhere in it.
 
     Args:
         row_tokens: tokens of each row of each sample [B].
@@ -46,6 +46,7 @@ def plan_micro_batches(
 def _pack(lengths: Mapping[RowId, int], ranks: int, budget: int) -> list[list[RowId]]:
     """A multiple of `ranks` bins, fullest first, so that the ranks of one micro-batch have similar amounts of work."""
     descending = sorted(lengths, key=lambda place: (-lengths[place], place))
+    # The fewest micro-batches that could hold all tokens; a row above the budget fills one alone.
     rounds = max(1, -(-sum(min(tokens, budget) for tokens in lengths.values()) // (budget * ranks)))
     while True:
         bins = _fill_evenly(descending, lengths, rounds * ranks)

@@ -38,14 +38,14 @@ def pack_rows(rows: Sequence[np.ndarray], share: bool) -> PackedRows:
     positions = np.concatenate([np.arange(len(row)) for row in rows])
     if share and len(rows) > 1:
         places = tree_places(rows)
-        _, first = np.unique(places, return_index=True)  # a row in which each packed token stands
+        _, first = np.unique(places, return_index=True)  # for each packed token, its first position in the rows
         if len(first) <= (1 - LEAST_SAVING) * len(laid_out):
             return PackedRows(laid_out[first], positions[first], places)
     return PackedRows(laid_out, positions, None)
 
 
 def tree_places(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Packed position of each token of the rows laid end to end, int64: beginnings that are equal have the same."""
+    """Packed position of each token of the rows laid end to end, int64; common prefixes share their positions."""
     # In alphabetical order a row's longest common prefix with any earlier row is the one with the row before it.
     alphabetical = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
     places: list[np.ndarray] = [np.empty(0, np.int64)] * len(rows)

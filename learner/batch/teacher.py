@@ -31,7 +31,7 @@ class TeacherScores:
 
 
 def check_scores(ids: np.ndarray, top_k: int, vocabulary: int) -> None:
-    """Raise `InvalidMessage` for a row's scores that are not what the learner asks for.
+    """Raise `InvalidMessage` if a row's scores are not those that the configuration asks for.
 
     Args:
         ids: of the teacher's likeliest tokens, int32 [M, K]; empty where it scored the model's own.
@@ -76,7 +76,7 @@ def weight_at(config: TeacherConfig, version: int) -> float:
 
 
 def log_ratio(logprobs: torch.Tensor, scores: TeacherScores) -> torch.Tensor:
-    """log pi - log pi_T at each sampled token [N], held within bounds: one sample of the reverse KL."""
+    """log pi - log pi_T at each sampled token [N], clipped: a one-sample estimate of the reverse KL."""
     return (logprobs - scores.logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
@@ -87,10 +87,10 @@ def taught_advantages(
     config: TeacherConfig | None,
     version: int,
 ) -> torch.Tensor:
-    """The advantages [N] that the policy loss learns from: of scored tokens A - w (log pi_old - log pi_T).
+    """The advantages [N] for the policy loss; those of scored tokens become A - w (log pi_old - log pi_T).
 
-    That is the form `advantage`; in the form `loss` they stay as they are. Without `teacher.reward`, A is 0 at scored
-    tokens. The advantage of a token without scores is always the reward's.
+    This holds for the form `advantage`; with the form `loss` the advantages are unchanged. Without `teacher.reward`, A
+    is 0 at scored tokens. Tokens without scores always keep the advantage of the reward.
 
     Args:
         advantages: the reward's [N].

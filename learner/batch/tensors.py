@@ -135,8 +135,8 @@ class Packer:
         places = plan.of_rank(world.share)
         samples = sorted({sample for micro_batches in places for held in micro_batches for sample, _ in held})
         payloads = fetch([batch.sample_ids[sample] for sample in samples])
-        # The plan is made from the headers: a row longer than its header says could exceed the device's memory each
-        # time the batch is trained on.
+        # The plan is made from the headers. A row longer than its header says could exceed the device's memory, and
+        # would do so again after every restart.
         as_planned = {
             sample: payload
             for sample, payload in zip(samples, payloads, strict=True)

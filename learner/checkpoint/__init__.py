@@ -1,1 +1,1 @@
-"""Checkpoints and exports: written, read, and found whole."""
+"""Checkpoints and exports: writing, reading and verifying them."""

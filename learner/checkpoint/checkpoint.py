@@ -70,7 +70,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Writing | None = None
         self._config, self._trainer, self._world, self._confirm = config, trainer, trainer.world, confirm
-        # Each learner has its own folder, as one that was replaced while it saved may wake up and write on.
+        # Each learner has its own folder, because one that was replaced while it saved may resume writing later.
         self._unfinished = self.folder / self._world.broadcast(f"{UNFINISHED}-{secrets.token_hex(4)}".encode()).decode()
 
     def versions(self) -> list[int]:
@@ -200,7 +200,7 @@ class Checkpoints:
             return
         if self._world.is_main:
             self._confirm()  # another learner may have cleared the folder
-        # torch's archive writer does not say why it could not write.
+        # torch's archive writer raises a RuntimeError that does not name the reason; the usual one is a full disk.
         reason = "no space left" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or error
         raise UserError(
             f"cannot write checkpoint {self.folder / f'step_{version}'}: {reason}; earlier checkpoints are kept and "
@@ -258,7 +258,7 @@ class Checkpoints:
         return metadata, next((other for other in reasons if other), "")
 
     def _set_aside(self, folder: Path, reason: str) -> None:
-        """Rename a checkpoint, so that it neither counts as one nor is removed."""
+        """Rename a checkpoint, so that it is neither used nor removed."""
 
         def rename() -> None:
             aside = folder.with_name(folder.name + SET_ASIDE)

@@ -48,7 +48,7 @@ def export_model(trainer: Trainer, folder: Path) -> Callable[[], None]:
 def export_critic(trainer: Trainer, folder: Path) -> Callable[[], None]:
     """Gather the critic on rank 0, all ranks together; returns a function that writes it, for `critic.model`.
 
-    It is a `ForTokenClassification` model of one label. What it says is added to a constant, or the tracker's value.
+    It is a `ForTokenClassification` model of one label. Its output is added to a constant, or to the tracker's value.
     """
     assert trainer.critic is not None
     engine, config = trainer.critic.engine, trainer.config
@@ -58,7 +58,7 @@ def export_critic(trainer: Trainer, folder: Path) -> Callable[[], None]:
 
 
 def _gathered(weights: Iterator[tuple[str, torch.Tensor]], world: World) -> dict[str, torch.Tensor]:
-    """A copy in host memory on rank 0; empty on the other ranks, which only help to gather."""
+    """A copy in host memory on rank 0; empty on the other ranks, which only take part in gathering."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if world.is_main}
 
 
@@ -132,7 +132,7 @@ def _weights(config: Config, folder: Path, policy: Policy, metadata: dict[str, A
 
 @contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
-    """Turn any error into a `UserError`: a file may be missing, cut short or forged, and each raises its own."""
+    """Turn any error into a `UserError`: a file may be missing, truncated or forged, and each case raises its own."""
     try:
         yield
     except Exception as error:

@@ -57,7 +57,7 @@ def differing(own: dict[str, Any], metadata: dict[str, Any]) -> str:
 
 
 def min_size(parameters: Iterable[nn.Parameter], exported: bool) -> int:
-    """Least size of a checkpoint in bytes: trained weights, two Adam moments in fp32, and the export."""
+    """Minimum size of a checkpoint in bytes: trained weights, two Adam moments in fp32, and the export."""
     sizes = [(getattr(one, "ds_numel", one.numel()), one.element_size(), one.requires_grad) for one in parameters]
     trained = sum(size * (8 + width) for size, width, is_trained in sizes if is_trained)
     return trained + (sum(size * width for size, width, _ in sizes) if exported else 0)

@@ -89,7 +89,7 @@ def read(path: str | Path, map_location: Any = "cpu", mmap: bool = False) -> Any
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def member(owner: Any, name: str) -> ZeroStageEnum:
-        """Stands for `getattr`, with which Python 3.11.2 pickles an enum member."""
+        """Stands in for `getattr`, which Python 3.11.2 uses to pickle an enum member."""
         if owner is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
             raise pickle.UnpicklingError(f"attribute {name!r} of {owner!r}")
         return ZeroStageEnum[name]

@@ -37,7 +37,7 @@ def load_own(trainer: Trainer, folder: Path) -> None:
 
 
 def has_frozen(engine: Any) -> bool:
-    """Whether some weights are not trained: those are in no checkpoint, but in the model that training began with."""
+    """Whether some weights are frozen: no checkpoint holds those, only the model that training began with."""
     return not all(parameter.requires_grad for parameter in engine.module.parameters())
 
 

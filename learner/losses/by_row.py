@@ -68,7 +68,7 @@ def vespo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
 
 
 def _log_row_weights(tokens: PolicyTokens, weights: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
-    """The logarithm of each row's importance weight [B]: its tokens' product, or the one that all of them have."""
+    """The logarithm of each row's importance weight [B]: the product over its tokens, or the weight they all share."""
     logs, weight = weights.log().clamp(VESPO_LEAST, LOG_RATIO_BOUND), config.correction.weight
     if weight is not None and weight.of_rows:
         return _kept_mean(tokens, logs)

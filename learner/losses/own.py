@@ -1,4 +1,4 @@
-"""Losses of the user's own, by name: found, tried on a few tokens, and refused with one line."""
+"""The user's own losses: finds one by its name, tries it on a few tokens, and refuses it with a one-line error."""
 
 from __future__ import annotations
 

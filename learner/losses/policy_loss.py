@@ -50,8 +50,8 @@ def policy_loss(
         old_logprobs: log pi_old: the proximal policy, or in bypass mode the generating one [B, T].
         advantages: one per token [B, T].
         mask: model tokens [B, T]; the correction's mask replaces it.
-        correction: the mask that rejection left, and importance weights; with `proximal: rollout`, where most losses
-            have them as their ratio already, they count for `reinforce` and `dro` only.
+        correction: the mask after rejection, and importance weights. With `proximal: rollout` the weights apply to
+            `reinforce` and `dro` only, because the ratio of most other losses contains them already.
         denominators: global counts; by default those of this batch, after rejection (with SkyRL's block, before).
         rollout_logprobs: log pi_rollout [B, T], which `double_sided` bounds; by default `old_logprobs`.
 

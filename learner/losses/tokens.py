@@ -1,4 +1,4 @@
-"""What a policy loss is given, and what it returns: model tokens [N] of several rows."""
+"""The input and the output of a policy loss: values of the model tokens [N] of several rows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PolicyTokens:
         of_means: tokens that means of rows are taken over: those that take part, or with SkyRL's block, which never
             renormalises, all with finite log-probs; bool [N].
         layout: rows of the tokens.
-        weights: importance weights [N], zero where not kept; None: there are none. Losses but those of whole rows are
-            multiplied by them afterwards.
+        weights: importance weights [N], zero where not kept; None: there are none. They are multiplied into the losses
+            afterwards, except losses of whole rows.
         chosen: the tokens that a comparison with all of the mini-batch has chosen, bool [N]; None: these tokens are the
             whole mini-batch, and the loss compares them itself.
     """
@@ -86,7 +86,7 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 def clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """-A ratio plain and with the ratio held within [1 - low, 1 + high], and where the clip binds."""
+    """-A ratio, the same with the ratio clipped to [1 - low, 1 + high], and metrics of where the clip binds."""
     plain = -advantages * ratio
     held = -advantages * ratio.clamp(1 - low, 1 + high)
     binds = held > plain

@@ -26,9 +26,9 @@ varlen_attn: Any = None  # not every torch has it; `kernels.py` does not choose 
 with contextlib.suppress(ImportError):
     from torch.nn.attention.varlen import varlen_attn
 
-PACKED_SDPA = "spo_packed_padded"  # a name with "sdpa" would be refused for models with sinks by transformers
+PACKED_SDPA = "spo_packed_padded"  # transformers would refuse a name with "sdpa" for models with sinks
 PACKED_VARLEN = "spo_packed_varlen"
-# Parts of a model's attention that these two do not compute, and an implementation that may.
+# Parts of a model's attention that these two implementations lack, and one that may have them.
 MISSING_PARTS = {"softcap": "flash_attention_2", "s_aux": "sdpa"}
 SINK_WIDTH = 8  # numbers that a sink adds to a head; kernels take multiples of 8
 # Up to this length torch's kernel for CPUs is faster in float32 than in 16 bits, up to twice at 85 tokens.

@@ -1,7 +1,7 @@
 """Weights by the names that they have in a model's files, which are those that vLLM loads.
 
-transformers computes some weights in another form than files have them: a layer's experts are one tensor there, and
-three for each expert in the files.
+Some weights have another form in transformers than in the files: a layer's experts are one tensor in transformers, and
+three tensors per expert in the files.
 """
 
 from __future__ import annotations

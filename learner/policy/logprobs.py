@@ -95,7 +95,7 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for part in ctx.parts:
             log_p = _log_softmax(logits_of(hidden[part]), ctx.temperature)
-            # [C, V] of a large vocabulary is mostly a matter of moving memory: no copy more than needed.
+            # With a large vocabulary, time goes into moving [C, V] tensors through memory, so avoid copies.
             p = log_p.exp() if with_entropy else log_p.exp_()
             grad_logits = p * -grad_sums[part, None] if with_entropy else p.mul_(-grad_sums[part, None])
             grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])

@@ -88,7 +88,7 @@ class Policy(nn.Module):
             sequences: where the packed sequences begin and end.
             predict: positions [N] whose next tokens are the targets.
             temperature: by default the temperature of training responses.
-            routing: what the routers of a mixture are to take; they note there what they did.
+            routing: the experts to replay, if any, and a record of what the routers of a mixture did.
             others: K more ids at each position, int64 [N, K]; their log-probs, float32 [N, K], become a third result.
         """
         counts: list[int] = []
@@ -108,7 +108,7 @@ class Policy(nn.Module):
             return tuple(results)
         if routing is not None and own_routing is not None:
             routing.join(self.group, own_routing)
-        # The tokens are the first dimension, and what is joined the last.
+        # Tokens are the first dimension; the gathered tensors are joined along the last.
         return tuple(
             self.group.join(own.T, counts).T if own.ndim > 1 else self.group.join(own, counts) for own in results
         )

@@ -19,7 +19,7 @@ from learner.policy.model import Policy
 
 WIDTH = 128  # numbers a prompt
 BASIS = 8192  # prompts from which the components are found, at most
-SPARE = 32  # further components, without which the last ones would be less exact
+SPARE = 32  # extra components, which make the last ones more accurate
 ITERATIONS = 4  # of the randomised decomposition
 
 

@@ -1,8 +1,8 @@
-"""The routers of a mixture of experts: what they choose, and how they take what the engine chose.
+"""The routers of a mixture of experts: which experts they choose, and how they replay the engine's choice.
 
 Router replay (`learner.router_replay`): a rollout's tokens go through the experts that the engine chose for them. The
-weights of these experts come from the learner's own router, which so gets its gradient. The router chooses itself for
-tokens whose experts are not recorded, and in the reference policy.
+weights of these experts come from the learner's own router, so that the router gets a gradient. The router chooses
+itself for tokens whose experts are not recorded, and in the reference policy.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from learner.stats import Stats
 
 
 class ExpertShape(NamedTuple):
-    """Numbers of a mixture's layers, those without experts included, of experts that a token goes through in a layer,
-    and of experts in a layer."""
+    """A mixture's number of layers (with or without experts), and its chosen and total experts per layer."""
 
     layers: int
     chosen: int
@@ -60,7 +59,7 @@ class RoutedLayer:
     Attributes:
         counts: tokens that went through each expert, int64 [experts].
         entropies: of the router's probabilities, float32 [N].
-        differs: whether the router itself would have chosen other experts than it was given, bool [N].
+        differs: whether the router itself would have chosen experts other than the replayed ones, bool [N].
         probabilities: of each expert, the mean over the tokens, float32 [experts].
     """
 
@@ -72,7 +71,7 @@ class RoutedLayer:
 
 @dataclass(slots=True)
 class Routing:
-    """One forward pass: what the routers are to take, and what they did, by layer.
+    """One forward pass: the experts that the routers replay, and what the routers did, by layer.
 
     Attributes:
         positions: packed positions that predict the model tokens, int64 [N].
@@ -106,7 +105,7 @@ class Routing:
         return own
 
     def join(self, group: SequenceGroup, own: Routing) -> None:
-        """Note what the routers did for all tokens, of which each rank of a group computed its `own`."""
+        """Record what the routers did for all tokens; each rank of a group has computed its `own`."""
         numbers, layers = own.layers.keys(), own.layers.values()
         share = len(own.positions) / max(len(self.positions), 1)
         counts = group.total(torch.stack([layer.counts for layer in layers]))
@@ -165,7 +164,7 @@ class Routers:
         return arguments, named
 
     def _route(self, number: int, router: Any, arguments: Any, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """Note what a router chose, and replace it by what is to be replayed."""
+        """Record which experts a router chose, and replace them by those to replay."""
         routing = self._routing
         if routing is None:
             return None

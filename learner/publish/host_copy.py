@@ -29,19 +29,19 @@ class HostCopy:
         self._done: torch.cuda.Event | None = None
 
     def add(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy a tensor to memory of its shape, perhaps of another type; the tensor need not outlive the call."""
+        """Copy a tensor to memory of the same shape, possibly of another type; the tensor need not outlive the call."""
         if self._stream is None or not tensor.is_cuda:
             target.copy_(tensor)
             return
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
             target.copy_(tensor.to(target.dtype), non_blocking=True)
-        # Memory that is freed now, such as a gathered parameter's, is not reused before it has been copied.
+        # If the tensor is freed now, as a gathered parameter is, its memory must not be reused before it is copied.
         tensor.record_stream(self._stream)
 
     @property
     def is_beside(self) -> bool:
-        """True if copies go on while this thread does something else."""
+        """True if copies run while this thread does something else."""
         return self._stream is not None
 
     def mark(self) -> Callable[[], None]:
@@ -115,7 +115,7 @@ def _pin(address: int, size: int) -> bool:
     """Pin the memory; False where the system refuses."""
     if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
         return True
-    # CUDA keeps the error, and torch raises it at the next kernel that this thread starts: at this one.
+    # CUDA keeps the error, and torch raises it at the thread's next kernel. Start one here, so that no later one fails.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return False

@@ -1,8 +1,8 @@
 """Publishes a version: the ranks copy its weights, score a prompt with them, and a thread serves the copy.
 
 Each rank of rank 0's machine copies a part of the weights into the memory that rank 0 serves from. Ranks of other
-machines only help to gather sharded weights. Training does not wait for checksums, which the publishing threads
-exchange.
+machines only help to gather sharded weights. Training does not wait for checksums: the ranks' publishing threads
+exchange them.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Publisher:
         self._under_way: Future[None] | None = None
 
     def submit(self, act: Callable[[], None]) -> None:
-        """Begin an action, once the one before is done."""
+        """Begin an action, once the previous one is done."""
         self.wait()
         self._under_way = self._thread.submit(act)
 

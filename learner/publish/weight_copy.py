@@ -16,7 +16,7 @@ from common.weights.wire import ALIGNMENT, Manifest, ScoredPrompt, checksum
 from learner.publish.host_copy import HostCopy, HostMemory
 
 FIRST_GUESS = 1 << 20  # bytes; only the first snapshots have to grow
-THREADS = max(1, min(8, os.cpu_count() or 1))  # for checksums; each makes some 10 GB/s
+THREADS = max(1, min(8, os.cpu_count() or 1))  # for checksums; each computes about 10 GB/s
 
 
 class Checksums:
@@ -65,7 +65,7 @@ class WeightCopy:
     Attributes:
         manifest: the snapshot's, without chunks and checksums.
         memory: begins with the weights; None where this rank copies nothing.
-        largest: absolute value of the weights; NaN where one is, float32 [].
+        largest: largest absolute value of the weights; NaN if any weight is NaN, float32 [].
     """
 
     manifest: dict[str, Any]
@@ -190,7 +190,7 @@ def _overlaps(part: range, share: range | None) -> Iterable[range]:
 
 
 def _grown(memory: HostMemory, used: int, needed: int) -> HostMemory:
-    """Larger memory with the same first bytes; what is never written to costs nothing."""
+    """Larger memory with the same first bytes; pages that are never written to take no memory."""
     larger = HostMemory(max(needed, 2 * memory.file.size), is_pinned=False)
     larger.data[:used] = memory.data[:used]
     return larger

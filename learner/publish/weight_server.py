@@ -42,7 +42,7 @@ class WeightServer:
     ) -> WeightCopy:
         """Copy the weights, which may change afterwards (on a GPU: after `WeightCopy.before_update`).
 
-        The copy before must have been served.
+        The previous copy must have been served.
 
         Args:
             version: weights after this many learner steps.

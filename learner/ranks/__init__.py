@@ -1,1 +1,1 @@
-"""The learner's processes: how they start, find each other, and what they do together."""
+"""The learner's ranks: how they start, how they find each other, and the collectives they share."""

@@ -11,9 +11,9 @@ STATM = Path("/proc/self/statm")
 
 
 class Heap:
-    """Keeps the C library's heap from growing by tensors whose sizes differ from batch to batch.
+    """Limits the fragmentation of the C library's heap by tensors whose sizes differ from batch to batch.
 
-    The library puts tensors of up to 32 MiB into one heap, and returns only the end of it to the system. Batches of
+    The library allocates tensors of up to 32 MiB in one heap, and returns only the end of it to the system. Batches of
     different lengths leave holes in it: a model of 135 M parameters took 6.7 GB after one step and 13.6 GB after 73.
     """
 

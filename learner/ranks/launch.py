@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine by torchrun's launcher, and ends as they did."""
+"""Starts the ranks of one machine with torchrun's launcher, and returns their exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from common.keeper import die_with_parent
 
-LAUNCHER = "SPO_LAUNCHER_PID"  # a rank's variable: it ends with this process
+LAUNCHER = "SPO_LAUNCHER_PID"  # environment variable of a rank, which ends with this process
 USER_ERROR = 2
 
 

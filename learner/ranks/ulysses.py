@@ -38,7 +38,7 @@ class SequenceGroup:
     def join(self, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """The ranks' lists [..., counts[r]], one after another.
 
-        The gradient of a rank's own values is the only one that goes on from here. Each rank computes the whole loss,
+        Backward passes on only the gradient of a rank's own values. Each rank computes the whole loss,
         so the sum of the ranks' gradients is the gradient of one loss.
         """
         before, after = sum(counts[: self.rank]), sum(counts[self.rank + 1 :])
@@ -47,7 +47,7 @@ class SequenceGroup:
         return torch.cat([whole[..., :before], own, whole[..., before + own.shape[-1] :]], dim=-1)
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' values; as with `join`, only the gradient of a rank's own goes on from here."""
+        """The sum of the ranks' values; as with `join`, backward passes on only the gradient of the rank's own."""
         whole = own.detach().clone()
         dist.all_reduce(whole, group=self.group)
         return whole + (own - own.detach())

@@ -62,7 +62,7 @@ class World:
 
     @property
     def shares(self) -> int:
-        """How many shares a batch is divided into; ranks that hold slices of the same sequences have the same one."""
+        """Number of shares of a batch; ranks that hold slices of the same sequences have the same share."""
         return self.size // (self.sequence.size if self.sequence else 1)
 
     @property
@@ -72,18 +72,18 @@ class World:
 
     @property
     def counts_share(self) -> bool:
-        """Whether this rank is the first of those that have its share, which counts and records it."""
+        """Whether this rank is the first of those with its share; only the first counts and records the share."""
         return self.sequence is None or self.sequence.rank == 0
 
     def in_groups(self, size: int) -> World:
-        """These ranks, of which each `size` consecutive ones hold slices of the same sequences; all ranks together."""
+        """These ranks in groups of `size` consecutive ones with slices of the same sequences; call it on all ranks."""
         if size == 1:
             return self
         group, _ = dist.new_subgroups(size)
         return replace(self, sequence=SequenceGroup(self.rank % size, size, group))
 
     def sum_over_shares(self, values: list[float]) -> list[float]:
-        """Each value summed over the shares of a batch; of ranks that have the same one, the first counts."""
+        """Each value summed over the shares of a batch; of ranks with the same share, only the first contributes."""
         return self.all_reduce_sum(values if self.counts_share else [0.0] * len(values))
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
@@ -145,7 +145,7 @@ class World:
         raise own_error or UserError(f"rank {source}: {message}")
 
     def beside(self, timeout: float) -> World:
-        """The same ranks with another group, which another thread may use at the same time; all ranks together.
+        """The same ranks with another group, which another thread may use at the same time; call it on all ranks.
 
         Args:
             timeout: see `start`.
@@ -185,7 +185,7 @@ def start(timeout: float = 1800.0) -> World:
             _join(rendezvous, backend)
     group = None
     if rendezvous.world_size > 1:
-        # Not NCCL's: a rank that waits for a disk or for Redis must not be taken for one whose GPU hangs.
+        # Not NCCL: its watchdog would take a rank that waits for a disk or for Redis for one whose GPU hangs.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     return World(rendezvous.rank, rendezvous.world_size, device, group)
 

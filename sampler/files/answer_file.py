@@ -50,14 +50,15 @@ class Request:
 class AnswerFile:
     """A file of answers, one JSON line each.
 
-    A last line that a kill cut short is removed. So after a kill at any time the file holds whole lines, and each
-    answer once if callers check `task_ids`.
+    A last line truncated by a kill is removed, so the file always holds whole lines, and each answer once if callers
+    check `task_ids`.
 
     Args:
-        prompt_ids: of the data.
+        prompt_ids: ids of the prompts in the data.
 
     Raises:
-        UserError: the file cannot be written, or one of its lines is no answer or answers a prompt not in the data.
+        UserError: the file cannot be written, or one of its lines is not an answer, or answers a prompt not in the
+            data.
     """
 
     def __init__(self, path: Path, prompt_ids: Collection[str], log: Any) -> None:

@@ -30,7 +30,7 @@ class EpisodeFiles:
 
     Args:
         folder: created when needed.
-        keep_bytes: beyond this size files of older versions are removed when a new one begins; None: all stay.
+        keep_bytes: total size above which files of older versions are removed when a new file begins; None keeps all.
         unfinished: call each file `<version>.jsonl.part` until `finish`, and keep the first version.
     """
 
@@ -169,13 +169,13 @@ def episode_line(header: SampleHeader, about: dict[str, Any], prompt: dict[str, 
 
 
 def _checked_record(record: bytes, fields: dict[str, Any]) -> bytes:
-    """A record as a line; raises `InvalidMessage` if it is not JSON, or has a name that `fields` has too."""
+    """A record as a line; raises `InvalidMessage` if it is not JSON, or shares a name with `fields`."""
     line = open_record(record)
     try:
         try:
             content = from_json(line, cache_strings="keys")
         except ValueError:
-            content = json.loads(line)  # slower; reads half a surrogate pair too
+            content = json.loads(line)  # slower, but also accepts a lone surrogate
     except (ValueError, RecursionError) as error:
         raise InvalidMessage(f"record: not JSON ({type(error).__name__})") from None
     names = content.keys() & fields.keys()
@@ -224,8 +224,8 @@ class Rollouts:
 
     Args:
         folder: takes `<version>.jsonl`, by the version at dispatch.
-        every: episodes of versions that are a multiple of it are kept; 0: none are.
-        keep_bytes: as `EpisodeFiles` has it.
+        every: keep the episodes of versions that are a multiple of this; 0 keeps none.
+        keep_bytes: see `EpisodeFiles`.
     """
 
     def __init__(self, folder: Path, every: int, keep_bytes: int | None = None) -> None:
@@ -241,7 +241,7 @@ class Rollouts:
         return self.is_chosen(task.version) or (self._every > 0 and header.status == "set_aside")
 
     def add(self, task: DispatchedTask, header: SampleHeader, prompt: dict[str, Any]) -> None:
-        """Keep an episode; `prompt` stands in for a record that is not there."""
+        """Keep an episode; `prompt` stands in for a missing record."""
         about = {"prompt_id": task.prompt_id, "version": task.version, "value": round(task.value, 6)}
         self._round[task.version].append((header.task_id, episode_line(header, about, prompt)))
 

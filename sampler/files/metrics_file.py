@@ -54,7 +54,7 @@ class Entry:
     time: float = field(default_factory=time.time)
 
     def line(self) -> bytes:
-        """The entry as a line of the file, without numbers that are not finite, which JSON lacks."""
+        """The entry as a line of the file, without NaN and infinity, which JSON cannot represent."""
         values = {name: rounded(value) for name, value in self.values.items() if math.isfinite(value)}
         fields: dict[str, Any] = {
             "time": round(self.time, 3), "version": self.version, "process": self.process, "values": values,
@@ -83,13 +83,14 @@ class Entry:
 class MetricsFile:
     """Appends the entries of a round before the round is committed.
 
-    A file that is too large becomes `metrics.old.jsonl`, in place of the one before, and a new one begins. After a kill
-    in between, the next sampler makes the same entries again; for each process, version and name the last value counts.
+    A file that is too large is renamed to `metrics.old.jsonl`, replacing the previous one, and a new one begins. After
+    a kill before the commit, the next sampler writes the same entries again; for each process, version and name the
+    last value counts.
     While the disk is full the run goes on, and entries wait in memory; if too many wait, the oldest are lost.
 
     Args:
         folder: of the run; it exists.
-        max_bytes: of both files.
+        max_bytes: total size of both files.
     """
 
     def __init__(self, folder: Path, log: Any, max_bytes: int = 256 << 20) -> None:
@@ -104,7 +105,7 @@ class MetricsFile:
         """Write entries to the file's end and to the disk, as a whole or not at all.
 
         Returns:
-            Whether the file is the old one now.
+            Whether the file was renamed to `metrics.old.jsonl`.
         """
         self._pending += [entry.line() for entry in entries]
         if not self._pending:
@@ -171,6 +172,6 @@ def rounded(value: float) -> float | int:
 
 
 def not_written(log: str) -> set[int]:
-    """Versions of which metrics may be lost, because the disk was full, by the sampler's log."""
+    """Versions whose metrics may be lost because the disk was full, according to the sampler's log."""
     named = (re.search(r"versions\W+([\d,]+)", line) for line in log.splitlines() if NOT_WRITTEN in line)
     return {int(version) for match in named if match for version in match[1].split(",")}

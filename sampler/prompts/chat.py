@@ -1,4 +1,4 @@
-"""Chat messages as data sets have them, made plain: text parts joined, without the nulls that Arrow adds."""
+"""Normalises the chat messages of data sets: joins text parts, and removes the nulls that Arrow adds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class NotAMessage(Exception):
-    """A message that no chat template shows; the text says which, and why."""
+    """A message that chat templates cannot render; the text names the message and the reason."""
 
 
 def plain_messages(messages: list[Any]) -> Messages:

@@ -1,4 +1,4 @@
-"""What in the rows of a source was probably not meant: they are used, and named with the setting that helps."""
+"""Hints about rows that can be used but look unintended; each names the setting that probably fixes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Seen:
 
 
 class Hints:
-    """Looks at the rows of one source, and tells what it has noticed."""
+    """Collects hints about the rows of one source."""
 
     def __init__(self, source: Source, rows: Rows) -> None:
         self._source, self._rows = source, rows
@@ -41,7 +41,7 @@ class Hints:
         self._different: Counter[str] = Counter()  # by column: rows that differ in it from an earlier one
 
     def add(self, row: CheckedRow) -> None:
-        """Look at a row that can be used, or that has the prompt of an earlier one."""
+        """Check a row that can be used, or that repeats the prompt of an earlier one."""
         if row.earlier is not None:
             self._compare(row, row.earlier)
         if row.problem is not None:
@@ -62,7 +62,7 @@ class Hints:
             self._note("rounded", row.number, str(row.answer))
 
     def lines(self) -> list[str]:
-        """One line for each kind of thing that was noticed."""
+        """One line for each kind of hint."""
         return [
             f"{seen.rows:,} rows (first: {self._rows.where(seen.first)}): {self._text(kind, seen.detail)}"
             for kind, seen in self._seen.items()
@@ -132,7 +132,7 @@ def _is_media(column: str) -> bool:
 
 
 def _is_rounded(answer: Any) -> bool:
-    """Whether a number is what a shorter one became when it was stored with 32 bits."""
+    """Whether a number looks like a shorter decimal number that was stored as float32."""
     if not isinstance(answer, float) or not np.isfinite(answer):
         return False
     with np.errstate(over="ignore"):

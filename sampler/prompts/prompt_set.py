@@ -25,7 +25,7 @@ from sampler.prompts.chat import Messages, NotAMessage, plain_messages
 from sampler.prompts.hints import Hints
 from sampler.prompts.rows import BadRow, CheckedRow, Rows, open_rows
 
-# A task has the answer beside its row, so it may hold a part of the row twice.
+# A task carries the answer beside its row, so a part of the row may be in it twice.
 MAX_ROW_BYTES, MAX_ROW_VALUES = MAX_BYTES // 2 - (1 << 16), MAX_VALUES // 2 - 256
 
 # A number with commas between thousands, as GSM8K writes it.
@@ -91,7 +91,7 @@ class PromptSet:
     """The prompts of all sources by position, one source after the other.
 
     Attributes:
-        ids: of each prompt; with several sources, `NAME/` is in front.
+        ids: of each prompt, prefixed with `NAME/` if there are several sources.
         parts: the prompts of each source.
         starts: where each source's prompts begin, and the end of the last, [S + 1].
     """
@@ -161,7 +161,7 @@ def load_data(config: DataConfig, log: Any) -> RunData:
 
 
 def too_few(config: Config, train: PromptSet) -> str | None:
-    """A warning where a batch cannot have a prompt of its own for each sample or group; None where it can."""
+    """A warning if a batch needs more distinct prompts than there are; None otherwise."""
     groups = config.sampler.batch_size // config.algorithm.responses
     if groups <= len(train):
         return None
@@ -295,7 +295,7 @@ def check_can_be_sent(row: dict[str, Any]) -> None:
 
 
 def _why_not_packed(value: Any) -> str:
-    """The reason why msgpack does not take a value; empty if it does."""
+    """The reason why msgpack rejects a value; empty if it does not."""
     try:
         msgpack.packb(value)
     except OverflowError:

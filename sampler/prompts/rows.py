@@ -1,4 +1,4 @@
-"""Rows of a data set, read when asked for: JSONL, Parquet, a Hugging Face dataset, or a family of reasoning-gym."""
+"""Rows of a data set, read on demand: JSONL, Parquet, a Hugging Face dataset, or a family of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sampler.prompts.chat import Messages
 CHUNK = 4096
 BOM = codecs.BOM_UTF8  # Windows' editors begin files with it
 PREFIX = "reasoning_gym:"
-# How files begin that are not what their names say.
+# First bytes by which files with a misleading name are recognised.
 BEGINNINGS = {
     b"\x1f\x8b": "is compressed by gzip; unpack it",
     b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it",
@@ -44,7 +44,7 @@ class BadRow(Exception):
 
     Attributes:
         problem: the kind of problem: `unreadable`, `prompt`, `answer`, `id`, `duplicate` or `template`.
-        reason: the text without what differs from row to row.
+        reason: the text without details that differ from row to row.
     """
 
     def __init__(self, text: str, problem: str = "unreadable", reason: str = "") -> None:
@@ -143,7 +143,7 @@ class JsonLines(Rows):
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; raises `BadRow` where a key is there twice, since nobody knows which value is meant."""
+    """A JSON object; raises `BadRow` for a duplicate key, because it is ambiguous."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -282,7 +282,7 @@ def open_rows(
     """Open `*.jsonl`, `*.parquet`, a Hugging Face dataset (name or folder), or a family of reasoning-gym.
 
     Args:
-        path: also several files, as a list, or as a pattern that they match.
+        path: one file or data set, a list of files, or a pattern that matches several.
         split: of a Hugging Face dataset.
         options: of a family of reasoning-gym.
         config: configuration of a Hugging Face dataset, `load_dataset`'s second argument.
@@ -323,7 +323,7 @@ def _open(path: str, split: str, options: Mapping[str, Any] | None, config: str 
 
 
 def _check_file(file: Path) -> None:
-    """Raise `UserError` for a file whose name does not say what it is, or with two columns of one name."""
+    """Raise `UserError` for a file whose content does not match its name, or with duplicate column names."""
     with file.open("rb") as opened:
         beginning = opened.read(max(map(len, BEGINNINGS)))
     for start, what in BEGINNINGS.items():

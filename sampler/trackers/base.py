@@ -1,4 +1,4 @@
-"""The trackers, and names for those that have one list of metrics for a whole run."""
+"""The interface of a tracker, and metric names for trackers that have one flat list of metrics per run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tracker(ABC):
     """One run in a tracker. Any of its methods may raise; it is then called again later.
 
     Attributes:
-        id: with it, the same run is continued after a restart.
+        id: identifies the tracker's run, so that a restart continues it.
         settles: seconds after which logged entries survive a kill of this process.
     """
 
@@ -46,7 +46,7 @@ class Tracker(ABC):
         """Send what is left, and end; `finished`: the run is over."""
 
     def discard(self, version: int) -> None:  # noqa: B027
-        """Later versions will be made again; a tracker in which the later of two values counts need do nothing."""
+        """Drop later versions, which will be logged again; not needed if the later of two values counts."""
 
 
 def open_tracker(name: str, config: Config, folder: Path, run_id: str) -> Tracker:

@@ -50,7 +50,7 @@ class TrackerFeed:
             self._wake.set()
 
     def begin_new_file(self) -> None:
-        """Note that the file is the old one now: it is sent to its end, then the new one."""
+        """Note that the file was renamed and a new one begun: send the rest of the old one, then the new one."""
         self._is_full = True
 
     def discard(self, version: int) -> None:
@@ -83,7 +83,7 @@ class TrackerFeed:
                     self._send(file)
                 if self._is_full:
                     file = self._next(file)
-            except Exception as error:  # whatever a library does when its server or its disk fails
+            except Exception as error:  # libraries raise anything if their server or disk fails
                 self._warn_once(error)
             else:
                 if self._has_failed:
@@ -124,7 +124,7 @@ class TrackerFeed:
         return opened
 
     def _next(self, file: IO[bytes] | None) -> IO[bytes] | None:
-        """Send the end of a file that is full, then what the new one has already."""
+        """Send the rest of a file that is full, then what the new one already has."""
         if file is not None:
             self._send(file)
         self._is_full = False

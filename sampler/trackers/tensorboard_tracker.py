@@ -71,7 +71,7 @@ class TensorBoardTracker(Tracker):
                 self._remove_oldest(process, writer)
 
     def _remove_oldest(self, process: str, writer: EventFileWriter) -> None:
-        """Remove a process's oldest files if there is too much in them, and begin a new one in time for that."""
+        """Remove a process's oldest files if all are too large together; begin a new one early enough for that."""
         statuses = ((path, path.stat()) for path in Path(writer.get_logdir()).iterdir())
         files = sorted(((status.st_mtime, status.st_size, path) for path, status in statuses), reverse=True)
         if files[0][1] > self._max_bytes // 4:

@@ -18,7 +18,7 @@ import numpy as np
 # k, largest first: while the errors are equal, the mean alone is used.
 GRID = np.array([np.inf, 64, 32, 16, 8, 4, 2, 1, 0.5])
 BLOCK = 128  # rewards
-ERROR_DECAY = 0.5 ** (BLOCK / 512)  # a block
+ERROR_DECAY = 0.5 ** (BLOCK / 512)  # per block
 MEAN_DECAY = 1 - 1 / 256
 GROUP_DECAY = 1 - 1 / 64
 GROUP_PRIOR = 4.0  # rewards that the mean of all rewards counts for in a group's mean
@@ -26,16 +26,17 @@ LEARNING_RATE = 0.05  # of the regression on the prompt's features, whose inputs
 
 
 class Features:
-    """What a regression on the prompts sees of each: a vector of length 1.
+    """The inputs of a regression on the prompts: a vector of length 1 for each.
 
     Args:
         name: of the mean that the regression predicts.
-        rows: counts, uint8 [N, D], whose roots are used; or vectors of length 1 (or 0: nothing is known), float16.
+        rows: counts, uint8 [N, D], whose square roots are used; or vectors of length 1 (or 0: nothing is
+            known), float16.
     """
 
     def __init__(self, name: str, rows: np.ndarray) -> None:
         self.name, self._rows = name, rows
-        # Squared length of each row's roots, [N].
+        # Squared length of each row's vector of square roots, [N].
         self._squares = np.maximum(rows.sum(1), 1.0) if rows.dtype == np.uint8 else None
 
     @property
@@ -215,7 +216,7 @@ class Population:
         return self.total, self.mean, self.by_group, self.weights, self.block, self.errors
 
     def _features(self, mean: str) -> Features | None:
-        """The features that a mean is predicted from; None: it is another one."""
+        """The features that a mean is predicted from; None if it does not depend on features."""
         features = self.traits.features
         return features if features is not None and features.name == mean else None
 

@@ -107,6 +107,7 @@ def draw(
             taken[drawn] = True
             drawn = np.concatenate([drawn, _by_keys(weights, n - len(drawn), rng, taken)])
     if len(drawn) < n:
+        # There are fewer positive weights than draws, so repeats cannot be avoided.
         return rng.choice(len(weights), n, p=probabilities(weights))
     return drawn
 
@@ -120,6 +121,7 @@ def _propose(
     fewer than n where the weights are very uneven, or nearly all are blocked.
     """
     drawn = NOTHING
+    # A first guess; every round measures the share of proposals that are kept.
     accepted_part = 0.5
     for _ in range(PROPOSAL_ROUNDS):
         missing = n - len(drawn)

@@ -14,7 +14,7 @@ from sampler.values.selection import draw, selection_weights
 
 # Jeffreys' prior: the counts of a prompt that was never answered.
 PRIOR = 0.5
-# The selection weights of a large pool are computed again after one reward per so many of its prompts.
+# The selection weights of a large pool of N prompts are recomputed after every N / REFRESH_PART rewards.
 REFRESH_PART = 16
 SMALL_POOL = 4096
 
@@ -24,7 +24,7 @@ class Counts(NamedTuple):
 
     Attributes:
         alpha, beta: counts of the Beta distribution.
-        prior: what is left in each of them of its initial count.
+        prior: what is left of the initial count in each of the two.
         visits: rewards counted.
         retired: whether the prompt is never selected again.
     """
@@ -109,7 +109,7 @@ class ValueTracker:
 
         Args:
             reward: in `config.reward_range`.
-            kl: drift D of the policy on this prompt since it last answered it.
+            kl: drift D of the policy on this prompt since the previous response to it.
             rho: forgetting factor to use instead of the one that D gives.
 
         Raises:
@@ -120,6 +120,7 @@ class ValueTracker:
         i = self.index[prompt_id]
         alpha, beta = self.alpha.item(i), self.beta.item(i)
         if self.population is None:
+            # A baseline that already contained its own reward would bias the policy gradient.
             baseline = alpha / (alpha + beta)
         else:
             baseline = self.population.learn(i, *self._evidence(i), reward)

@@ -51,7 +51,7 @@ class RemoteObject:
 
     def __getattr__(self, name: str) -> Any:
         if self._peer.judge and name.startswith("__") and name not in ("__name__", "__doc__"):
-            raise AttributeError(name)  # numpy would take the address of an array from the program
+            raise AttributeError(name)  # otherwise numpy would accept an array's memory address from the program
         return self._peer.ask("get", [self, name])
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -289,7 +289,7 @@ class Peer:
 
 
 def _become(target: Any, value: Any) -> None:
-    """Give a container the content that the other end's copy has now."""
+    """Replace a container's content by that of the other end's copy."""
     if isinstance(target, (list, bytearray)):
         target[:] = value
     elif isinstance(target, deque):

@@ -88,7 +88,7 @@ def read_tests(tests: Any, tolerance: float | None = None) -> Streams | Assertio
 
 
 def _loaded(tests: Any) -> Any:
-    """What a text says as JSON or as Python wrote it; other texts and values are as they were."""
+    """A text parsed as JSON or as a Python literal; other texts and values unchanged."""
     for read in (json.loads, ast.literal_eval) if isinstance(tests, str) else ():
         try:
             return read(tests)
