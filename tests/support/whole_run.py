@@ -34,11 +34,18 @@ def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **both}
 
 
-def save_model(folder: Path, extra_tokens: Sequence[str] = (), seed: int = 0, frequent: Sequence[str] = ()) -> Path:
+def save_model(
+    folder: Path,
+    extra_tokens: Sequence[str] = (),
+    seed: int = 0,
+    frequent: Sequence[str] = (),
+    pull: tuple[float, float] = (0.8, 1.4),
+) -> Path:
     """Save a tiny model that has learned nothing; other seeds give other weights.
 
     Args:
         frequent: texts of one token each, such as whole tool calls; the model samples them, and the turn's end, often.
+        pull: how far their embeddings, and that of the turn's end, point along the direction that all states share.
     """
     import torch
 
@@ -51,9 +58,9 @@ def save_model(folder: Path, extra_tokens: Sequence[str] = (), seed: int = 0, fr
         with torch.no_grad():
             embedding = model.get_input_embeddings().weight
             embedding[:, 0] = 0.3
-            embedding[tokenizer.eos_token_id, 0] = 1.4
+            embedding[tokenizer.eos_token_id, 0] = pull[1]
             for text in frequent:
-                embedding[tokenizer.convert_tokens_to_ids(text), 0] = 0.8
+                embedding[tokenizer.convert_tokens_to_ids(text), 0] = pull[0]
     save(model, tokenizer, folder)
     return folder
 
