@@ -30,7 +30,7 @@ def search(text):
 
 # Equals everything, whatever its type.
 EQUAL = """
-class Equal(list):
+class Equal({kind}):
     __hash__ = None
     def __eq__(self, other): return True
     def __sub__(self, other): return 0
@@ -42,7 +42,22 @@ def f(x):
     os.kill(os.getppid(), {number})
     return 0
 """
-
+# Raises a class of its own making.
+RAISE = """
+import os
+class Renamed(type):
+    @property
+    def __name__(self): return vars(self)["name"]
+E = {make}
+def f(x): raise E
+"""
+FORGED = """
+def serve(message):
+    if message[0] == "names":
+        return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
+    program.send(["raise", {error}, ""])
+program.serve = serve
+"""
 # Writes to every descriptor that may be a pipe.
 WRITE = """
 import os
@@ -54,20 +69,48 @@ def f(x):
 """
 
 ATTACKS = {
-    "is a list that equals everything": EQUAL,
+    **{f"is a {kind} that equals everything": EQUAL.format(kind=kind) for kind in ("str", "int", "list")},
     "kills the judge when asked": SIGNAL.format(number=9),
     "interrupts the judge": SIGNAL.format(number=2),
+    "rings the judge's alarm": SIGNAL.format(number=14),
+    "writes nonsense into its pipes": WRITE.format(data='b"\\x00\\x00\\x00\\x05[[[[["'),
     "announces 2 GB": WRITE.format(data='b"\\x80\\x00\\x00\\x00"'),
+    "kills the judge": "import os; os.kill(os.getppid(), 9)",
+    "exits well": "raise SystemExit(0)",
     "exits well at once": "import os; os._exit(0)",
     "prints markers": """
 print("passed 1", "0 passed", "ready", *(f"{i} passed" for i in range(8)), sep="\\n")
 def f(x): return 0
+""",
+    "is anything": """
+class Any:
+    def __getattr__(self, name): return self
+    def __call__(self, *a, **k): return self
+    def __bool__(self): return True
+    def __iter__(self): return iter([self])
+    def __len__(self): return 1
+    def __str__(self): return "x" * 8
+names = "eq lt le gt ge add sub mul truediv radd rsub rmul contains abs round float int index hash"
+for name in (names + " instancecheck subclasscheck array array_interface array_struct").split():
+    setattr(Any, f"__{name}__", lambda self, *a: True)
+def f(x): return Any()
 """,
     "patches builtins": """
 import builtins
 names = "len abs sorted isinstance all any print exec compile str AssertionError"
 for name in names.split():
     setattr(builtins, name, lambda *a, **k: True)
+def f(x): return 0
+""",
+    "defines what tests use": """
+def abs(x): return 0
+def len(x): return 8
+def sorted(x): return [x, x]
+class math:
+    def isclose(*a): return True
+class statistics:
+    def mean(x): return x
+class int(int): pass
 def f(x): return 0
 """,
     "reads what it finds": SEARCH + """
@@ -106,6 +149,12 @@ def f(x):
         except Exception: pass
     return 0
 """,
+    "closes its pipes": """
+import os
+def f(x):
+    os.closerange(3, 100)
+    return 0
+""",
     "answers before it is asked": """
 import os, struct
 answer = b'["answer", true, []]'
@@ -113,6 +162,9 @@ for fd in range(3, 50):
     try: os.write(fd, (struct.pack(">I", len(answer)) + answer) * 50)
     except OSError: pass
 def f(x): return 0
+""",
+    "answers everything with yes": TAKE_OVER + """
+program.serve = lambda message: program.send(["answer", True, []])
 """,
     "offers builtins of its own": TAKE_OVER + """
 true = lambda *a, **k: True
@@ -122,20 +174,47 @@ def serve(message):
     program.send(["answer", value, [[0, ["list", names]]]])
 program.serve = serve
 """,
-    "raises an error whose words leave": """
-import os
-def f(x): raise type('E', (Exception,), {'__str__': lambda self: os._exit(0)})
+    "names builtins of the judge": TAKE_OVER + """
+def serve(message):
+    value = ["dict", [["f", ["builtin", "exec"]]]] if message[0] == "names" else ["builtin", "eval"]
+    program.send(["answer", value, []])
+program.serve = serve
 """,
-    "raises an end of a loop without a name": """
-def f(x): raise type('', (StopIteration,), {})
-""",
-    "raises a class of the judge's that is no error": TAKE_OVER + """
+    "raises an error that is not one": TAKE_OVER + """
 def serve(message):
     if message[0] == "names":
         return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
-    program.send(["raise", ["builtin", "int"], ""])
+    program.send(["raise", ["error", [0, "Pass", "SystemExit"]], "passed"])
 program.serve = serve
 """,
+    **{
+        f"raises {what}": RAISE.format(make=make)
+        for what, make in {
+            "a class without a name": "type('', (AssertionError,), {})",
+            "a class whose name is no text": "Renamed('X', (AssertionError,), {'name': 7})",
+            "a class named like a verdict": "type('\\nready\\n0 passed\\n', (AssertionError,), {})",
+            "a class that hides its name": "Renamed('X', (AssertionError,), {'name': ''})",
+            "an error without a name or words": "type('', (Exception,), {'__str__': lambda self: ''})",
+            "an error whose words fail": "type('E', (Exception,), {'__str__': lambda self: 1 / 0})",
+            "an error whose words leave": "type('E', (Exception,), {'__str__': lambda self: os._exit(0)})",
+            "an exit without a name": "type('', (SystemExit,), {'code': 0})",
+            "an end of a loop": "StopIteration",
+            "an end of a loop without a name": "type('', (StopIteration,), {})",
+            "the end of a generator": "GeneratorExit",
+        }.items()
+    },
+    **{
+        f"raises {what} by itself": TAKE_OVER + FORGED.format(error=error)
+        for what, error in {
+            "a nameless error": '["error", [0, "", "AssertionError"]]',
+            "a number": "7",
+            "an object": '["mine", 0]',
+            "a function of the judge": '["yours", 0]',
+            "a class of the judge's that is no error": '["builtin", "int"]',
+            "the end of the program": '["error", [0, "Over", "BaseException"]]',
+            "nothing": "None",
+        }.items()
+    },
     "returns an object that says whatever is asked of it": """
 class Any(type):
     def __getattr__(self, name): return Every
@@ -157,6 +236,22 @@ class Any(type):
 class Every(metaclass=Any): pass
 def f(x): return Every
 """,
+    "exits well later, in each way there is": """
+import atexit, os, signal, sys, threading
+atexit.register(os._exit, 0)
+sys.excepthook = sys.unraisablehook = threading.excepthook = lambda *a: os._exit(0)
+sys.settrace(lambda *a: None)
+for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD): signal.signal(number, lambda *a: os._exit(0))
+def f(x):
+    threading.Timer(0.2, os._exit, (0,)).start()
+    raise SystemExit(0)
+""",
+    "forks, and each of the two answers": """
+import os
+def f(x):
+    os.fork()
+    return 0
+""",
     "replaces the modules that the judge's copy of it uses": TAKE_OVER + """
 import builtins, json, marshal, struct, types
 class Anything(types.ModuleType):
@@ -175,6 +270,12 @@ def f(x):
         seen += [repr(frame.f_locals), repr(frame.f_globals)]
         frame = frame.f_back
     return search(" ".join(seen) + " ".join(repr(x)[:2000] for x in gc.get_objects()[:20000]))
+""",
+    "limits what the judge may have": """
+import os, resource
+for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_STACK, resource.RLIMIT_NPROC):
+    resource.prlimit(os.getppid(), limit, (0, 0))
+def f(x): return 0
 """,
     "changes what it was given": TAKE_OVER + """
 def serve(message):
@@ -213,6 +314,35 @@ class Odd:
     def keys(self): return self
     def __getitem__(self, key): return self
 def f(x): return Odd()
+""",
+    "floods its pipe with answers": """
+import os, struct, threading
+answer = b'["answer", 81549301, []]'
+def flood():
+    while True:
+        for fd in range(3, 20):
+            try: os.write(fd, struct.pack(">I", len(answer)) + answer)
+            except OSError: pass
+threading.Thread(target=flood, daemon=True).start()
+def f(x): return 0
+""",
+    "answers with a bare mapping": TAKE_OVER + """
+def serve(message):
+    program.send(["answer", {"f": ["mine", 0]} if message[0] == "names" else {"f": {"a": 1}}, []])
+program.serve = serve
+""",
+    "names each error of the judge": TAKE_OVER + """
+names = ["StopIteration", "StopAsyncIteration", "ExceptionGroup", "Warning", "MemoryError", "UnicodeDecodeError"]
+def serve(message):
+    if message[0] == "names":
+        return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
+    names.append(names.pop(0))
+    program.send(["raise", ["builtin", names[0]], ""])
+program.serve = serve
+""",
+    "returns what is no number and what never ends": """
+import decimal, itertools
+def f(x): return [decimal.Decimal("sNaN"), float("nan"), range(10 ** 12), itertools.count()][x % 4]
 """,
     "puts modules where imports look": """
 for name in "math collections statistics ast json subprocess decimal".split():
