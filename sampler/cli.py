@@ -112,6 +112,10 @@ def run_once(sampler: Sampler) -> bool:
         )
         sampler.ledger.reset()
         return sampler.stop.is_set()
+    except UserError:
+        # A file that cannot be written may be the first sign that the run folder was moved away.
+        sampler.folder.check()
+        raise
     finally:
         sampler.timeline.flush()
         sampler.metrics.close()

@@ -14,6 +14,7 @@ from common.payload import pack_record
 from common.streams.broker import Broker
 from common.streams.lease import LeaseLost
 from common.streams.ledger import SamplerLedger
+from sampler.cli import run_once
 from sampler.files.episode_files import CACHED_VERSIONS, EpisodeFiles, Rollouts, episode_line
 from sampler.records import DispatchedTask
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
@@ -181,3 +182,21 @@ def test_lines_of_a_replaced_sampler_reach_no_file(broker: Broker, tmp_path: Pat
     for folder in ("rollouts", "validation_data"):
         for path in (config.run.folder / folder).iterdir():
             assert len(ids(path)) == len(set(ids(path))), path
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_write_that_fails_since_the_run_folder_was_moved_says_so(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
+    config = make_config(tmp_path)
+    config.run.folder.mkdir(parents=True)
+    sampler = start(config, broker)
+
+    def run() -> None:
+        if moved:
+            config.run.folder.rename(tmp_path / "elsewhere")
+        raise UserError("episodes cannot be written")
+
+    monkeypatch.setattr(sampler, "run", run)
+    with pytest.raises(UserError, match="was moved away or deleted" if moved else "episodes cannot be written"):
+        run_once(sampler)
