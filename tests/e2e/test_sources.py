@@ -59,6 +59,7 @@ post(task["reward_url"], {"reward": 0.25})
 # About half of the texts of a model that has learned nothing earn it; it differs between reference answers.
 JUDGE = """
 def half(text, answer, row):
+    text = text.strip()
     return float(text != "" and sum(map(ord, text + answer)) % 2)
 """
 # The task that a source's problems are of, and its episodes.
@@ -76,7 +77,7 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 AGENTS = ("openai", "anthropic", "program")
 # Some problems of reasoning-gym have this answer.
-GUESSES = [f"<answer>{' ' * n}1</answer>" for n in range(4)]
+GUESSES = [f"<answer>{' ' * n}1</answer>" for n in range(8)]
 FREQUENT = [*GUESSES, *(calculator_call(f"{n}+1") for n in range(4)), *(code_call(f"print({n})") for n in range(4))]
 
 
@@ -86,7 +87,7 @@ def write_sources(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for name, (task, episode) in SOURCES.items():
         train, heldout = TASKS[task].split(seed=0, train=600, heldout=len(AGENTS) * HELDOUT)
         if name == "gym":
-            train = [problem for i, problem in enumerate(train) if problem.answer == "1" or i % 8 == 0]
+            train = [problem for problem in train if problem.answer == "1"]
         part = slice(AGENTS.index(name), None, len(AGENTS)) if name in AGENTS else slice(0, None, len(AGENTS))
         for side, problems in (("train", train), ("heldout", heldout)):
             path = folder / f"{name}-{side}.jsonl"
@@ -102,8 +103,8 @@ def reward_of(episode: dict[str, Any]) -> float:
         last, ended = before[-1], True
     else:
         ended = last["role"] == "assistant" and episode["reason"] == "stop"
-    text = last["content"] if ended else ""
-    return float(text != "" and sum(map(ord, text.strip() + episode["gts"])) % 2)
+    text = last["content"].strip() if ended else ""
+    return float(text != "" and sum(map(ord, text + episode["gts"])) % 2)
 
 
 def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: Path, own_redis: RedisServer) -> None:
@@ -170,4 +171,4 @@ def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: 
         right = score_answer(row["family"], answer, json.loads(row["entry"])) == 1
         scored.append((episode["reward"], float(right)))
     assert set(scored) == {(0.0, 0.0), (1.0, 1.0)}
-    assert len({rows["gym"][episode["input"]]["family"] for episode in episodes["gym"]}) >= 5
+    assert len({rows["gym"][episode["input"]]["family"] for episode in episodes["gym"]}) >= 3
