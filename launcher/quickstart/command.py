@@ -71,7 +71,7 @@ def quickstart(
     folder = fresh_folder(output, chosen)
     screen = Screen.open(plain, folder)
     with screen.phases.during("warm start"):
-        model = _initial_model(chosen, screen.plain, screen.console, screen.log)
+        model = initial_model(chosen, screen.plain, screen.console, screen.log)
     write_inputs(folder / "inputs", model, seed, task=chosen)
     config = quickstart_config(folder, seed, steps, override or (), chosen)
     show_run(config, RunOptions(Choice(generators), redis), screen)
@@ -93,7 +93,7 @@ def prepare(
     """
     chosen, console = _chosen(task, experts), Console()
     folder = folder or Path(".cache") / chosen.name
-    model = _initial_model(chosen, not console.is_terminal, console, logs.setup("launcher"))
+    model = initial_model(chosen, not console.is_terminal, console, logs.setup("launcher"))
     write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), chosen)
     template = chosen.template.read_text(encoding="utf-8")
     (folder / "run.yaml").write_text(template.replace(f".cache/{chosen.name}", str(folder)), encoding="utf-8")
@@ -105,8 +105,8 @@ def _chosen(name: str, experts: int | None) -> QuickstartTask:
     return task if experts is None else replace(task, recipe=replace(task.recipe, experts=experts))
 
 
-def _initial_model(task: QuickstartTask, plain: bool, console: Console, log: Any) -> Path:
-    """The task's initial model; shows a progress bar, or logs lines, while it is trained."""
+def initial_model(task: QuickstartTask, plain: bool, console: Console, log: Any) -> Path:
+    """Return the task's initial model; show a progress bar, or log lines, while it is trained."""
     if not plain:
         with Bar(console=console, transient=True) as bar:
             row = bar.add_task("looking for the warm-started model", total=None)

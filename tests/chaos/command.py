@@ -12,7 +12,7 @@ from rich.table import Table
 from common.errors import UserError, visible
 from launcher.audit.lines import AuditLine
 from launcher.chaos import CHECKOUT, ChaosOptions
-from launcher.quickstart.cache import cached_model
+from launcher.quickstart.command import initial_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, write_inputs
 from launcher.run.local_run import RunStopped
 from launcher.run.screen import Screen
@@ -41,7 +41,7 @@ def run_chaos(options: ChaosOptions) -> None:
     folder = fresh_folder(options.output, task)
     screen = Screen.open(options.plain, folder)
     with screen.phases.during("warm start"):
-        model = cached_model(task, lambda step, steps, loss: None)
+        model = initial_model(task, screen.plain, screen.console, screen.log)
     write_inputs(folder / "inputs", model, options.seed, task=task)
     steps = options.steps or max(5, round(options.minutes * STEPS_A_MINUTE))
     taught = [f"teacher.model={folder / 'inputs' / 'model'}", TEACHER_WEIGHT] if options.teacher else []
