@@ -37,7 +37,9 @@ def batch_metrics(run: Evidence) -> str:
 def step_metrics(run: Evidence) -> str:
     made = {*run.folder.metrics.series("batch/samples", "learner").versions.tolist(), *run.folder.not_written}
     first = max(run.start.version + 1, run.folder.since["metrics"])
-    return some(f"version {v}" for v in range(first, run.trained + 1) if v not in made)
+    # The sampler writes the metrics of a step when it reads the step; a stopped run may have steps still to be read.
+    newest = max((step.version for step in run.redis.steps[: run.redis.read]), default=run.start.version)
+    return some(f"version {v}" for v in range(first, newest + 1) if v not in made)
 
 
 def scores(run: Evidence) -> str:

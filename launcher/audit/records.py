@@ -30,6 +30,7 @@ class RedisRecords:
 
     Attributes:
         steps: the learner's announcements, in order.
+        read: how many of them the sampler had read when it stopped.
         outstanding: tasks whose result is awaited.
         waiting: rewarded samples that are in no batch yet.
         rows: the tracker's rows, packed, by prompt id.
@@ -39,6 +40,7 @@ class RedisRecords:
 
     journal: list[JournalEntry]
     steps: list[Step]
+    read: int
     counters: dict[str, int]
     outstanding: list[str]
     waiting: list[str]
@@ -60,6 +62,7 @@ def read_redis(broker: Broker) -> RedisRecords:
     return RedisRecords(
         journal=journal,
         steps=steps,
+        read=len(redis.xrange(key("steps"), max=redis.hget(key("state"), "last_step") or "0")),
         counters=broker.counters(),
         outstanding=[task_id.decode() for task_id in redis.hkeys(key("outstanding"))],
         waiting=[sample_id.decode() for sample_id in redis.hkeys(key("open"))],
