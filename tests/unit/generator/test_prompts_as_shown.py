@@ -106,7 +106,7 @@ WITHOUT_BLANKS = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), BYTE
 def test_a_tokenizer_that_loses_text_refuses_the_prompt(tokenizer: Any, text: str, reason: str) -> None:
     with pytest.raises(PromptNotSeen, match=reason) as refusal:
         shown(tokenizer, text)
-    assert refusal.value.reason == "the tokens of the rendered prompt do not give its text back"
+    assert refusal.value.reason == "the tokens of the rendered prompt do not decode to its text"
 
 
 @pytest.mark.parametrize(
