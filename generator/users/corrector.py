@@ -22,10 +22,10 @@ class Corrector:
     """Ends the conversation at a right answer; corrects a wrong one at most `turns` times.
 
     Args:
-        checker: tells how right an answer is.
-        turns: most corrections of an episode.
+        checker: scores the answers.
+        turns: maximum number of corrections in an episode.
         right_from: score from which an answer is right.
-        message: reply to a wrong answer; {finding} is the checker's, with a blank before it if there is one.
+        message: reply to a wrong answer; {finding} is the checker's, with a space before it if there is one.
         discount: what a right answer is worth after each correction, as a factor: after n corrections the turn's
             reward is score * (discount^n - 1), which lowers the final score for lateness.
         penalty: what each wrong answer costs: the turn's reward is -penalty.
