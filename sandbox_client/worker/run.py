@@ -45,7 +45,7 @@ class ProgramRunner:
     """Runs one program after another.
 
     Args:
-        control: a file descriptor that becomes readable when the program under way must stop.
+        control: a file descriptor that becomes readable when the running program must stop.
     """
 
     def __init__(self, settings: WorkerSettings, group: MemoryGroup | None, control: int) -> None:
@@ -84,7 +84,7 @@ class ProgramRunner:
 
     @contextlib.contextmanager
     def _preferred_victim(self) -> Iterator[None]:
-        """Have processes that are started in the block killed before all others when memory runs out."""
+        """Have processes that are started in the block killed before all others if memory runs out."""
         os.write(self._oom_score, b"1000")
         try:
             yield
@@ -150,7 +150,7 @@ class ProgramRunner:
         return status
 
     def _open_gate(self, started: StartedProgram, first: int | None, program: Program) -> None:
-        """Limit the first process, once it is known, and let it go on."""
+        """Limit the first process, once it is known, and let it continue."""
         if first is not None:
             with contextlib.suppress(ProcessLookupError):
                 limits.apply(first, self._limits, program)
