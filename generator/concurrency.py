@@ -66,7 +66,7 @@ async def with_timeout(seconds: float | None, call: Awaitable[T]) -> T:
 
     Raises:
         TimedOut: it takes longer.
-        RuntimeError: it cancelled itself, or raised something else than an `Exception`, such as `SystemExit`.
+        RuntimeError: it cancelled itself, or raised something other than an `Exception`, such as `SystemExit`.
         Exception: whatever the call raises.
     """
     task = asyncio.ensure_future(_contained(call))

@@ -61,7 +61,7 @@ class Relay:
         self.server = SnapshotServer(config, option="--bind", path=lambda: [relay_id, *self.follower.path], log=log)
         self._log = log
         self._arriving: Snapshot | None = None
-        self._last: Snapshot | None = None  # complete; the base of the next one's deltas, perhaps
+        self._last: Snapshot | None = None  # complete; the next one's deltas may build on it
         self._version: int | None = None
 
     def run(self) -> None:

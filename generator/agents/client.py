@@ -63,9 +63,8 @@ class EngineClient:
                     if part.finish_reason:
                         session.sampled(node, _joined(parts))
                         if part.finish_reason == "time":
-                            output.outputs[
-                                0
-                            ].finish_reason = "length"  # the APIs have no other word for a reply that was cut
+                            # The APIs have no other word for a reply that was cut.
+                            output.outputs[0].finish_reason = "length"
                     yield output
         except (EngineDied, EngineFailed) as error:
             session.fail(error)

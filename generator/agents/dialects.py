@@ -124,9 +124,7 @@ class VllmDialect(Dialect):
             )
         except Refusal:
             raise
-        except (
-            Exception
-        ) as error:  # vLLM checks a body in many places, and some raise other errors than `ValidationError`
+        except Exception as error:  # vLLM checks a body in many places, some of which raise errors of other kinds
             raise Refusal(400, _one_line(error, body)) from error
 
     async def respond(self, session: AgentSession, exchange: Exchange, request: AgentRequest) -> None:
@@ -164,7 +162,7 @@ class VllmDialect(Dialect):
         try:
             parsed = self._joined(list(_events(body))) if streamed else json.loads(body)
             messages = self._conversation(self._sent_back(parsed))
-        except Exception:  # cut before it held a message
+        except Exception:  # it was cut before it held a message
             return None
         return messages[0] if messages else None
 

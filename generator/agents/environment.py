@@ -29,7 +29,7 @@ from generator.concurrency import offload
 
 VERIFIERS = "0.4"  # whose protocol this is
 START_SECONDS = 120.0  # that a starting generator waits for the server
-ANSWER_SECONDS = 5.0  # for an answer to a health check, which is then repeated
+ANSWER_SECONDS = 5.0  # for an answer to a health check, before it is repeated
 CONNECT_SECONDS = 30.0  # that a task waits for a lost server to return
 HANDSHAKE_SECONDS = 10.0
 PING_SECONDS, SILENT_SECONDS = 5.0, 30.0  # libzmq's own thread answers pings, however busy the server is
@@ -144,7 +144,7 @@ class _Request:
 
         Raises:
             AgentFailed: the episode failed, or was not scored.
-            EnvironmentFailed: the server refused the request, did not send a trace, or trained not exactly one agent.
+            EnvironmentFailed: the server refused the request, did not send a trace, or did not train exactly one agent.
         """
         if not reply.success or reply.head is None:
             raise EnvironmentFailed(excerpt(reply.error or "it gives no reason"))

@@ -75,6 +75,7 @@ class SessionLayer:
         try:
             headers = _headers(scope)
             session = self._session((match[1] if match else None) or _key(headers), path)
+            # Count the connection as the session's, whose limit then applies to it (`common.connections`).
             scope.get("state", {}).get("admit", lambda owner: None)(session.key)
             await self._answer(session, scope["method"], path, headers, receive, send)
         except Refusal as refusal:

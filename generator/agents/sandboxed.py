@@ -102,7 +102,7 @@ class SandboxedCommand:
         assert self._sandbox is not None
         described = asdict(task) | {"folder": WORK}
         stdin = json.dumps(described)
-        del described["reward_url"]
+        del described["reward_url"]  # not written to the file, which a program that the model wrote may read
         files = {name: path.read_bytes() for name, path in self._files.items()}
         files[TASK_FILE] = json.dumps(described).encode()
         environment = json.dumps(variables(task, WORK))

@@ -152,7 +152,7 @@ class Tree:
         self._by_digest.setdefault(self._after(node, reply), []).append(node)
 
     def drop(self, node: Node) -> None:
-        """Forget what was sampled for a request, since no client has read its reply; no other may continue it."""
+        """Forget what was sampled for a request, since no client has read its reply; none may continue it."""
         assert not node.children
         node.turn, node.dropped = None, True
         if node.parent is not None:
@@ -165,7 +165,7 @@ class Tree:
         return self.placed(train)[0]
 
     def placed(self, train: Train = "connected") -> tuple[list[TokenRow], dict[Node, int]]:
-        """The rows to train on, by their first requests, and the index of the row in which each request ends.
+        """The rows to train on, ordered by first request, and the index of the row in which each request ends.
 
         Each sampled token of these conversations counts as the model's in exactly one row.
 
@@ -180,7 +180,7 @@ class Tree:
             if node.turn is None or (node.parent is None and node not in trained):
                 continue
             if node.parent is not None and node.parent not in row_of:
-                continue
+                continue  # its conversation is not trained on
             if node.parent is None or node.parent in continued:
                 row_of[node] = len(rows)
                 rows.append(TokenRow(node.prompt_ids(), experts=node.experts()))

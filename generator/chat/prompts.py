@@ -80,6 +80,7 @@ class Prompts:
 
         A short text may occur there by chance, so each form of conversation is also tried with random texts.
         """
+        # The role of each message, and which of its fields are empty.
         form = tuple((message["role"], *map(bool, message.values())) for message in messages)
         if form not in self._left_out:
             self._left_out[form] = self._find_left_out(messages)

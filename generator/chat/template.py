@@ -163,7 +163,7 @@ class ChatTemplate:
         Args:
             before: the conversation up to that turn, which is its last message.
             turn: ids that the model sampled in it. If they lack the token with which the template ends the turn, the
-                result begins with it; by default they do not lack it.
+                result begins with it; by default they have it.
             markup, variables: see `prompt`.
 
         Raises:
@@ -283,6 +283,7 @@ class ChatTemplate:
         last = int(turn[-1]) if len(turn) else None
         if last not in self._end_ids:
             return True  # it was cut, or ended by a stop string
+        # After another end a second closing token is not needed, but a token that opens what follows is (`<|user|>`).
         return last != self.tokens.id(end) and end not in self._closing
 
     def _behind(

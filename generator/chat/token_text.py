@@ -102,8 +102,8 @@ class TokenText:
     def lost(self, text: str, token_ids: np.ndarray) -> tuple[str, str] | None:
         """Excerpts of a text and of its decoded tokens, from where they first differ; None if they agree.
 
-        Ignored are white space beside markup, since many tokenizers add or drop it, a first token that the tokenizer
-        adds, and the composition of accents.
+        White space beside markup is ignored, since many tokenizers add or drop it; so are a first token that the
+        tokenizer adds, and the composition of accents.
         """
         expected, decoded = self._comparable(self.shown(text)), self._comparable(self.decode(token_ids))
         if not expected.startswith(self._first_token):
@@ -180,7 +180,7 @@ class TokenText:
     def _hide_ends(self, text: str) -> str:
         """Hide the end of a markup token at the start of the text, and the start of one at its end."""
         if text.isidentifier():
-            return text
+            return text  # a word is never hidden; see `_HIDEABLE`
         size = min(self._longest - 1, len(text))
         if len(text) == size and text in self._pieces:
             return self._hidden(text) if _HIDEABLE.fullmatch(text) else text

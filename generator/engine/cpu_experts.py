@@ -1,4 +1,4 @@
-"""Makes vLLM report the experts that a mixture chose on a CPU too (`enable_return_routed_experts`).
+"""Makes vLLM on a CPU report which experts a mixture chose (`enable_return_routed_experts`).
 
 vLLM's scheduler and its capture of routers work everywhere. Only its second model runner connects the two, and
 that one needs Triton, which a CPU lacks. This module connects them in the runner that a CPU uses.

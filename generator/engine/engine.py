@@ -72,6 +72,7 @@ class Engine:
     """vLLM's `AsyncLLM` with weights that change while it generates. Made by `Engine.start`.
 
     Attributes:
+        version: version of the weights, or of the adapter, that new requests use.
         llm: the `AsyncLLM`, for code that reads its configuration; requests go through this class.
     """
 

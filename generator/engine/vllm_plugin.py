@@ -62,7 +62,7 @@ def _unlink_mapped_memory() -> None:
 def _hold_generators() -> None:
     """During steps of chunked prefill, remove the random generators of requests that do not sample yet.
 
-    vLLM samples for them too, and then takes their generator one draw back, which torch cannot do on a CPU: the engine
+    vLLM samples for them too, and then rewinds their generators by one draw, which torch cannot do on a CPU: the engine
     would die.
     """
     from vllm.platforms import current_platform

@@ -151,6 +151,7 @@ class _EpisodeRun:
         episode, limits = self.episode, dict(self.sampling)
         if self.runner.config.max_seconds is not None:
             limits["seconds"] = self._seconds_left()
+            # The first turn is tried even so: if it gets no token, that is a failure of the engine.
             if limits["seconds"] <= 0 and episode.turns:
                 return self._end(Ending.MAX_SECONDS)
         if limits.get("seed") is not None:

@@ -27,7 +27,7 @@ class NoTeacherPrompt(Exception):
 
 
 class SelfTeacher:
-    """Scores episodes of one row with `teacher.context`, filled in, after their prompt.
+    """Scores an episode with one row again, with `teacher.context`, filled in, after its prompt.
 
     Args:
         engine: computes the log-probs; see `Engine.logprobs`.

@@ -65,7 +65,7 @@ class Corrector:
         if score >= self._right_from:
             return UserTurn(True, reward=score * (self._discount**pupil.corrections - 1), metadata=metadata)
         if pupil.corrections == self._turns:
-            return UserTurn(True, reward=0.0 - self._penalty, metadata=metadata)
+            return UserTurn(True, reward=0.0 - self._penalty, metadata=metadata)  # never -0.0
         pupil.corrections += 1
         text = self._message.format(finding=finding and f" {finding}")
         return UserTurn(False, text, 0.0 - self._penalty, metadata)

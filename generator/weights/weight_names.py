@@ -64,7 +64,7 @@ def expected_names(model: nn.Module, model_config: Any) -> set[str]:
 def is_tied(head: nn.Module, model: nn.Module, model_config: Any) -> bool:
     """True if an output layer's weight is the embedding's; updates then have it once.
 
-    The configuration says so, unless vLLM has changed it since the files hold an output layer equal to the embedding.
+    The configuration says so, unless vLLM has reset it, as it does if the files hold an output layer too.
     """
     if model_config.hf_text_config.tie_word_embeddings:
         return True

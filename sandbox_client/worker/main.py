@@ -33,7 +33,7 @@ WORKER_MB = 32  # this process, beside four copies of a request's files
 
 
 def main() -> None:
-    """Start the worker, and end all that it starts; the last argument is the parent's process id."""
+    """Start the worker, and end all that it started; the last argument is the parent's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the parent decides
     keep(int(sys.argv[-1]), (IN, OUT), signal.SIGTERM)
     work()

@@ -15,12 +15,8 @@ FIRST = 200  # the child's file descriptors beside the standard streams start he
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 GATE = 6  # 3, 4 and 5 are the program's standard streams (`command.with_streams`)
 STATUS = 1 << 16
-USUAL = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGPIPE,
-    signal.SIGXFSZ,
-)  # this process ignores some, which a child would inherit
+# Reset in the child, which would inherit that this process ignores some.
+USUAL = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class Output:
