@@ -59,11 +59,11 @@ def _compared(node: Node, earlier: Node, tree: Tree) -> tuple[int, Lost] | None:
     if len(sent) < len(before) or any(one["role"] != other["role"] for one, other in zip(sent, before, strict=False)):
         return None
     pairs = zip(sent, before, strict=False)
-    alike = [canonical(one, tree.history) == canonical(other, tree.history) for one, other in pairs]
-    common = alike.count(True)
-    if all(alike):
+    are_equal = [canonical(one, tree.history) == canonical(other, tree.history) for one, other in pairs]
+    common = are_equal.count(True)
+    if all(are_equal):
         return common, Lost(node.number, earlier.number, None, "", "", "")
-    at = alike.index(False)
+    at = are_equal.index(False)
     return common, Lost(node.number, earlier.number, at, str(sent[at]["role"]), *_around(sent[at], before[at]))
 
 

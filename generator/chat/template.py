@@ -172,12 +172,12 @@ class ChatTemplate:
         if not markup:
             messages, before = self.tokens.hide(list(messages)), self.tokens.hide(list(before))
             variables = self.tokens.hide(variables)
-        behind = self._behind(before, messages, variables)
-        end = self._end_in(behind)
+        after = self._after_turn(before, messages, variables)
+        end = self._end_in(after)
         if end is None:
             raise TemplateFailed(f"{self.name} does not end the assistant's turn with a special token")
         # Encoded after the end token, as the model will see it.
-        ids = self.tokens.encode(end + behind.partition(end)[2])
+        ids = self.tokens.encode(end + after.partition(end)[2])
         return ids if turn is not None and self._lacks(turn, end) else ids[1:]
 
     def plain(self, text: str) -> str:
@@ -219,7 +219,7 @@ class ChatTemplate:
         """Find the tokens that the template writes after a turn: before messages of each role, and at the end."""
         self._in_calls: set[str] = set()
         try:
-            before_user = self._end_in(self._in_front("user")[0])
+            before_user = self._end_in(self._around_message("user")[0])
         except TemplateFailed as error:
             raise UserError(str(error)) from None
         if before_user is None:
@@ -257,22 +257,22 @@ class ChatTemplate:
         Raises:
             TemplateFailed: a message of this role cannot follow a turn.
         """
-        in_front, is_shown, behind = self._in_front(role)
+        in_front, is_shown, after = self._around_message(role)
         if not is_shown:
             raise TemplateFailed(f"{self.name} leaves them out")
         end = self._end_in(in_front)
-        if end is None or end != self._end_in(in_front + behind):
+        if end is None or end != self._end_in(in_front + after):
             raise TemplateFailed(f"{self.name} ends the assistant's turns without a special token in front of them")
         return end
 
-    def _in_front(self, role: str) -> tuple[str, str, str]:
+    def _around_message(self, role: str) -> tuple[str, str, str]:
         """What the template writes between a turn and a message of this role, the message's text, and the rest."""
         message = {"role": role, "name": "calculator", "content": _FOLLOWING}
-        return self._behind(EXCHANGE, [message]).partition(_FOLLOWING)
+        return self._after_turn(EXCHANGE, [message]).partition(_FOLLOWING)
 
-    def _end_in(self, behind: str) -> str | None:
+    def _end_in(self, after: str) -> str | None:
         """The token that ends a turn, in the text that the template renders after it."""
-        return self._first_end(self.tokens.specials_in(behind))
+        return self._first_end(self.tokens.specials_in(after))
 
     def _first_end(self, special: Sequence[str]) -> str | None:
         others = (token for token in special if token not in self._in_calls)
@@ -286,12 +286,12 @@ class ChatTemplate:
         # After another end a second closing token is not needed, but a token that opens what follows is (`<|user|>`).
         return last != self.tokens.id(end) and end not in self._closing
 
-    def _behind(
+    def _after_turn(
         self, before: Sequence[Message], messages: Sequence[Message], variables: dict[str, Any] | None = None
     ) -> str:
         """What the template renders after the text of the assistant's turn with which `before` ends."""
         *earlier, turn = before
-        failed, behind = None, []
+        failed, texts = None, []
         # Some templates leave out the text of a turn that calls tools; others fail unless calls precede their results.
         for shown, following in (
             ({**turn, "content": _PLACEHOLDER}, messages),
@@ -307,9 +307,9 @@ class ChatTemplate:
                 continue
             if is_shown and all(_is_in(message.get("content"), text) for message in messages):
                 return text
-            behind += [text] if is_shown else []
-        if behind:
-            return behind[0]
+            texts += [text] if is_shown else []
+        if texts:
+            return texts[0]
         raise failed or TemplateFailed(f"{self.name} leaves out what the assistant says")
 
     def _special_around(self, *messages: Message) -> list[list[str]]:

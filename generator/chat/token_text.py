@@ -63,7 +63,7 @@ class TokenText:
         self._between_markup = re.compile(f"({self._any_markup.pattern})")
         self._first_token = str(getattr(tokenizer, "bos_token", None) or "")
         self._encode = _encoder(tokenizer)
-        self._encode_plain = _encoder(tokenizer, plain=list(self._tokens.values()), behind=self._mask)
+        self._encode_plain = _encoder(tokenizer, plain=list(self._tokens.values()), prefix=self._mask)
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         special = list(self._special.values())
@@ -228,12 +228,12 @@ def _alternatives(texts: Sequence[str]) -> str:
     return f"{re.escape(common)}(?:{'|'.join(map(_alternatives, groups))}){optional}"
 
 
-def _encoder(tokenizer: Any, plain: Sequence[Any] = (), behind: str = "") -> Callable[..., list[int]]:
+def _encoder(tokenizer: Any, plain: Sequence[Any] = (), prefix: str = "") -> Callable[..., list[int]]:
     """A function from text to ids.
 
     Args:
         plain: added tokens to encode as ordinary text.
-        behind: a text that occurs nowhere. If the function is called with `follows`, it encodes its text as if it came
+        prefix: a text that occurs nowhere. If the function is called with `follows`, it encodes its text as if it came
             after a token, since some tokenizers put a space before the first word of a text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -243,14 +243,14 @@ def _encoder(tokenizer: Any, plain: Sequence[Any] = (), behind: str = "") -> Cal
         )
     backend = copy.deepcopy(backend)
     backend.add_special_tokens(list(plain))  # `encode_special_tokens` covers only special tokens
-    if behind:
-        backend.add_tokens([AddedToken(behind, normalized=False)])
+    if prefix:
+        backend.add_tokens([AddedToken(prefix, normalized=False)])
     backend.encode_special_tokens = bool(plain)
     backend.no_truncation()
     backend.no_padding()
 
     def encode(text: str, follows: bool = False) -> list[int]:
-        whole = behind + text if follows else text
+        whole = prefix + text if follows else text
         # A batch lets other threads run, but waits for one of the library's threads.
         if len(text) > LONG_TEXT:
             encoding = backend.encode_batch([whole], add_special_tokens=False)[0]
