@@ -25,7 +25,7 @@ Train = Literal["connected", "quoting", "all"]
 SHARED_TEXT = 20  # minimum length of a model's text that, quoted in a longer message, connects conversations
 END_OF_THINKING = "</think>"
 SYSTEM = ("system", "developer")
-THE_TASK = ""  # stands for a quote of the task among the texts of a conversation, all others of which are not empty
+THE_TASK = ""  # marks a conversation that quotes the task: its other texts are never empty
 
 
 @dataclass(eq=False, slots=True)
@@ -278,6 +278,7 @@ def _links(texts: Mapping[Node, _Texts], quoting: bool) -> Mapping[Link, set[Lin
             sent[text].add(frame)
         for text in own.said:
             said[text].add(root)
+    # Texts of the model that are long enough to be found within longer ones, by their first characters.
     by_start: defaultdict[str, list[str]] = defaultdict(list)
     for text in said:
         if len(text) >= SHARED_TEXT:

@@ -26,7 +26,7 @@ class AdapterFiles(Protocol):
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """A version in vLLM.
+    """A version that vLLM has loaded.
 
     Attributes:
         request: vLLM's `LoRARequest`.
