@@ -1,1 +1,1 @@
-"""The generator: a vLLM engine that answers one prompt at a time and keeps its weights fresh."""
+"""The generator: answers prompts with a vLLM engine, into which it loads each new version of the weights."""

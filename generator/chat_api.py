@@ -32,7 +32,7 @@ RETRIED = frozenset({408, 409, 425, 429})  # and every 5xx
 
 
 class ChatUnavailable(Exception):
-    """The endpoint gave no usable answer. This is infrastructure: it never becomes a reward.
+    """The endpoint gave no usable answer. This is an infrastructure failure: it never becomes a reward.
 
     `status` is the HTTP status of a refusal, 0 if there was none.
     """
@@ -50,11 +50,11 @@ class ModelApi:
     Args:
         base_url: its address up to `/v1`, for example http://127.0.0.1:8000/v1; or `unix:` and the path of a socket.
         api_key_env: environment variable with the key, which is sent as a bearer token and never shown.
-        concurrency: requests at the same time; more wait for their turn.
+        concurrency: maximum number of requests at the same time; further ones wait.
         timeout: seconds for one attempt, from sending to the last byte.
         attempts: tries before `ChatUnavailable`.
         backoff: seconds before the second try, doubled each time and shortened at random by up to half.
-        seconds: for all tries together and the pauses between them; None: no limit.
+        seconds: time limit for all tries and the pauses between them; if None, there is no limit.
 
     Raises:
         UserError: the variable is not set, or a value is impossible.
@@ -94,13 +94,13 @@ class ModelApi:
                 headers={"Accept-Encoding": "identity"}
                 | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
                 verify=_certificates(),
-                # A server on this machine is reached directly, also by other addresses than the ones in `no_proxy`.
+                # A server on this machine is reached directly, even if its address is not in `no_proxy`.
                 trust_env=not is_loopback_url(base_url),
                 timeout=timeout,
                 limits=limits,
                 transport=None if socket is None else httpx.AsyncHTTPTransport(uds=socket, limits=limits),
             )
-        except ImportError as error:  # the environment names a proxy by SOCKS
+        except ImportError as error:  # the environment names a SOCKS proxy
             raise UserError(
                 f"base_url = {base_url!r} is behind the environment's proxy: {one_line(str(error))}"
             ) from None

@@ -72,7 +72,7 @@ async def _serve(config: Config, name: str) -> int:
         await parts.shared.ready(log)
         presence.status(state="waiting for the environment server")
         await check_environments(config, log)
-        for line in notes:  # logged only now, so that a refused process reports the reason alone
+        for line in notes:  # logged only now, so that a refused process reports only the reason
             log.warning(line)
         # vLLM takes seconds to import, so this waits until the configuration is known to be good.
         from generator.agents.endpoint import Endpoint
@@ -99,7 +99,7 @@ async def _serve(config: Config, name: str) -> int:
             )
         metrics = GeneratorMetrics(Timeline(config.run.folder, name))
         loop = asyncio.get_running_loop()
-        # For tools and simulated users that block; one that hangs keeps its thread for good.
+        # For tools and simulated users that block; one that hangs keeps its thread for ever.
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.most_episodes, "blocking"))
         code = 1
         try:

@@ -66,7 +66,7 @@ async def with_timeout(seconds: float | None, call: Awaitable[T]) -> T:
 
     Raises:
         TimedOut: it takes longer.
-        RuntimeError: it cancelled itself, or raised what is no `Exception`: SystemExit, a Rust extension's panic.
+        RuntimeError: it cancelled itself, or raised something other than an `Exception`, such as `SystemExit`.
         Exception: whatever the call raises.
     """
     task = asyncio.ensure_future(_contained(call))
@@ -89,7 +89,7 @@ async def _contained(call: Awaitable[T]) -> T:
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:
-        # Callers expect exceptions. In a task, SystemExit and KeyboardInterrupt would even end the event loop.
+        # Callers expect an `Exception`. In a task, SystemExit and KeyboardInterrupt would even end the event loop.
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
@@ -100,7 +100,7 @@ async def _cancel(task: asyncio.Task[T]) -> None:
     task.add_done_callback(_forget)
     await asyncio.wait({task}, timeout=CANCEL_SECONDS)
     if not task.done():
-        get_logger().warning("a call goes on although it was cancelled; it is abandoned", call=repr(task.get_coro()))
+        get_logger().warning("a call continues although it was cancelled; it is abandoned", call=repr(task.get_coro()))
 
 
 def _forget(task: asyncio.Task[object]) -> None:

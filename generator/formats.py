@@ -14,7 +14,7 @@ from common.plugins import load_object
 
 # Limits of one turn, beside `MAX_CALLS`.
 MAX_CALL = 1 << 16  # characters of one call
-MAX_TAGS = 4 * MAX_CALLS  # opening tags of a turn that are looked at
+MAX_TAGS = 4 * MAX_CALLS  # opening tags of a turn that are read
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 CODE, CODE_END = "<code>", "</code>"
@@ -39,8 +39,8 @@ class CallFormat(Protocol):
 
     Attributes:
         stop: strings that end a turn as the end-of-turn token does; they stay part of the turn.
-        wrap: None: a result is a message of role `tool`, rendered by the model's chat template. Two strings:
-            a result is put between them and appended as it is, inside the assistant's own turn.
+        wrap: if None, a result is a message of role `tool`, rendered by the model's chat template. If two strings, a
+            result is put between them and appended as it is, inside the assistant's own turn.
     """
 
     stop: Sequence[str]
@@ -65,7 +65,7 @@ class Hermes:
         """The calls of a turn, in order.
 
         Tags inside the JSON's own strings belong to the JSON. Of nested tags the innermost counts. A call whose
-        closing tag is missing counts if its JSON is complete; otherwise it is no call.
+        closing tag is missing counts if its JSON is complete; otherwise it is not a call.
         """
         return list(_json_calls(text))
 
@@ -141,7 +141,7 @@ def _json_call(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", error='error: a tool call is {"name": ..., "arguments": {...}}')
     try:
-        # JSON can contain half surrogate pairs, which cannot be encoded.
+        # JSON can contain unpaired surrogates, which cannot be encoded.
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
         return ToolCall("", error=NOT_JSON)
@@ -161,7 +161,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 class CodeBlocks:
     """Programs between <code> tags, answered by <interpreter> in the same turn.
 
-    Each block is a call of `code_interpreter`. A turn pauses after its first block and goes on after the output.
+    Each block is a call of `code_interpreter`. A turn pauses after its first block and continues after the output.
     """
 
     stop = (CODE_END,)

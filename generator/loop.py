@@ -30,7 +30,7 @@ from generator.services import Services
 from generator.slots import Cache, Slots
 from generator.task_runner import SCORING, Attempt, TaskRunner
 from generator.task_source import TaskSource
-from generator.teacher.self_teacher import CannotTell
+from generator.teacher.self_teacher import NoTeacherPrompt
 from generator.weight_updater import WeightUpdater
 
 MAX_RESULTS_A_CALL = 64
@@ -159,7 +159,7 @@ class Generator:
     async def _take(self, n: int) -> list[Delivery]:
         """Take new tasks. If the process stops during the read, the tasks that it returns are handed back, too.
 
-        While a task here awaits weights, training tasks are left to generators that may have them already.
+        While a task here awaits weights, training tasks are left to generators that may already have those weights.
         """
         reading = asyncio.ensure_future(self.source.next(n, 0 if self._waiting() else n))
         try:
@@ -205,7 +205,7 @@ class Generator:
                 raise
             await self._failed(lease, Failure.CANCELLED, "it was cancelled from within")
             return
-        except BaseException as error:  # a Rust extension's panic is no Exception
+        except BaseException as error:  # a Rust extension's panic is not an `Exception`
             await self._failed(lease, failure_of(error), f"{type(error).__name__}: {error}")
             return
         self.results.put_nowait((lease, result))
@@ -224,7 +224,7 @@ class Generator:
                     header, payload = await attempt.run(lease.previous)
         except UnusablePrompt as error:
             return self.inbox.set_aside(delivery, error.failure, f"{type(error).__name__}: {error}", retire=True)
-        except CannotTell as error:
+        except NoTeacherPrompt as error:
             return await self._give_up(lease, error.failure, str(error))
         except (RewardFailed, OutOfRange) as error:
             self.rewards.failed(error, delivery.attempt)
@@ -251,7 +251,7 @@ class Generator:
         self.leased.discard(lease)
 
     async def _give_up(self, lease: LeasedTask, failure: Failure, reason: str) -> Finished:
-        """Skip a task, and keep what there is of its episode for inspection."""
+        """Skip a task, and keep the record of its episode, if there is one, for inspection."""
         progress = await lease.attempt.progress() if lease.attempt else {}
         return self.inbox.set_aside(lease.delivery, failure, reason, **progress)
 
@@ -266,7 +266,7 @@ class Generator:
     async def _store(self, batch: list[tuple[LeasedTask, Finished]]) -> None:
         accepted = await in_thread(self.inbox.finish, [result for _, result in batch])
         if accepted < len(batch):
-            # Another generator finished them, or their evaluation was started again.
+            # Another generator has finished them, or their evaluation was started again.
             self.log.warning("results of tasks leased here are no longer wanted", tasks=len(batch) - accepted)
         self.leased.difference_update(lease for lease, _ in batch)
 
@@ -315,7 +315,7 @@ class Generator:
         step = lease.attempt.episode.step if lease.attempt else None
         if not step or time.monotonic() <= step.ends:
             return ""
-        # Counted in heartbeats: a process that was frozen still gets the time to end its steps.
+        # Counted in heartbeats, so that a process that was frozen has time to end its steps.
         step.late += self.config.broker.heartbeat
         if step.late <= STALL_SECONDS:
             return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.log import Timeline
 
-WINDOW = 5.0  # seconds that rates are taken over
+WINDOW = 5.0  # seconds over which rates are computed
 SHORTEST_SLICE = 0.05  # seconds; the timeline shows no shorter wait for tasks
 
 
@@ -44,7 +44,7 @@ class GeneratorMetrics:
                 self.timeline.slice("no task", time.time() - (now - since), lane="waiting")
 
     def idle(self, now: float) -> float:
-        """Seconds without any task, including a wait that still goes on."""
+        """Seconds without any task, including a wait that has not ended."""
         return self.idle_seconds + (0.0 if self._idle_since is None else now - self._idle_since)
 
     def updated(self, *, pulled: float, pause: float) -> None:

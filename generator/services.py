@@ -19,11 +19,11 @@ from generator.weights.weight_client import WeightClient
 
 @dataclass(frozen=True)
 class Services:
-    """Made once, by `spo-generator`.
+    """The objects of one generator, made by `spo-generator`.
 
     Attributes:
         weights: None in a run without a learner.
-        endpoint: None where no source has an agent.
+        endpoint: None if no source has an agent.
         teachers: the servers of teachers, by their names in `Config.teachers_in_use`.
     """
 

@@ -28,13 +28,13 @@ class Cache:
 
     @property
     def tokens(self) -> int:
-        """How many it holds."""
+        """Number of tokens that it holds."""
         cache = self._engine.llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
     @property
     def most_requests(self) -> int:
-        """How many vLLM computes at once."""
+        """Number of requests that vLLM computes at once."""
         config = self._engine.llm.vllm_config
         return int(config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size)
 
@@ -45,17 +45,17 @@ class Cache:
 
 
 class Slots:
-    """The number of episodes at once.
+    """The number of episodes that run at once.
 
     With `auto` it begins with as many as fit at their full length. Whenever twice that many have ended, it grows in
     proportion to the share of the cache that stayed free; it shrinks as soon as the cache is nearly full.
 
     Args:
         configured: `generator.max_concurrency`.
-        longest: tokens of an episode at most.
+        longest: maximum number of tokens of an episode.
 
     Attributes:
-        limit: the number now.
+        limit: the current number.
     """
 
     def __init__(self, configured: int | str, cache: Cache, longest: int) -> None:
@@ -69,8 +69,8 @@ class Slots:
         """Adapt the number; called about once a second.
 
         Args:
-            taken: episodes under way.
-            ended: episodes that have ended since the last call.
+            taken: number of running episodes.
+            ended: number of episodes that have ended since the last call.
         """
         if not self._adapts:
             return

@@ -83,7 +83,7 @@ class TaskRunner:
         return Attempt(self, task, source, await source.episodes.prepare(task))
 
     async def close(self) -> None:
-        """Close what the agents' runners hold, and the connections to teachers."""
+        """Close the agents' runners and the connections to teachers."""
         for source in self._sources.values():
             if isinstance(source.episodes, AgentRunner):
                 await source.episodes.close()
@@ -123,7 +123,7 @@ class Attempt:
         """Run and score the episode, and rescore the previous response meanwhile; only training has a payload.
 
         Raises:
-            CannotTell: the policy is its own teacher, and its prompt cannot be made.
+            NoTeacherPrompt: the self-teacher's prompt cannot be made.
             Exception: see `EpisodeRunner.run` and `TeacherServer.taught`.
         """
         started = time.monotonic()
@@ -181,7 +181,7 @@ class Attempt:
             return counts
 
     async def record(self, finished: bool = True) -> bytes:
-        """The episode as people read it, packed."""
+        """The packed record of the episode that people read."""
         long = self.episode.length > LONG_TOKENS
         return await offload(long, make_record, self.task, self.episode, self.source.episodes.template, finished)
 
@@ -253,7 +253,7 @@ async def rescore(engine: Any, previous: Payload) -> float:
 
 
 def sampling(config: Config, task: Task) -> dict[str, Any]:
-    """Temperature, `top_p` and `top_k` for a task; training samples from all tokens: a cut would bias every ratio."""
+    """Temperature, `top_p` and `top_k` for a task. Training uses all tokens: truncation would bias every ratio."""
     if task.kind == "train":
         return {"temperature": config.generator.temperature, "top_p": 1.0, "top_k": 0}
     return {"temperature": config.eval.temperature, "top_p": config.eval.top_p, "top_k": config.eval.top_k}

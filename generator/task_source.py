@@ -17,7 +17,7 @@ class TaskSource:
     """Leases tasks, those of the open evaluation first.
 
     An evaluation is answered with one version of the weights. A generator that has that version keeps it from the
-    moment it asks for tasks until it learns that the evaluation is over; it goes on answering training tasks meanwhile.
+    moment it asks for tasks until it learns that the evaluation is over; it continues to answer training tasks.
     Other generators with that version keep it too, so that they can take over the tasks of one that dies.
     """
 

@@ -33,7 +33,7 @@ class WeightUpdater:
         return self.services.engine.version
 
     def hold(self) -> bool:
-        """Keep the engine's version until `release`; False while another is being loaded."""
+        """Keep the engine's version until `release`; returns False if another version is being loaded."""
         if self._loading:
             return False
         if self.services.weights is not None:

@@ -48,9 +48,9 @@ def relay(
 ) -> None:
     """Pull each version of the weights once and serve it to the generators on this machine.
 
-    What the learner sends then grows with machines, not with generators. Generators find the relay of their machine by
-    themselves (learner.weights.relay=auto) and go to the learner while there is none. Relays may chain: one names
-    another as its --upstream. A relay pays off where several generators share a machine, or a slow network.
+    What the learner sends then grows with the number of machines, not of generators. Generators find the relay of their
+    machine by themselves (learner.weights.relay=auto) and pull from the learner if there is none. Relays may chain: one
+    names another as its --upstream. A relay pays off if several generators share a machine, or a slow network.
 
         spo-relay -c run.yaml
 

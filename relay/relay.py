@@ -1,4 +1,4 @@
-"""Pulls the weights once and serves them to any number of neighbours, each chunk as soon as it is there."""
+"""Pulls the weights once and serves them to any number of neighbours, each chunk as soon as it has arrived."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Relay:
         learner: where the learner serves; asked regularly.
         config: the run's `learner.weights`, with the relay's own addresses; `curve_dir` protects both sides.
         name: shown to others.
-        upstream: address to pull from, as long as it works; None: the learner's.
+        upstream: address to pull from, as long as it works; if None, the learner's.
         relays: those on this machine, of which `upstream` may be one.
         timeout: seconds of silence after which another upstream is chosen.
 
@@ -52,7 +52,7 @@ class Relay:
         log: Any,
     ) -> None:
         self.stopped = threading.Event()
-        # Two relays may have one name; by its id only this process finds itself in a circle.
+        # Relays may share a name; only the id shows this process that it is part of a circle.
         relay_id = f"{name}#{secrets.token_hex(4)}"
         sources = Sources(learner, upstream or "direct", relays)
         self.follower = Follower(
@@ -61,7 +61,7 @@ class Relay:
         self.server = SnapshotServer(config, option="--bind", path=lambda: [relay_id, *self.follower.path], log=log)
         self._log = log
         self._arriving: Snapshot | None = None
-        self._last: Snapshot | None = None  # complete; the next one's deltas may be from it
+        self._last: Snapshot | None = None  # complete; the next one's deltas may build on it
         self._version: int | None = None
 
     def run(self) -> None:
@@ -80,7 +80,7 @@ class Relay:
         return status | {"state": "running", "version": self._version}
 
     def begin(self, manifest: Manifest) -> Transfer:
-        """Offer a snapshot before its first chunk is there."""
+        """Offer a snapshot before its first chunk has arrived."""
         last, size = self._last, manifest.total_bytes
         spare = self.server.spare()
         file = spare.file if spare is not None and spare is not last and spare.file.size == size else MemoryFile(size)
@@ -90,7 +90,7 @@ class Relay:
         return Transfer(manifest, file, last.file if last is not None and is_base else None)
 
     def arrived(self, chunk: int, delta: memoryview | None) -> None:
-        """Pass a chunk on, as it came and as a whole."""
+        """Pass a chunk on, as a whole and as the delta that arrived."""
         assert self._arriving is not None
         data = self._arriving.file.view(*self._arriving.manifest.chunk_range(chunk))
         self.server.arrived(self._arriving, chunk, data, delta)
@@ -99,7 +99,7 @@ class Relay:
         self._done(transfer.seconds)
 
     def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
-        """Copy a snapshot, so that the process that it comes from may soon use its memory again."""
+        """Copy a snapshot, so that the process that serves it may soon reuse its memory."""
         transfer = self.begin(manifest)
         with contextlib.closing(handed):
             for chunk in range(len(manifest.checksums)):

@@ -59,7 +59,7 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
         if config.token_file is not None:
             token = read_secret(config.token_file, "sandbox.token_file")
         return SandboxClient(config.url, token=token, concurrency=config.concurrency)
-    # Imported only where programs run on this machine.
+    # Imported only if programs run on this machine.
     from sandbox_client.isolation import check_isolation_once
     from sandbox_client.local import LocalSandbox
     from sandbox_client.settings import Settings
@@ -73,7 +73,7 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
 async def wait_until_ready(sandbox: Sandbox, seconds: float, log: Any) -> None:
     """Run a first program, and wait for a server that does not answer yet.
 
-    A server that is only slow or full is no error: other generators may keep it busy for a while.
+    A server that is only slow or full is not an error: other generators may keep it busy for a while.
 
     Raises:
         UserError: no server answers within `seconds`, or it refuses the request or does not run Python.
@@ -102,7 +102,7 @@ async def wait_until_ready(sandbox: Sandbox, seconds: float, log: Any) -> None:
                 f"{sandbox} gives no result within sandbox.wait = {seconds:g} s{why}; start it (spo-sandbox), or set "
                 "sandbox.url"
             ) from None
-        log.warning("the sandbox gave no result within sandbox.wait; going on", seconds=seconds, reason=str(failure))
+        log.warning("the sandbox gave no result within sandbox.wait; continuing", seconds=seconds, reason=str(failure))
 
 
 def _check_ran(answer: RunCodeResponse) -> None:

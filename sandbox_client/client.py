@@ -36,17 +36,17 @@ from sandbox_client.types import (
 
 PATH = "/run_code"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts
-MAX_ANSWER = 32 << 20  # bytes; a longer answer is cut off
+MAX_ANSWER = 32 << 20  # bytes; a longer answer is an error
 MAX_REFUSAL = 64 << 10  # bytes read of an answer that is not a result
 INLINE = 128 << 10  # bytes; longer answers are parsed off the event loop
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5
-# Seconds between two attempts to connect. This is the shortest pause between two attempts of one call: a single caller
-# always tries, and a thousand callers do not make a thousand failing connections a second.
+# Seconds between two attempts to connect: as long as the shortest pause between two attempts of one call, so that a
+# single caller always tries, but a thousand callers do not make a thousand failing connections a second.
 PROBE_INTERVAL = 0.25
 
 
 class CircuitBreaker:
-    """Open after an attempt to connect has failed: one call at a time then tries to connect, and the others fail."""
+    """Open after an attempt to connect has failed: then one call at a time tries to connect, and the others fail."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.is_open = False

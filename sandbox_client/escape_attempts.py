@@ -23,7 +23,7 @@ from typing import Any
 
 CLONE = {"x86_64": 56, "aarch64": 220}
 KEYCTL = {"x86_64": 250, "aarch64": 219}
-NEW_USERS = 0x10000000
+NEW_USERS = 0x10000000  # CLONE_NEWUSER
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -64,10 +64,10 @@ def open_other_sockets(parameters: dict[str, Any]) -> str | None:
         (socket.AF_INET, socket.SOCK_STREAM, 262),  # MPTCP
         (socket.AF_INET6, socket.SOCK_STREAM, 0),
         (socket.AF_INET6, socket.SOCK_DGRAM, 0),
-        (17, socket.SOCK_RAW, 0),
+        (17, socket.SOCK_RAW, 0),  # AF_PACKET
         (socket.AF_INET, socket.SOCK_RAW, 0),
-        (40, socket.SOCK_STREAM, 0),
-        (38, socket.SOCK_SEQPACKET, 0),
+        (40, socket.SOCK_STREAM, 0),  # AF_VSOCK
+        (38, socket.SOCK_SEQPACKET, 0),  # AF_ALG
     ]
     if not parameters["tcp"]:
         kinds.append((socket.AF_INET, socket.SOCK_STREAM, 0))
@@ -114,6 +114,7 @@ def trace(_: dict[str, Any]) -> str | None:
 
 
 def hold_keys(_: dict[str, Any]) -> str | None:
+    # KEYCTL_GET_KEYRING_ID of the session keyring
     return "kernel keyrings are within reach" if libc.syscall(KEYCTL[platform.machine()], 0, -3, 0) >= 0 else None
 
 
@@ -138,7 +139,7 @@ def take_memory(parameters: dict[str, Any]) -> str | None:
 
 
 def hide_memory(_: dict[str, Any]) -> str | None:
-    """Memory that is shared without a file belongs to no process."""
+    """Memory that is shared without a file belongs to no process, so no limit counts it."""
     zero = os.open("/dev/zero", os.O_RDWR)
     for fd in (-1, zero):
         try:

@@ -81,7 +81,7 @@ async def check_isolation(sandbox: LocalSandbox) -> float:
         leaks = {**_successful_attempts(tried), **canary.harm()}
     if hog_input and not killed.message.startswith("processes were killed"):
         outcome = killed.message or (killed.run_result and killed.run_result.stderr) or "it ended by itself"
-        leaks["memory together"] = f"processes were to hold more than the {hog_mb} MB of a run, and: {outcome[-300:]}"
+        leaks["memory together"] = f"processes tried to hold more than the {hog_mb} MB of a run: {outcome[-300:]}"
     if echoed.run_result is None or echoed.run_result.stdout != "42\n":
         leaks["bash"] = f"it does not run: {echoed.message or echoed.run_result}"
     if leaks:
@@ -142,7 +142,7 @@ class Canary:
         self.folder.cleanup()
 
     def parameters(self) -> dict[str, Any]:
-        """The locations of all this, for the program that tries to reach it."""
+        """The locations of these, for the program that tries to reach them."""
         files = ["/etc/shadow", str(self.file), str(Path.home() / ".bashrc"), str(Path.home() / ".ssh" / "known_hosts")]
         return {"name": self.name, "secrets": files, "port": self.listeners[0].getsockname()[1]}
 

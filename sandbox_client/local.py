@@ -33,7 +33,7 @@ from sandbox_client.worker import cgroup, protocol
 from sandbox_client.worker.protocol import WorkerSettings
 
 # A worker runs without site-packages (-S), so it cannot import this package's __init__, which needs HTTP and pydantic:
-# a bare module of the same name stands in for it. It then starts in 30 ms instead of half a second.
+# a bare module of the same name replaces it. The worker then starts in 30 ms instead of half a second.
 WORKER_CODE = (
     "import sys, types; sys.path.insert(0, sys.argv[1]); package = types.ModuleType('sandbox_client'); "
     "package.__path__ = [sys.argv[1] + '/sandbox_client']; sys.modules['sandbox_client'] = package; "
@@ -41,10 +41,10 @@ WORKER_CODE = (
 )
 NUMBERS = itertools.count()  # sandboxes of this process
 UNBOUNDED = (
-    "no control group limits programs here: their memory is looked at every 50 ms, and what the kernel keeps for them "
+    "no control group limits programs here: their memory is measured every 50 ms, and what the kernel keeps for them "
     "(locks, mappings, pipes) is not bounded; start the sandbox where it may create control groups (docs/sandbox.md)"
 )
-GRACE = 60.0  # seconds beyond a request's own limit after which its worker is given up
+GRACE = 60.0  # seconds beyond a request's own limit after which its worker counts as dead
 
 
 class WorkerGone(Exception):
@@ -85,7 +85,7 @@ class SandboxWorker:
         return "it closed its connection"
 
     def stop_program(self) -> None:
-        """Have the program under way killed; the answer then comes at once."""
+        """Have the running program killed; the answer then comes at once."""
         self._stdin.write(protocol.pack({}))
 
     async def end(self, kill: bool = False) -> None:
@@ -93,7 +93,7 @@ class SandboxWorker:
         self._stdin.close()
         with contextlib.suppress(ProcessLookupError):
             # The end of stdin is not enough: a process that this one has forked (such as vLLM's) may hold it open.
-            self._process.send_signal(signal.SIGUSR1 if kill else signal.SIGTERM)  # `keep` says what they do
+            self._process.send_signal(signal.SIGUSR1 if kill else signal.SIGTERM)  # see `keep`
         try:
             async with asyncio.timeout(GRACE):
                 await self._process.wait()
@@ -161,7 +161,7 @@ class LocalSandbox:
             raise
 
     def unbounded(self) -> str | None:
-        """What nothing bounds on this machine, and how to bound it."""
+        """A warning about resources that are not bounded on this machine; None if all are."""
         return None if cgroup.find(self.settings.cgroup) else UNBOUNDED
 
     def __str__(self) -> str:
@@ -177,10 +177,10 @@ class LocalSandbox:
         self._cancelled.discard(job)
         self._free.put_nowait(slot)
         if not job.cancelled():
-            job.exception()  # retrieved here, as its caller may be gone
+            job.exception()  # retrieved here, since its caller may be gone; else asyncio logs it
 
     async def _run(self, slot: int, request: RunCodeRequest) -> RunCodeResponse:
-        """One request on the slot's worker, which is started first if there is none."""
+        """Run one request on the slot's worker, which is started first if there is none."""
         try:
             worker = await self._worker(slot)
             if self._closed:

@@ -33,8 +33,8 @@ class SandboxService:
 
     Args:
         settings: how many programs run at a time, how many requests may wait and how long they may be.
-        token: required as `Authorization: Bearer`, except for /health; None: no token is required, but web pages in a
-            browser of this machine are refused.
+        token: required as `Authorization: Bearer`, except for /health. If None, no token is required, but web pages in
+            a browser of this machine are refused.
     """
 
     def __init__(self, sandbox: Sandbox, settings: Settings, token: str | None, log: Any) -> None:
@@ -75,8 +75,8 @@ class SandboxService:
     async def run_code(self, request: Request) -> Response:
         """Run a program.
 
-        401: wrong token; 403: a web page's; 408: too slow; 413: too long; 415: not JSON; 422: not a valid request, or
-        none that can run here; 503: full, or stopping.
+        401: wrong token; 403: from a web page; 408: too slow; 413: too long; 415: not JSON; 422: invalid request, or
+        one that cannot run here; 503: full, or stopping.
         """
         if refusal := self.refusal(request):
             return refusal
@@ -175,7 +175,7 @@ class SandboxService:
             if not hmac.compare_digest(shown, f"Bearer {self.token}".encode()):
                 return _error_response(401, "the bearer token is missing or wrong")
         elif "origin" in headers:
-            return _error_response(403, "this server has no token, so it refuses requests of web pages (Origin)")
+            return _error_response(403, "this server has no token, so it refuses requests from web pages (Origin)")
         elif not is_loopback(header_host(host := headers.get("host", ""))):
             reason = f"this server has no token, so requests must be to localhost or 127.0.0.1, not to {host[:100]!r}"
             return _error_response(403, reason)
@@ -207,6 +207,6 @@ def _retry_later(reason: str) -> Response:
 
 
 def _describe(error: ValidationError) -> str:
-    """What is wrong with a request, in one line and without its content."""
+    """The problems of a request in one line, without its content."""
     problems = error.errors(include_input=False)[:5]
     return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'request'}: {each['msg']}" for each in problems)[:500]

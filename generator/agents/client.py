@@ -1,4 +1,4 @@
-"""vLLM's engine client for the endpoint: what vLLM's server samples goes through `Engine`, and is recorded."""
+"""The engine client of vLLM's server: it samples through `Engine` and records the tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from generator.engine.engine import Completion, Engine, EngineDied, EngineFailed
 
 @dataclass(frozen=True, eq=False)
 class EngineClient:
-    """Stands for vLLM's `AsyncLLM` in its server.
+    """Replaces `AsyncLLM` in vLLM's server.
 
-    vLLM's server is built around one without a request, which answers what reads the engine's configuration. Each
-    request for tokens is sampled by a client of its own.
+    vLLM's server is built around a client without a request, from which it reads the engine's configuration. `of` makes
+    a client for each request for tokens.
 
     Attributes:
-        stop_token_ids: end a turn besides the model's own end of text.
-        keep_prefix: whether later turns read the keys and values of earlier ones after an update of the weights.
-        session, exchange: the request that is sampled, and its session.
+        stop_token_ids: tokens that end a turn, besides the model's own end of text.
+        keep_prefix: whether later turns reuse the keys and values of earlier ones after an update of the weights.
+        session, exchange: the session and the exchange of the request to sample; None without a request.
     """
 
     engine: Engine
@@ -44,8 +44,8 @@ class EngineClient:
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
         """Sample the request and record it in the session.
 
-        Of the server's parameters only those count that say where a turn ends and how its text is shown: the
-        distribution is the session's. The prompt is the session's too, which is what the server was given.
+        Of `sampling_params`, only those count that determine where the turn ends and how its text is shown; the session
+        sets the others. The session also has the prompt's ids, the same as in `prompt`.
         """
         session, exchange = self.session, self.exchange
         assert session is not None
@@ -63,7 +63,8 @@ class EngineClient:
                     if part.finish_reason:
                         session.sampled(node, _joined(parts))
                         if part.finish_reason == "time":
-                            output.outputs[0].finish_reason = "length"  # clients know no other word for a cut
+                            # The APIs have no other word for a reply that was cut.
+                            output.outputs[0].finish_reason = "length"
                     yield output
         except (EngineDied, EngineFailed) as error:
             session.fail(error)
@@ -93,7 +94,7 @@ class EngineClient:
 
 
 def _joined(parts: list[Completion]) -> Completion:
-    """All that was sampled for a request, from what came piece by piece."""
+    """Join the parts of a streamed completion."""
     last = parts[-1]
     if len(parts) == 1:
         return last

@@ -1,4 +1,4 @@
-"""A dialect of the endpoint: the way of a request for tokens, from its body to the recorded reply."""
+"""A dialect of the endpoint: how a request for tokens is read, answered and recorded."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Dialect(ABC):
     """Reads bodies as chat requests, has them answered, and reads the replies as chat messages."""
 
     path: str
-    errors = "openai"  # whose shape errors have
+    errors = "openai"  # the API whose shape errors have
 
     async def take(self, session: AgentSession, body: dict[str, Any], raw: bytes, is_retry: bool) -> Exchange:
-        """Begin to answer a request of a session, or find the earlier request that it repeats; raises `Refusal`.
+        """Begin to answer a session's request, or find the earlier request that it repeats; raises `Refusal`.
 
         Args:
-            raw: the body as it came.
-            is_retry: whether the client says that it sends this again.
+            raw: the bytes of the body.
+            is_retry: whether the client marked the request as a retry.
         """
         fingerprint = hashlib.blake2b(self.path.encode() + b"\0" + raw, digest_size=16).digest()
         if (earlier := session.retried(fingerprint, is_retry)) is not None:
@@ -38,12 +38,12 @@ class Dialect(ABC):
         return exchange
 
     async def _answer(self, session: AgentSession, exchange: Exchange, request: AgentRequest) -> None:
-        """Make the reply to its end, whether or not a reader listens, and record it before a reader hears its end."""
+        """Complete the reply even if no client reads it, and record it before a client gets its last piece."""
         try:
             await self.respond(session, exchange, request)
         except Exception as error:
             exchange.failure = error
-        finally:  # also if the session is closed meanwhile
+        finally:  # also if the session is closed, which may cancel this task
             status, body = exchange.body()
             if status == 200 and exchange.node.turn is not None:
                 session.answer(exchange.node, self.reply(body, exchange.streamed))
@@ -58,7 +58,7 @@ class Dialect(ABC):
         """The request in a body; raises `Refusal`.
 
         Args:
-            ignore: fields that are taken out of the body; see `AgentConfig`.
+            ignore: fields to remove from the body; see `AgentConfig`.
         """
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def reply(self, body: bytes, streamed: bool) -> Message | None:
-        """The message that an agent which got this reply sends back with its next request; None if there is none."""
+        """This reply as the message that the agent sends back in its next request; None if it holds no message."""
 
 
 def _error_in(body: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The dialects of vLLM's server: its models of their bodies, its handlers, and its replies as chat messages."""
+"""The dialects of vLLM's server, which use its models of bodies and its handlers, and read its replies as messages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from starlette.requests import Request
 from common.config.agent import IGNORABLE
 from common.config.data import CONTINUE, DECIDED_VARIABLES
 from generator.agents.dialect import Dialect
-from generator.agents.exchange import Exchange, Receive, Send, made_anew
+from generator.agents.exchange import Exchange, Receive, Send, fresh_request
 from generator.agents.refusals import Refusal
 from generator.agents.session import AgentRequest, AgentSession
 from generator.chat.template import Message
 
-DECIDED = ("temperature", "top_p", "top_k", "seed")  # by the session, whatever is asked
+DECIDED = ("temperature", "top_p", "top_k", "seed")  # set by the session; values in requests are overridden
 # Parameters that say where a turn ends and how its text is shown. All others would change what is sampled or recorded.
 HARMLESS = {
     *DECIDED, "stop", "stop_token_ids", "max_tokens", "skip_special_tokens", "spaces_between_special_tokens",
@@ -62,18 +62,18 @@ FORMATS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 THINKING = ("thinking", "thinking_token_budget")
-# The fields in which clients send what `episode.agent.ignore` names, and those that vLLM makes of them.
+# For each name in `episode.agent.ignore`: the fields in which clients send it, and those that vLLM derives from them.
 PLACES = {
     "response_format": FORMATS,
     "structured_outputs": (*FORMATS, "structured_outputs"),
     "thinking": THINKING,
     "thinking_token_budget": THINKING,
 }
-# Kinds of `tool_choice`, formats and thinking that ask for nothing.
+# Kinds of `tool_choice`, formats and thinking that do not constrain the model.
 PLAIN_KINDS = ("auto", "none", "text", "adaptive", "disabled", 0)
 # Kinds of tools that the agent runs itself; a server would run the others, such as a web search.
 FUNCTIONS = ("function", "namespace")
-# The beginnings of the kinds of parts that are no text, in any dialect.
+# Prefixes of the types of message parts that are not text, in any dialect.
 MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file", "document")
 
 
@@ -82,7 +82,7 @@ class Parsed(NamedTuple):
 
     Attributes:
         body: for vLLM's handler.
-        sampling: the request from which vLLM reads the parameters of sampling.
+        sampling: the request from which vLLM reads the sampling parameters.
     """
 
     body: Any
@@ -95,7 +95,7 @@ class VllmDialect(Dialect):
     """One of the protocols of vLLM's server.
 
     Attributes:
-        serving: the part of the app's state that samples requests of this dialect.
+        serving: name of the object in the app's state that samples requests of this dialect.
     """
 
     serving: str
@@ -104,12 +104,12 @@ class VllmDialect(Dialect):
         self._app, self._state = app, app.state
 
     def read(self, body: dict[str, Any], ignore: Collection[str] = ()) -> AgentRequest:
-        """See `Dialect.read`; refuses what the session decides, and what vLLM does not take."""
+        """See `Dialect.read`; refuses what would change the prompt or the sampling, and what vLLM rejects."""
         body, ignored = _without(body, ignore)
         for name, harmless in REFUSED.items():
             if body.get(name) not in harmless:
                 raise Refusal(400, f"{name} is not supported here{_way_out(name)}")
-        _check_wishes(body)
+        _check_constraints(body)
         try:
             asked = {name: body.get(name) for name in DECIDED}
             parsed = self._parse(body)
@@ -124,21 +124,22 @@ class VllmDialect(Dialect):
             )
         except Refusal:
             raise
-        except Exception as error:  # vLLM checks a body in many places, some of which only trip over it
+        except Exception as error:  # vLLM checks a body in many places, some of which raise errors of other kinds
             raise Refusal(400, _one_line(error, body)) from error
 
     async def respond(self, session: AgentSession, exchange: Exchange, request: AgentRequest) -> None:
         """Have vLLM's handler of this path answer a request.
 
-        The way to the handler, through routes and checks of the body, would cost more than the rest of a short request.
+        The handler is called directly: vLLM's routing and checks of the body would take longer than the rest of a short
+        request.
         """
         body, ids = request.body, exchange.node.prompt_ids().tolist()
-        # This is where the ids of the prompt start their way through vLLM: with ids in `kv_transfer_params`, as another
-        # server sends them that has rendered the conversation, the handler renders nothing. It takes them out again,
-        # counts them, and passes them to `generate` of the engine client that `_app_of` gives it.
+        # The prompt's ids enter vLLM in `kv_transfer_params`, the field for ids that another server has rendered: the
+        # handler then renders nothing, counts these ids, and passes them to `generate` of the engine client from
+        # `_app_of`.
         body.kv_transfer_params = {"prompt_token_ids": ids}
         room = self._state.vllm_config.model_config.max_model_len - len(ids)
-        for name in LENGTHS:  # vLLM refuses more than the model takes, and agents ask for 32,000 of any model
+        for name in LENGTHS:  # vLLM refuses more than the context holds, and agents ask any model for 32,000
             if (asked := getattr(body, name, None)) is not None and asked > room:
                 setattr(body, name, room)
         handle = inspect.unwrap(self._handler())  # without the decorator that cancels it when its client disconnects
@@ -147,11 +148,11 @@ class VllmDialect(Dialect):
             response = await handle(body, Request(scope, receive))
             await response(scope, receive, send)
 
-        scope, receive = made_anew(self._app_of(session, exchange), "POST", self.path)
+        scope, receive = fresh_request(self._app_of(session, exchange), "POST", self.path)
         await ExceptionMiddleware(answer, self._app.exception_handlers)(scope, receive, exchange.send)
 
     def _app_of(self, session: AgentSession, exchange: Exchange) -> Any:
-        """vLLM's app for one request: the part that samples has an engine client which knows the request."""
+        """A copy of vLLM's app for one request: its sampling part has this request's engine client."""
         serving, app = copy(self._state[self.serving]), copy(self._app)
         serving.engine_client = self._state.engine_client.of(session, exchange)
         app.state = State({**self._state._state, self.serving: serving})
@@ -161,7 +162,7 @@ class VllmDialect(Dialect):
         try:
             parsed = self._joined(list(_events(body))) if streamed else json.loads(body)
             messages = self._conversation(self._sent_back(parsed))
-        except Exception:  # it was cut before it had anything that can be sent back
+        except Exception:  # it was cut before it held a message
             return None
         return messages[0] if messages else None
 
@@ -295,7 +296,7 @@ class Messages(VllmDialect):
                 _add(blocks[event["index"]], delta)
         for block in blocks.values():
             if "partial_json" in block:
-                # A call that was cut off is what the SDK makes of it: its whole arguments so far.
+                # If a call was cut off, its input is what Anthropic's SDK makes of it: the complete arguments so far.
                 block["input"] = from_json(block.pop("partial_json") or "{}", allow_partial=True)
         return {"content": list(blocks.values())}
 
@@ -309,13 +310,13 @@ def dialects(app: Any) -> dict[str, Dialect]:
     return {dialect.path: dialect(app) for dialect in (Chat, Responses, Messages)}
 
 
-def _check_wishes(body: dict[str, Any]) -> None:
-    """Refuse what vLLM would obey by masking tokens, or silently ignore, which the client cannot see."""
+def _check_constraints(body: dict[str, Any]) -> None:
+    """Refuse what vLLM would obey by masking tokens, or ignore without telling the client."""
     if not _is_plain(asked := body.get("tool_choice")):
         raise Refusal(
             400,
-            f"tool_choice = {json.dumps(asked)[:100]} is not supported here: a forced call is not what the model "
-            f"samples{_way_out('tool_choice')}",
+            f"tool_choice = {json.dumps(asked)[:100]} is not supported here: the model would not have "
+            f"sampled a forced call{_way_out('tool_choice')}",
         )
     for field in FORMATS:
         if not _is_plain(_at(body, field)):
@@ -333,13 +334,11 @@ def _check_sampling(request: Any, body: dict[str, Any], max_model_len: int) -> N
 
 
 def _not_recorded(field: str) -> Refusal:
-    return Refusal(
-        400, f"{field} is not supported here: what is sampled would not be what is recorded{_way_out(field)}"
-    )
+    return Refusal(400, f"{field} is not supported here: the record would not match what is sampled{_way_out(field)}")
 
 
 def _media(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """The parts of messages that are no text: where they stand, and of what type they are."""
+    """Yield the place and the type of each message part that is not text."""
     for number, part in enumerate(value if isinstance(value, list) else ()):
         if isinstance(part, dict):
             here, kind = f"{place}.{number}", part.get("type")
@@ -367,12 +366,12 @@ def _at(body: Any, place: str) -> Any:
 
 
 def _is_plain(asked: Any) -> bool:
-    """Whether the value of a field asks for nothing."""
+    """Whether the value of a field does not constrain the model."""
     return asked is None or (asked.get("type") if isinstance(asked, dict) else asked) in PLAIN_KINDS
 
 
 def _without(body: dict[str, Any], ignore: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A body without the fields to ignore, as far as they ask for anything; and the names of those."""
+    """Remove the fields to ignore that constrain the model; return the remaining body and the names of the removed."""
     ignored = []
     for place in (place for name in ignore for place in PLACES.get(name, (name,))):
         asked = _at(body, place)
@@ -386,9 +385,9 @@ def _without(body: dict[str, Any], ignore: Collection[str]) -> tuple[dict[str, A
 
 
 def _way_out(field: str) -> str:
-    """How a refused field can pass, if it can."""
+    """The end of a refusal: the setting that lets the field be ignored; empty if none does."""
     name = next((name for name in IGNORABLE if field in PLACES.get(name, (name,))), None)
-    return "" if name is None else f"; episode.agent.ignore: [{name}] lets it pass unheeded"
+    return "" if name is None else f"; episode.agent.ignore: [{name}] makes the endpoint ignore it"
 
 
 def _tools(request: Any) -> list[Any] | None:
@@ -396,7 +395,7 @@ def _tools(request: Any) -> list[Any] | None:
 
 
 def _events(body: bytes) -> Iterator[Any]:
-    """The events of a stream, which may end anywhere."""
+    """The events of a streamed body, which may be cut anywhere."""
     for line in body.split(b"\n"):
         if line.startswith(b"data: {"):
             try:
@@ -406,7 +405,7 @@ def _events(body: bytes) -> Iterator[Any]:
 
 
 def _add(whole: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add a piece of a streamed message: texts grow, items of lists are found by their `index`."""
+    """Add a delta to a streamed message: strings are appended, items of lists are matched by their `index`."""
     for key, value in delta.items():
         if isinstance(value, str) and key not in ("role", "id", "type", "name"):
             whole[key] = (whole.get(key) or "") + value
@@ -423,21 +422,21 @@ def _add(whole: dict[str, Any], delta: dict[str, Any]) -> None:
 
 
 def _one_line(error: Exception, body: dict[str, Any]) -> str:
-    """What is wrong with a body, without repeating it."""
+    """What is wrong with a body, without quoting it."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        problems: dict[str, dict[str, None]] = {}  # by places, and each once
+        problems: dict[str, dict[str, None]] = {}  # messages by place, each once
         for each in error.errors(include_input=False, include_url=False):
             problems.setdefault(_place(each, body), {})[each["msg"]] = None
-        # Of the forms that a value may have, the one that fits best fails at the innermost place.
+        # Of the types that a value may have, the one that fits best fails at the innermost place.
         inner = [place for place in problems if not any(other.startswith(f"{place}.") for other in problems)]
         return "; ".join(f"{place or 'body'}: {', or '.join(problems[place])}" for place in inner[:3])[:500]
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def _place(problem: Any, body: Any) -> str:
-    """Where in a body a problem is, without pydantic's names of the forms that a value may have."""
+    """Where in a body a problem is, without the names that pydantic adds for the types that a value may have."""
     place: list[str] = []
     for part in problem["loc"]:
         try:

@@ -1,4 +1,4 @@
-"""The endpoint of a generator, which agents use like OpenAI's or Anthropic's: vLLM's own server, with sessions."""
+"""A generator's endpoint, which agents use like OpenAI's or Anthropic's API: vLLM's own server, with sessions."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from generator.engine.engine import Engine
 
 MODEL = "policy"  # the only model's name
 HOST = "127.0.0.1"
-# Connections that have not sent a key yet: those that the kernel queues, and those that wait for their first request.
+# Connections that have not sent a key yet: those queued by the kernel, and those before their first request.
 MOST_WAITING = 2048
 MOST_OF_SESSION = 2 * MAX_IN_FLIGHT
-# A connection that is closed just as its client sends a request loses it. Agents pause for long between turns and share
-# a client that goes on with the next task, so the end of a session closes no connection either.
+# If a connection is closed just as its client sends a request, the request is lost. Agents pause long between turns,
+# and may use one client for several tasks, so the end of a session closes no connection either.
 KEEP_ALIVE_SECONDS = 600
-# A token has few letters, and JSON escapes take up to six bytes a letter: no body that fits the model is longer.
+# A token has few letters, and a JSON escape takes up to six bytes a letter: no body that fits the context is longer.
 BYTES_A_TOKEN, LEAST_BYTES = 64, 1 << 20
 
 
@@ -44,7 +44,7 @@ class Endpoint:
 
     Attributes:
         url: of the server, without a path.
-        socket: path of a Unix socket where it also listens, for programs in the sandbox; None: nowhere else.
+        socket: path of a Unix socket where it also listens, for programs in the sandbox; None if there is none.
         model: the only model's name.
     """
 
@@ -73,9 +73,9 @@ class Endpoint:
         template = ChatTemplate(engine.tokenizer, ends=end_ids(config.model.path))
         client = EngineClient(engine, template.stop_ids, config.generator.keep_prefix == "episodes")
         app = await vllm_app(config, client)
-        # It serves VLLM_API_KEY, metrics of requests and browsers, which requests from our layer do not need.
+        # vLLM's middleware checks VLLM_API_KEY, measures requests and serves browsers; our layer needs none of it.
         app.user_middleware.clear()
-        app.middleware_stack = None  # was built with it, and is built again at the first request
+        app.middleware_stack = None  # built with the middleware; built again at the first request
         longest = max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_model_len)
         layer = SessionLayer(app, dialects(app), MODEL, longest, log)
         agents = [episode.agent for episode in config.episodes_in_use().values()]
@@ -86,22 +86,22 @@ class Endpoint:
 
     @property
     def strangers(self) -> int:
-        """Requests so far with a key of no session."""
+        """Number of requests so far whose key belongs to no session."""
         return self._layer.strangers
 
     @property
     def refused(self) -> int:
-        """Requests so far that were refused, those beyond a limit of their session not counted."""
+        """Number of requests refused so far, except those beyond a limit of their session."""
         return self._layer.refused
 
     def open_session(self, limits: SessionLimits) -> AgentSession:
-        """A session of its own for one attempt at a task."""
+        """Open a session for one attempt at a task."""
         session = AgentSession(limits, self._template, self._max_model_len, self.url, self._log)
         self._layer.add(session)
         return session
 
     async def close_session(self, session: AgentSession, reason: str = Ending.STOP) -> None:
-        """End a session, whose keys open nothing from then on; see `AgentSession.close`."""
+        """End a session and revoke its keys; see `AgentSession.close`."""
         try:
             await session.close(reason)
         finally:
@@ -127,7 +127,7 @@ class Endpoint:
             self.socket.parent.chmod(0o711)
             listeners.append(socket.socket(socket.AF_UNIX))
             listeners[1].bind(str(self.socket))
-            self.socket.chmod(0o666)  # programs in the sandbox run as other users, and need a key as on the port
+            self.socket.chmod(0o666)  # programs in the sandbox run as other users; here too they need a key
             listeners[1].listen(self._waiting)
         self._server = ServerWithoutSignals(
             uvicorn.Config(
@@ -170,9 +170,9 @@ async def vllm_app(config: Config, client: Any) -> Any:
     try:
         app = build_app(arguments, tasks)
         await init_app_state(client, app.state, arguments, tasks)
-        # The handler remembers the result; its copies for single requests would compute it each time.
+        # The handler caches the result; without it, each of its copies for single requests would compute it.
         await app.state.anthropic_serving_messages._get_disabled_thinking_effort()
-    except (ValueError, TypeError, RuntimeError) as error:  # a parser whose tokens this tokenizer lacks, for one
+    except (ValueError, TypeError, RuntimeError) as error:  # for example a parser whose tokens this tokenizer lacks
         shown = f"generator.tool_parser = {tools!r} and generator.reasoning_parser = {reasoning!r}"
         raise UserError(f"vLLM's server cannot serve {config.model.path} with {shown}: {error}") from error
     return app
@@ -180,4 +180,4 @@ async def vllm_app(config: Config, client: Any) -> Any:
 
 def _check_parser(setting: str, name: str | None, known: Sequence[str]) -> None:
     if name is not None and name not in known:
-        raise UserError(f"generator.{setting} = {name!r} is no parser of vLLM's; it has {', '.join(known)}")
+        raise UserError(f"generator.{setting} = {name!r} is not a parser of vLLM; it has {', '.join(known)}")

@@ -1,7 +1,7 @@
-"""A client of environment servers of `verifiers` 0.4, which play a task with an agent of theirs and score it.
+"""A client of `verifiers` 0.4 environment servers, which play a task with their own agent and score it.
 
 Requests and replies are msgpack maps over ZeroMQ: [id, method, request] is answered by any number of [id, `delta`,
-what changed] and then [id, `reply`, the end]. The server keeps no data set: a request has the whole row of the task.
+changes] and then one [id, `reply`, result]. The server has no data set: a request carries the whole row of the task.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from generator.concurrency import offload
 
 VERIFIERS = "0.4"  # whose protocol this is
 START_SECONDS = 120.0  # that a starting generator waits for the server
-ANSWER_SECONDS = 5.0  # for a first answer, after which the question is repeated
-CONNECT_SECONDS = 30.0  # that a task waits for the server to be back
+ANSWER_SECONDS = 5.0  # for an answer to a health check, before it is repeated
+CONNECT_SECONDS = 30.0  # that a task waits for a lost server to return
 HANDSHAKE_SECONDS = 10.0
 PING_SECONDS, SILENT_SECONDS = 5.0, 30.0  # libzmq's own thread answers pings, however busy the server is
 QUEUED = 64  # messages that wait here to be read
 LONG_MESSAGE = 1 << 16  # bytes that are unpacked in a thread
 MAX_TRACES = 256  # agents of one episode
-# The server reads keys only from its environment. The key is in the address instead, and this variable is never set.
+# The server reads API keys only from its own environment, so the key is in the address; this variable is never set.
 NO_KEY = "SPO_KEY_IS_IN_THE_ADDRESS"
 
-BROKE = "the connection broke: it ended, or sent too long a message"
+BROKE = "the connection broke: the server closed it or sent too long a message"
 TROUBLES: dict[int, str] = {
     zmq.EVENT_CLOSED: "nothing listens there",
     zmq.EVENT_CONNECTED: "what listens there does not speak ZeroMQ",
@@ -49,7 +49,7 @@ TROUBLES: dict[int, str] = {
 
 
 class EnvironmentFailed(Exception):
-    """The server is away, failed, or broke the protocol; the episode says nothing about the model."""
+    """The server is unreachable, failed, or broke the protocol; the episode says nothing about the model."""
 
     failure = Failure.ENVIRONMENT_FAILED
 
@@ -85,7 +85,7 @@ class _Agent(_Part):
 
 
 class _Trace(_Part):
-    """One agent's part in an episode, with the fields of it that are needed here; a delta may change them."""
+    """One agent's part in an episode: the fields that are needed here, which a delta may change."""
 
     agent: _Agent = _Agent()
     rewards: dict[str, _Reward | None] = Field(default_factory=dict, max_length=MAX_PARTS)
@@ -144,7 +144,7 @@ class _Request:
 
         Raises:
             AgentFailed: the episode failed, or was not scored.
-            EnvironmentFailed: the server refuses the request, or this cannot be the reward of one sample.
+            EnvironmentFailed: the server refused the request, did not send a trace, or did not train exactly one agent.
         """
         if not reply.success or reply.head is None:
             raise EnvironmentFailed(excerpt(reply.error or "it gives no reason"))
@@ -177,8 +177,8 @@ def _shown(error: _Error) -> str:
 class EnvironmentServer:
     """One connection to a server, for all episodes of an agent and for one event loop.
 
-    When it breaks, running requests fail, since the server keeps nothing of them. The next request opens another
-    connection: messages that are sent while libzmq reconnects may be lost silently.
+    If it breaks, running requests fail, since the server forgets them. The next request opens another connection, since
+    messages that are sent while libzmq reconnects may be lost silently.
     """
 
     def __init__(self, address: str) -> None:
@@ -193,8 +193,8 @@ class EnvironmentServer:
         named = f"episode.agent.environment = {self.address}"
         if not is_this_machine(host_of(self.address)):
             raise UserError(
-                f"{named} is another machine's, where programs cannot reach this generator's model; start a server on "
-                "each generator's machine, and name it as tcp://127.0.0.1:PORT"
+                f"{named} is on another machine, which cannot reach this generator's model; start a server on each "
+                "generator's machine, and name it as tcp://127.0.0.1:PORT"
             )
         waiting = False
         try:
@@ -214,7 +214,7 @@ class EnvironmentServer:
         """Have the server play a task, and return its reward; if this is cancelled, so is the episode.
 
         Args:
-            task: with all of the row as the environment's task set wrote it.
+            task: its `row` is the whole row, as the environment's task set wrote it.
 
         Raises:
             AgentFailed: the episode failed in the environment, or was not scored.
@@ -258,8 +258,11 @@ class EnvironmentServer:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await socket.send_multipart([request_id, method, msgpack.packb(content)])
         except TimeoutError:
-            raise EnvironmentFailed(f"the environment server at {self.address} is away ({self._trouble})") from None
+            raise EnvironmentFailed(
+                f"the environment server at {self.address} cannot be reached ({self._trouble})"
+            ) from None
         except asyncio.CancelledError:
+            # Closing the socket cancels its sends: the connection broke, unless this task itself was cancelled.
             current = asyncio.current_task()
             if not socket.closed or (current is not None and current.cancelling()):
                 raise
@@ -278,7 +281,7 @@ class EnvironmentServer:
         if self._socket is None:
             return
         frames = [uuid.uuid4().hex.encode(), b"cancel", msgpack.packb({"request_id": request_id.decode()})]
-        with contextlib.suppress(zmq.ZMQError):  # the message would have to wait: the server is away, or reads nothing
+        with contextlib.suppress(zmq.ZMQError):  # the message would have to wait: the server is gone, or reads nothing
             zmq.Socket.shadow(self._socket).send_multipart(frames, zmq.DONTWAIT)
 
     def _open(self) -> zmq.asyncio.Socket:
@@ -286,7 +289,7 @@ class EnvironmentServer:
         socket.linger = 0
         socket.immediate = True  # nothing is queued for a server that is not there
         socket.ipv6 = "[" in self.address
-        socket.maxmsgsize = MAX_BYTES  # of a frame: one that is longer ends the connection
+        socket.maxmsgsize = MAX_BYTES  # per frame; a longer one ends the connection
         socket.rcvhwm = QUEUED
         socket.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
         socket.heartbeat_ivl, socket.heartbeat_timeout = round(PING_SECONDS * 1000), round(SILENT_SECONDS * 1000)
@@ -313,7 +316,7 @@ class EnvironmentServer:
                 elif not request.reply.done():
                     request.reply.set_result(content)
             except Unreadable as error:
-                request.fail(f"it sent what is no message of verifiers {VERIFIERS}: {error}")
+                request.fail(f"it sent something that is not a message of verifiers {VERIFIERS}: {error}")
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         connected = False
@@ -325,7 +328,7 @@ class EnvironmentServer:
             self._trouble = TROUBLES.get(event, self._trouble)
 
     def _drop(self, reason: str) -> None:
-        """Give the connection up, with its requests."""
+        """Close the connection and fail its requests."""
         self._fail(reason)
         for task in self._tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""A request for tokens and its reply, which is made to its end even if the client disconnects, and can be replayed."""
+"""A request for tokens and its reply, which is completed even if the client disconnects, and can be replayed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class Exchange:
-    """A request for tokens, and the reply as far as it was made; any number of readers hear all of it from the start.
+    """A request for tokens and its reply so far; any number of readers get all of it from the start.
 
     Attributes:
         fingerprint: equal for requests with the same body.
         streamed: whether the reply comes piece by piece, so that a reader may act on its beginning.
         node: the request in the session's tree.
-        task: makes the reply.
+        task: produces the reply.
         cut: once it is set, the engine ends the request with the tokens it has.
-        readers: how many listen now.
+        readers: how many are reading now.
         seen: a reader was sent enough of the reply to act on.
         heard: a reader was sent all of it.
-        failure: what ended the reply before its end.
+        failure: the exception that ended the reply early.
         seconds: how long the reply has taken, until now or until it ended.
     """
 
@@ -56,14 +56,14 @@ class Exchange:
         return self._sent is not None
 
     async def send(self, message: AsgiMessage) -> None:
-        """Add a piece of the reply, as an ASGI app sends it. Readers hear the last piece once `end` is called."""
+        """Add a piece of the reply, as an ASGI app sends it. Readers get the last piece once `end` is called."""
         if _is_last(message):
             self._last = message
         else:
             self._pass_on(message)
 
     def end(self) -> None:
-        """End the reply, once its tokens are recorded: a client that has heard all of it may ask the next at once."""
+        """Send the last piece, once the tokens are recorded: a client that has it may send its next request at once."""
         self._seconds = self.seconds
         if self._last is not None:
             self._pass_on(self._last)
@@ -78,7 +78,7 @@ class Exchange:
         """Send a reader the reply until its end, or until the reader disconnects.
 
         Returns:
-            Whether the reader has heard anything that it may take for a reply.
+            False if the reply ended before its first piece, otherwise True.
 
         Raises:
             ConnectionAbortedError: the reply broke off.
@@ -111,7 +111,7 @@ class Exchange:
                 self.cut.set()  # changes nothing if the request has ended
 
     def forget(self) -> None:
-        """Free the reply, so that it cannot be heard again."""
+        """Free the reply; it can no longer be replayed."""
         self._sent = self._last = None
 
     def _pass_on(self, message: AsgiMessage) -> None:
@@ -121,10 +121,10 @@ class Exchange:
         before.set_result(None)
 
 
-def made_anew(app: Any, method: str, path: str, body: bytes = b"") -> tuple[dict[str, Any], Receive]:
-    """A request for an app, made of its route and body: no path, query or header of a client reaches the app.
+def fresh_request(app: Any, method: str, path: str, body: bytes = b"") -> tuple[dict[str, Any], Receive]:
+    """A new request for an app, made from a route and a body: no path, query or header of a client reaches the app.
 
-    The app never hears that the client has disconnected: its reply may be for a retry.
+    The app is never told that the client has disconnected, since a retry may want the reply.
     """
     request = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -1,4 +1,4 @@
-"""The ASGI app in front of vLLM's: authentication, routes, and limits of what one session may send at a time."""
+"""The ASGI app in front of vLLM's: authentication, routes, and limits on what one session may send at a time."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from generator.agents.dialect import Dialect
-from generator.agents.exchange import App, Exchange, Receive, Send, made_anew
+from generator.agents.exchange import App, Exchange, Receive, Send, fresh_request
 from generator.agents.refusals import Refusal, Refused, send_error, send_json
 from generator.agents.session import AgentSession
 
-BODY_SECONDS = 30.0  # until a body must be complete
-MAX_IN_FLIGHT = 128  # requests of one session, those whose bodies are still being read included
-CLOSED_KEYS = 1 << 16  # sessions that are over and still known as such
+BODY_SECONDS = 30.0  # time limit for receiving a body
+MAX_IN_FLIGHT = 128  # requests of one session, including those whose bodies are still being read
+CLOSED_KEYS = 1 << 16  # keys of closed sessions that get "this session is over" instead of "unknown key"
 REWARD = "/v1/reward"
-# Paths beside the dialects', which vLLM's app answers without sampling.
+# Requests that vLLM's app answers without sampling.
 PLAIN = {("GET", "/v1/models"), ("POST", "/v1/messages/count_tokens")}
 
 _PATH = re.compile(r"(?:/s/([A-Za-z0-9_-]+))?(/v1/[a-z_/]+)")
 
 
 class SessionLayer:
-    """Answers requests of sessions: those for tokens by a dialect, others by an app.
+    """Answers requests of sessions: a dialect answers those for tokens, `app` the others.
 
     Args:
-        model: the only name that requests may ask for.
-        max_body: bytes.
+        model: the only model name that requests may give.
+        max_body: limit on a body's length in bytes.
 
     Attributes:
-        strangers: requests with a key of no session.
+        strangers: number of requests whose key belongs to no session.
     """
 
     def __init__(self, app: App, dialects: Mapping[str, Dialect], model: str, max_body: int, log: Any) -> None:
         self._app, self._dialects, self._model, self._max_body, self._log = app, dialects, model, max_body, log
         self._sessions: dict[str, AgentSession] = {}
         self._rewards: dict[str, AgentSession] = {}
-        self._closed: dict[str, None] = {}  # keys of sessions that are gone, oldest first
-        self._refused = 0  # in sessions that are gone
+        self._closed: dict[str, None] = {}  # keys of removed sessions, oldest first
+        self._refused = 0  # in removed sessions
         self.strangers = 0
 
     def add(self, session: AgentSession) -> None:
@@ -47,7 +47,7 @@ class SessionLayer:
         self._rewards[session.reward_key] = session
 
     def remove(self, session: AgentSession) -> None:
-        """Forget a session, except that its keys are over."""
+        """Forget a session, but remember that its keys were valid."""
         if self._sessions.pop(session.key, None) is None:
             return
         del self._rewards[session.reward_key]
@@ -62,7 +62,7 @@ class SessionLayer:
 
     @property
     def refused(self) -> int:
-        """Requests that were refused, those of strangers included; those beyond a limit are not."""
+        """Number of refused requests: those of strangers are included, those beyond a limit are not."""
         return self.strangers + self._refused + sum(session.refusals.counted for session in self.sessions)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -75,6 +75,7 @@ class SessionLayer:
         try:
             headers = _headers(scope)
             session = self._session((match[1] if match else None) or _key(headers), path)
+            # Count the connection as the session's, whose limit then applies to it (`common.connections`).
             scope.get("state", {}).get("admit", lambda owner: None)(session.key)
             await self._answer(session, scope["method"], path, headers, receive, send)
         except Refusal as refusal:
@@ -93,7 +94,7 @@ class SessionLayer:
             return session
         if session is not None or key in self._closed:
             raise Refusal(409, f"this session is over: {session.reason}" if session else "this session is over")
-        raise Refusal(401, "the API key is of no session here")
+        raise Refusal(401, "the API key belongs to no session of this endpoint")
 
     async def _answer(
         self, session: AgentSession, method: str, path: str, headers: dict[str, str], receive: Receive, send: Send
@@ -113,7 +114,7 @@ class SessionLayer:
                 session.send_reward(body.get("reward"))
                 await send_json(send, 200, {"reward": session.reward})
             elif dialect is None:
-                await self._app(*made_anew(self._app, method, path, raw), send)
+                await self._app(*fresh_request(self._app, method, path, raw), send)
             else:
                 exchange = await self._taken(session, dialect, body, raw, headers)
                 await self._follow(exchange, session, receive, send)
@@ -134,7 +135,7 @@ class SessionLayer:
     async def _follow(self, exchange: Exchange, session: AgentSession, receive: Receive, send: Send) -> None:
         if await exchange.follow(receive, send):
             return
-        # The reply ended before it began.
+        # The reply ended before its first piece.
         if session.over.is_set() and session.failure is None:
             raise Refusal(409, f"this session is over: {session.reason}", is_limit=True)
         self._log.warning("the endpoint's app failed", error=repr(exchange.failure))

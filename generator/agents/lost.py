@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from generator.agents.tree import Node, Tree, canonical
 from generator.chat.template import Message
 
-SEARCHED = 50  # requests, and earlier ones that each is compared with
-EXCERPT_LENGTH = 60  # characters of a text, which begin a little before the difference
+SEARCHED = 50  # number of requests that are compared with each other
+EXCERPT_LENGTH = 60  # characters; an excerpt begins a little before the difference
 
 
 class Lost(NamedTuple):
@@ -51,21 +51,24 @@ def first_lost(tree: Tree) -> Lost | None:
 
 
 def _compared(node: Node, earlier: Node, tree: Tree) -> tuple[int, Lost] | None:
-    """How many messages a conversation shares with an earlier one and its reply, and the first that differs."""
+    """How many messages a conversation shares with an earlier one and its reply, and the first that differs.
+
+    None if it has fewer messages, or messages of other roles.
+    """
     sent, before = _conversation(node), [*_conversation(earlier), earlier.reply or {"role": "assistant"}]
     if len(sent) < len(before) or any(one["role"] != other["role"] for one, other in zip(sent, before, strict=False)):
         return None
     pairs = zip(sent, before, strict=False)
-    alike = [canonical(one, tree.history) == canonical(other, tree.history) for one, other in pairs]
-    common = alike.count(True)
-    if all(alike):
+    are_equal = [canonical(one, tree.history) == canonical(other, tree.history) for one, other in pairs]
+    common = are_equal.count(True)
+    if all(are_equal):
         return common, Lost(node.number, earlier.number, None, "", "", "")
-    at = alike.index(False)
+    at = are_equal.index(False)
     return common, Lost(node.number, earlier.number, at, str(sent[at]["role"]), *_around(sent[at], before[at]))
 
 
 def _continued(node: Node) -> list[Node]:
-    """The requests that one continues."""
+    """The requests that `node` continues, from its parent to the first."""
     continued = []
     while node.parent is not None:
         node = node.parent

@@ -46,7 +46,7 @@ except OSError as error:
 
 
 class AgentFailed(Exception):
-    """The agent raised, or ended with another exit code than 0."""
+    """The agent raised an exception, or exited with a code other than 0."""
 
     failure = Failure.AGENT_FAILED
 
@@ -57,12 +57,12 @@ class AgentTask:
 
     Attributes:
         prompt: text, or chat messages.
-        row: the data row's other columns; neither they nor anything else here has the reference answer, except that an
+        row: the data row without its prompt and its reference answer, which no other field has either. Only an
             environment, which also scores the episode, gets the whole row.
         model: the only model that the endpoint has.
-        base_url: of OpenAI's API; it belongs to this task alone.
+        base_url: of OpenAI's API, for this task only.
         anthropic_base_url: of Anthropic's API.
-        api_key: also of this task alone.
+        api_key: also for this task only.
         reward_url: a secret; the agent may send its own reward there, once: POST `{"reward": NUMBER}`. None unless
             `episode.reward` asks for it.
         folder: an empty folder, removed once the episode is scored.
@@ -82,10 +82,10 @@ class Program(Protocol):
     """An agent that is ready to play tasks."""
 
     async def run(self, task: AgentTask) -> object:
-        """Play a task until the agent ends, and return what it returns; if cancelled, nothing of it is left.
+        """Play a task until the agent ends, and return what it returns; if cancelled, end its processes.
 
         Raises:
-            AgentFailed: by the agent's own doing.
+            AgentFailed: the agent failed.
             OSError: the machine cannot start it.
         """
         ...
@@ -100,14 +100,14 @@ def make_program(config: AgentConfig) -> Program:
 
 
 class _Function:
-    """A function of this process. A coroutine function runs on the event loop, any other in a thread."""
+    """A Python function. A coroutine function runs on the event loop, any other in a thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._function: Callable[[AgentTask], Any] = load_object(name, {}, "episode.agent", ENTRY_POINTS)
         if not callable(self._function) or isinstance(self._function, type):
             raise UserError(f"episode.agent = {name!r} is not a function of (task)")
-        with contextlib.suppress(ValueError):  # written in C, without a signature
+        with contextlib.suppress(ValueError):  # a function in C may have no signature
             try:
                 inspect.signature(self._function).bind("task")
             except TypeError as error:
@@ -118,7 +118,7 @@ class _Function:
             if inspect.iscoroutinefunction(self._function):
                 return await self._function(task)
             returned = await asyncio.to_thread(self._function, task)
-            # Of a `functools.partial`, only the call shows that it returns a coroutine.
+            # Whether a `functools.partial` returns a coroutine shows only when it is called.
             return await returned if inspect.isawaitable(returned) else returned
         except (Exception, SystemExit) as error:
             raise AgentFailed(f"{self._name} raised {in_short(error)} ({_place(error)})") from None
@@ -147,7 +147,7 @@ class _Command:
     async def run(self, task: AgentTask) -> object:
         described = asdict(task) | {"folder": str(task.folder)}
         stdin = json.dumps(described).encode()
-        del described["reward_url"]  # it is in no file: a program that the model wrote might read it
+        del described["reward_url"]  # not written to the file, which a program that the model wrote may read
         (task.folder / TASK_FILE).write_text(json.dumps(described), encoding="utf-8")
         # asyncio kills a process whose start is cancelled; a killed keeper would leave its program running.
         starting = asyncio.create_task(self._start(task, stdin))
@@ -170,7 +170,7 @@ class _Command:
     async def _start(self, task: AgentTask, stdin: bytes) -> asyncio.subprocess.Process:
         """Start the keeper with the program, and begin to write its stdin.
 
-        Stdin is a pipe: what the agent has read of it no other process can read again, unlike a file.
+        Stdin is a pipe, not a file: no other process can read again what the agent has read.
         """
         root = str(Path(common.__file__).parents[1])
         reading, writing = os.pipe()
@@ -191,7 +191,7 @@ class _Command:
                 writer.abort()
                 raise
         writer.write(stdin)
-        writer.close()  # takes effect once all is written, or no process is left that could read it
+        writer.close()  # closes the pipe once all is written, or no process can read it any more
         return process
 
 
@@ -220,9 +220,9 @@ def named_file(word: str) -> str | None:
 
 
 def _environment(task: AgentTask) -> dict[str, str]:
-    """The generator's environment without SPO's variables, some of which are secret, and with the agent's."""
+    """The generator's environment, with the agent's variables in place of SPO's, some of which are secret."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPO_")}
-    environment |= without_proxy_on_loopback(environment)  # where the endpoint is
+    environment |= without_proxy_on_loopback(environment)  # the endpoint is there
     return environment | {"PATH": _search_path()} | variables(task, str(task.folder))
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from generator.agents.exchange import AsgiMessage, Send
 
-MOST_WARNINGS = 100  # that a log is given in all
-DIFFERENT_REFUSALS = 50  # that a session counts apart
+MOST_WARNINGS = 100  # in all, for one log
+DIFFERENT_REFUSALS = 50  # that a session counts separately
 NAMED_REFUSALS = 3  # that a message names
 RETRIED = {408, 429}
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -23,12 +23,12 @@ class Refusal(Exception):
         self.status, self.code, self.is_limit = status, code, is_limit
 
     def text(self, style: str) -> str:
-        """The message for clients of OpenAI's or Anthropic's API; both know some errors by their words."""
+        """The message for clients of OpenAI's or Anthropic's API; clients recognise some errors by their wording."""
         return str(self)
 
 
 class ContextTooLong(Refusal):
-    """A conversation has more tokens than the model takes; clients then shorten it."""
+    """A conversation has more tokens than the context holds; clients then shorten it."""
 
     def __init__(self, tokens: int, limit: int) -> None:
         message = f"This model's maximum context length is {limit} tokens. Your messages have {tokens} tokens."
@@ -42,7 +42,7 @@ class ContextTooLong(Refusal):
 
 
 class Refused(NamedTuple):
-    """What the endpoint answered a request that it refused.
+    """The endpoint's answer to a request that it refused.
 
     Attributes:
         is_limit: the request is beyond a limit of the session or of the model, which is the model's doing.
@@ -55,7 +55,7 @@ class Refused(NamedTuple):
 
     @property
     def is_fault(self) -> bool:
-        """Whether the same request may be taken a moment later."""
+        """Whether the same request might be accepted a moment later."""
         return not self.is_limit and (self.status in (408, 429) or self.status >= 500)
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Refused(NamedTuple):
 
 
 class SessionsLog:
-    """The log of all sessions, which has each warning once: a thousand sessions would repeat it."""
+    """The log of all sessions, which logs each warning only once, since thousands of sessions may cause it."""
 
     def __init__(self, log: Any) -> None:
         self.info = log.info
@@ -82,7 +82,7 @@ class Refusals:
     Attributes:
         counts: how often each refusal was answered.
         counted: how many requests were refused, without those beyond a limit.
-        fault: the endpoint's last refusal that says nothing about the request, until a later request is answered.
+        fault: the last refusal that was the endpoint's fault; None once a later request is answered.
     """
 
     def __init__(self, log: SessionsLog) -> None:
@@ -96,7 +96,7 @@ class Refusals:
         """Count a refusal.
 
         Args:
-            taken: how many requests the session had taken before.
+            taken: how many requests the session had accepted before.
         """
         if refused in self.counts or len(self.counts) < DIFFERENT_REFUSALS:
             self.counts[refused] += 1

@@ -1,8 +1,8 @@
-"""An episode that an agent plays: a program that asks a session of the endpoint, until it ends or reaches a limit.
+"""Episodes played by an agent, a program that calls a session of the endpoint until it ends or reaches a limit.
 
-At a limit, running requests are cut and the program is ended. An agent that ends after a request longer than the model
-takes has reached a limit too. An episode that says nothing about the model raises an exception: the agent got no token,
-the engine failed, or the agent failed and `episode.agent.failure` is no reward.
+At a limit, running requests are cut and the program is ended. An agent that ends after a request that exceeds the
+context has reached a limit too. An exception is raised if the episode says nothing about the model: the agent got no
+token, the engine failed, or the agent failed and `episode.agent.failure` is not a reward.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AgentRunner:
     """Runs the episodes of one configuration that names an agent.
 
     Args:
-        endpoint: None where episodes are only prepared.
+        endpoint: None if episodes are only prepared.
 
     Raises:
         UserError: the agent cannot be run, or the tokenizer has no usable chat template.
@@ -64,11 +64,11 @@ class AgentRunner:
         self._reward_range = config.sampler.tracker.reward_range
 
     async def prepare(self, task: Task) -> Episode:
-        """Make an episode that has only its prompt yet; raises `UnusablePrompt`."""
+        """Make an episode that holds only its prompt; raises `UnusablePrompt`."""
         return await prepared(task, self._prompts, self._data)
 
     async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
-        """Run a prepared episode to its end, with its folder, which the caller removes.
+        """Run an episode to its end; the caller removes its folder.
 
         Args:
             episode: from `prepare`; by default it is prepared here.
@@ -97,7 +97,7 @@ class AgentRunner:
             raise session.failure
         if not episode.turns and not session.requests and (unknown := self._endpoint.strangers - strangers):
             raise AgentFailed(
-                f"the agent never called the model; meanwhile {unknown} requests came with a key of no task"
+                f"the agent never called the model; meanwhile {unknown} requests came with an unknown key"
             )
         if fault := session.fault(seconds if session.reason == Ending.MAX_SECONDS else None):
             raise EndpointFailed(fault)
@@ -126,7 +126,7 @@ class AgentRunner:
         finally:
             over.cancel()
             try:
-                # Closed before the program ends: a reply that the program no longer reads would not count.
+                # Close the session before ending the program: a reply that nothing reads any more would not count.
                 await self._endpoint.close_session(session, reason)
             finally:
                 program.cancel()
@@ -141,7 +141,7 @@ class AgentRunner:
             returned = None if program is None else program.result()
             returned = returned.tolist() if hasattr(returned, "tolist") else returned  # numpy's and torch's
         except AgentFailed as error:
-            # What was too long for the model ends an episode like any other limit.
+            # At LENGTH the limit ended the episode; a failure that followed is ignored.
             if episode.reason != Ending.LENGTH:
                 if session.refusals.counted:
                     raise AgentFailed(f"{error}; the endpoint refused {session.refusals.shown()}") from None
@@ -156,7 +156,7 @@ class AgentRunner:
             episode.reward = self._own_reward(session, returned if own else None)
 
     def _own_reward(self, session: AgentSession, returned: Any) -> float | None:
-        """The number that the agent sent or returned; at a limit the lowest reward, if it gave none."""
+        """The reward that the agent sent or returned; if it gave none, the lowest reward at a limit, else None."""
         if session.reward is not None and returned is not None:
             raise AgentFailed(f"the agent sent the reward {session.reward:g} and returned {returned:g}; one is allowed")
         if session.reward is not None or returned is not None:
@@ -198,7 +198,7 @@ class AgentRunner:
         )
 
     def _whole_row(self, task: Task) -> dict[str, Any]:
-        """The row with its prompt and answer; a column `a.b` is still in it, within `a`."""
+        """The row with its prompt and answer columns; one named `a.b` is already in it, within `a`."""
         columns = {self._data.prompt_column: task.prompt}
         if self._data.answer_column is not None:
             columns[self._data.answer_column] = task.answer
@@ -216,19 +216,19 @@ def _never_called(session: AgentSession) -> str:
     elif refused:
         problem = f"the agent never called the model: {refused} requests were refused"
     else:
-        return "the agent never called the model: nothing came to task.base_url (OPENAI_BASE_URL of a program)"
+        return "the agent never called the model: no request came to task.base_url (OPENAI_BASE_URL of a program)"
     return f"{problem}: {session.refusals.shown()}" if refused else problem
 
 
 def _asked(prompt: str | list[dict[str, Any]]) -> str:
-    """What a prompt asks: the text, or of messages the last one of a user."""
+    """What a prompt asks: its text, or that of its last user message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     contents = [message.get("content") for message in messages if message["role"] == "user"]
     return "\n".join(leaves(contents[-1:]))
 
 
 def _text(returned: object) -> str:
-    """What an agent returned, as its answer."""
+    """What an agent returned, as text; raises `AgentFailed` if it is neither text nor JSON data."""
     if isinstance(returned, str):
         return encodable(returned)
     try:

@@ -29,9 +29,9 @@ from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
 from sandbox_client.worker.command import PORT, WORK
 
-URL = f"http://127.0.0.1:{PORT}"  # of the endpoint, as programs in the sandbox know it
+URL = f"http://127.0.0.1:{PORT}"  # the address of the endpoint inside the sandbox
 SEARCH_PATH = os.pathsep.join((os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"))
-LONGEST = 86400.0  # seconds of a program, where `episode.max_seconds` sets no limit
+LONGEST = 86400.0  # seconds; limit of a program if `episode.max_seconds` is not set
 MARGIN = 60.0
 
 # The sandbox starts a Python interpreter, with the same environment for all programs; this code replaces both.
@@ -49,7 +49,7 @@ class SandboxedCommand:
 
     Args:
         config: of the run, or of a source.
-        socket: where the endpoint listens; None: nothing is run.
+        socket: where the endpoint listens; None if nothing will be run.
 
     Raises:
         UserError: there is no such program, or it cannot be isolated here.
@@ -61,7 +61,7 @@ class SandboxedCommand:
         assert agent.command is not None
         if limits.url is not None:
             raise UserError(
-                f"episode.agent.sandbox beside sandbox.url = {limits.url!r}: agents run in the sandbox of the "
+                f"episode.agent.sandbox contradicts sandbox.url = {limits.url!r}: agents run in the sandbox of the "
                 "generator's machine, since the model is there; leave sandbox.url out"
             )
         name, *words = agent.command
@@ -73,7 +73,9 @@ class SandboxedCommand:
         named = {word: Path(path) for word in words if (path := named_file(word)) is not None}
         self._files = {path.name: path for path in named.values()}
         if len(self._files) < len(set(named.values())):
-            raise UserError(f"episode.agent.command = {agent.command}: two files of one name, for one folder")
+            raise UserError(
+                f"episode.agent.command = {agent.command}: two files have the same name, and would share a folder"
+            )
         self._name = name
         self._command = [name, *(f"{WORK}/{named[word].name}" if word in named else word for word in words)]
         # The session's limit, which ends an episode, must come before the sandbox's, which is a failure.
@@ -100,7 +102,7 @@ class SandboxedCommand:
         assert self._sandbox is not None
         described = asdict(task) | {"folder": WORK}
         stdin = json.dumps(described)
-        del described["reward_url"]
+        del described["reward_url"]  # not written to the file, which a program that the model wrote may read
         files = {name: path.read_bytes() for name, path in self._files.items()}
         files[TASK_FILE] = json.dumps(described).encode()
         environment = json.dumps(variables(task, WORK))

@@ -21,8 +21,8 @@ from generator.engine.engine import Completion
 from generator.episode.episode import TokenRow, TranscriptEntry
 
 REMEMBERED = 16  # replies that a session keeps for retries; an SDK retries within seconds
-STALLED = 0.5  # share of an attempt's time; a request that waits longer for its first token has stalled it
-CLOSE_SECONDS = 5.0  # that requests have to end once they are cut; then they are cancelled and lose their tokens
+STALLED = 0.5  # share of an attempt's time; if a request waits longer for its first token, the endpoint has stalled
+CLOSE_SECONDS = 5.0  # for requests to end once they are cut; later ones are cancelled and lose their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class SessionLimits:
     """What a session allows, and how it samples, whatever the agent asks for.
 
     Attributes:
-        max_response_tokens: of the sample: all ids behind the first prompts of its conversations, each once. Each of
-            several concurrent requests may use all that is left.
+        max_response_tokens: limit on the sample's ids after the first prompts of its conversations, each counted once.
+            Concurrent requests may each use all that is left.
         max_turns: requests that are answered.
         temperature, top_p, top_k: see `Engine.generate`.
         seed: of the first request; each later one has the next.
         history, train, task: see `Tree`.
-        ignore: fields of requests that are taken out instead of refused.
-        reward_range: which rewards the agent may send; None: none.
+        ignore: fields that are removed from requests instead of refused.
+        reward_range: lowest and highest reward that the agent may send; None if it may send none.
         markup: whether special tokens in what the agent sends count as such.
         template_options: variables of the chat template, unless a request sets them.
     """
@@ -59,15 +59,15 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A request for tokens, in whichever dialect it came.
+    """A request for tokens, independent of its dialect.
 
     Attributes:
         messages: the conversation as chat messages, contents as text.
         variables: of the chat template, `tools` among them; plain data.
-        streamed: whether the reply is to come piece by piece.
-        sampling: what the agent asks for that the session decides, by vLLM's names.
-        ignored: fields that were taken out of the body.
-        body: the checked body, as its dialect has it.
+        streamed: whether the reply is sent piece by piece.
+        sampling: the agent's values of the parameters that the session sets, by vLLM's names.
+        ignored: fields that were removed from the body or that vLLM ignores.
+        body: the checked body, in a type of its dialect.
     """
 
     messages: list[Message]
@@ -92,7 +92,7 @@ class AgentSession:
         reward_key: lets its holder send the reward, once, and nothing else; a secret.
         base_url: for clients that cannot set a key; ends with `/v1`.
         over: set once no more requests are taken.
-        reason: why that is: an `Ending`, or `failed`, `stopped` or `closed` where the episode cannot be used.
+        reason: why it is over: an `Ending`, or `failed`, `stopped` or `closed` if the episode cannot be used.
         failure: an error of the engine; the session then says nothing about the model.
         reward: what the agent sent as its reward.
         refusals: the requests that the endpoint refused.
@@ -126,18 +126,18 @@ class AgentSession:
         self._overridden: set[str] = set()
 
     async def begin(self, request: AgentRequest, fingerprint: bytes = b"") -> Exchange:
-        """Take a request: find what it continues and the ids of its prompt.
+        """Accept a request: find the request that it continues and the ids of its prompt.
 
         Raises:
             Refusal: no more requests are taken, or this one is beyond a limit, which ends the session; or the chat
                 template does not take its messages.
-            ContextTooLong: see the class; the agent may go on with less.
+            ContextTooLong: see the class; the agent may continue with a shorter conversation.
         """
         self._check_open()
         await self._settled()
         node = self.tree.find(request.variables, request.messages)
         tail = await self._tail(request, node)
-        if node.parent is not None and node.parent.dropped:  # meanwhile
+        if node.parent is not None and node.parent.dropped:  # while `_tail` waited
             return await self.begin(request, fingerprint)
         self._check_limits(node, tail)
         self._log_unheeded(request)
@@ -150,11 +150,11 @@ class AgentSession:
         return exchange
 
     def room(self, node: Node) -> int:
-        """How many tokens may be sampled for a request that was just taken."""
+        """How many tokens may be sampled for a request that was just accepted."""
         return max(1, min(self.limits.max_response_tokens - self._used, self._max_model_len - node.length))
 
     def sampled(self, node: Node, turn: Completion) -> None:
-        """Record what was sampled for a request, all of it or what there was when it was cut."""
+        """Record what was sampled for a request, up to its end or until it was cut."""
         if len(turn.token_ids) == 0 or node.dropped:
             return
         node.turn = turn
@@ -182,10 +182,10 @@ class AgentSession:
         self.refusals.add(refused, len(self.tree.nodes))
 
     def fault(self, seconds: float | None = None) -> str:
-        """What the endpoint did wrong that ended this attempt, once the session is closed; empty if nothing.
+        """How the endpoint caused the end of this attempt; empty if it did not. Call it once the session is closed.
 
         Args:
-            seconds: how long the attempt was, if a limit of time has ended it.
+            seconds: the time limit of the attempt, if it has ended the attempt.
         """
         if self.refusals.fault is not None:
             return f"the endpoint refused a request of the agent's, and took none after it: {self.refusals.fault}"
@@ -209,7 +209,7 @@ class AgentSession:
         for exchange in unheard or (same if is_retry else []):
             if exchange.seen and not exchange.heard and not exchange.readers:
                 # A stream without readers was cut, so the rest of its reply does not exist: it is sampled again. A
-                # stream that still has a reader goes on, and may have a second one.
+                # stream that still has a reader continues, and may have a second one.
                 self.drop(exchange.node)
             elif not exchange.node.children:
                 self.retries += 1
@@ -266,7 +266,7 @@ class AgentSession:
         return self.tree.rows(self.limits.train)
 
     def answer_text(self) -> str:
-        """Text of the last reply that is trained on, if the model ended it itself and called nothing; else empty."""
+        """Text of the last reply that is trained on, if the model ended it itself and called no tool; else empty."""
         trained = self.tree.trained(self.limits.train)
         last = max(
             (node for root in trained for node in root.conversation()), key=lambda node: node.number, default=None
@@ -339,13 +339,13 @@ class AgentSession:
             raise Refusal(409, f"this session is over: {self.reason}", is_limit=True)
 
     async def _settled(self) -> None:
-        """Wait for replies whose tokens are all sampled: a client may answer before the server has ended its reply."""
+        """Wait for replies whose tokens are all sampled: a client may send its next request before the reply ends."""
         tasks = [one.task for one in self.exchanges if one.task and not one.ended and one.node.turn]
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
 
     async def _tail(self, request: AgentRequest, node: Node) -> np.ndarray:
-        """The ids of a prompt that follow what it continues. A node whose messages cannot follow it begins anew."""
+        """The ids of a prompt after its parent's; if the template cannot join them, the node loses its parent."""
         try:
             return await self._rendered(request, node)
         except TemplateFailed as error:
@@ -365,13 +365,13 @@ class AgentSession:
             options["turn"] = node.parent.turn.token_ids
             known = messages[: len(messages) - len(node.messages)]
             render = partial(self._template.between, node.messages, known, **options)
-        # A short one at once: turns at `offload` would reach the engine one by one, and each step have fewer of them.
+        # Short texts are rendered at once: after `offload`, requests would reach the engine one by one, in small steps.
         long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
         ids: np.ndarray = await offload(True, render) if long else render()
         return ids
 
     def _remember(self, exchange: Exchange) -> None:
-        """Remember a request; of older ones those that may still be cut or dropped, without their replies."""
+        """Remember a request; keep older ones that may still be cut or dropped, but free their complete replies."""
         self.exchanges.append(exchange)
         older, newest = self.exchanges[:-REMEMBERED], self.exchanges[-REMEMBERED:]
         for old in older:

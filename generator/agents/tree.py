@@ -1,7 +1,7 @@
-"""Which request of an agent continues which, and the rows that they make; plain data.
+"""The requests of an agent as a tree, in which each continues its parent, and the rows that they form; plain data.
 
-A request continues an earlier one if its messages begin with that one's messages and the reply to it. What continues
-nothing begins a conversation of its own: the requests of an episode are a forest.
+A request continues an earlier one if its messages begin with that one's messages and the reply to it. A request that
+continues none begins a conversation of its own, so the requests of an episode are a forest.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from generator.episode.episode import TokenRow
 History = Literal["as_sampled", "as_sent"]
 Train = Literal["connected", "quoting", "all"]
 
-SHARED_TEXT = 20  # minimum length of a text of the model that connects conversations from within a longer message
+SHARED_TEXT = 20  # minimum length of a model's text that, quoted in a longer message, connects conversations
 END_OF_THINKING = "</think>"
 SYSTEM = ("system", "developer")
-THE_TASK = ""  # stands for a quote of the task among the texts of a conversation, which are never empty
+THE_TASK = ""  # marks a conversation that quotes the task: its other texts are never empty
 
 
 @dataclass(eq=False, slots=True)
@@ -35,15 +35,15 @@ class Node:
     Attributes:
         parent: the request that it continues.
         messages: what it adds to the parent's conversation.
-        digest: of its whole conversation.
+        digest: a running BLAKE2 hash of its whole conversation.
         frame: equal for requests with the same instructions (system messages, or the tools if there are none).
         number: how many requests came before it.
         tail: int32 [T]; the ids of its prompt that follow those of the parent's prompt and reply.
         kept: how many ids the parent's prompt and reply have.
-        turn: what was sampled; None until it has ended, and once it was dropped.
+        turn: what was sampled; None until sampling has ended, and after the request is dropped.
         reply: what the agent was sent, as a chat message.
         children: requests that continue it, in order.
-        dropped: nothing was sampled, or no client has read it.
+        dropped: it was not answered, or no client has read the reply.
     """
 
     parent: Node | None
@@ -84,7 +84,7 @@ class Node:
 
     @property
     def routed(self) -> int:
-        """Number of ids of the prompt, from the first on, whose experts are known."""
+        """Number of leading ids of the prompt whose experts are known."""
         return sum(map(len, self.experts()))
 
     def conversation(self) -> Iterator[Node]:
@@ -97,7 +97,7 @@ class Node:
             waiting += node.children
 
 
-# What connects conversations: a conversation, by its first request, or a text that one of this frame has sent.
+# A vertex of the graph that connects conversations: a conversation (its first request), or a text sent in a frame.
 Link = Node | tuple[bytes, str]
 
 
@@ -105,9 +105,9 @@ class Tree:
     """The requests of one session, in order.
 
     Args:
-        history: `as_sampled`: a reply that comes back without its thinking, or with other space around its text, is
-            the same reply; `as_sent`: it is another.
-        task: text of the task, by which a conversation that quotes it is known; empty if it has none.
+        history: whether a reply that is sent back without its thinking, or with other white space around it, counts as
+            the same reply (`as_sampled`) or as another (`as_sent`).
+        task: text of the task, which connects the conversations that quote it; empty if it has none.
     """
 
     def __init__(self, history: History = "as_sampled", task: str = "") -> None:
@@ -117,10 +117,10 @@ class Tree:
         self._by_digest: dict[bytes, list[Node]] = {}
 
     def find(self, setting: Any, messages: Sequence[Message]) -> Node:
-        """A node for a conversation, not yet in the tree; it continues the request with the longest beginning of it.
+        """A node, not yet in the tree, for a conversation; its parent has the longest matching history.
 
         Args:
-            setting: what else its prompt is rendered from (tools, variables of the template), as plain data.
+            setting: the other inputs of its prompt (tools, variables of the template), as plain data.
         """
         parent, known = None, 0
         digest = hashlib.blake2b(_packed(setting), digest_size=16)
@@ -130,7 +130,7 @@ class Tree:
             digest.update(canonical(message, self.history))
             nodes = self._by_digest.get(digest.digest()) if message["role"] == "assistant" else None
             if nodes:
-                # Of equal replies, one that no request continues yet: each went to another part of the agent.
+                # Of equal replies, take one that no request continues yet: each went to another part of the agent.
                 parent, known = next((node for node in nodes if not node.children), nodes[0]), count
         return Node(parent, messages[known:], digest, frame.digest())
 
@@ -138,7 +138,7 @@ class Tree:
         """Add a request that `find` has made.
 
         Args:
-            tail: ids of the prompt behind those of the parent's prompt and reply, int32 [T].
+            tail: ids of the prompt after those of the parent's prompt and reply, int32 [T].
         """
         node.number, node.tail = len(self.nodes), tail
         self.nodes.append(node)
@@ -152,7 +152,7 @@ class Tree:
         self._by_digest.setdefault(self._after(node, reply), []).append(node)
 
     def drop(self, node: Node) -> None:
-        """Forget what was sampled for a request that no other continues, since no client has read its reply."""
+        """Forget what was sampled for a request, since no client has read its reply; none may continue it."""
         assert not node.children
         node.turn, node.dropped = None, True
         if node.parent is not None:
@@ -165,9 +165,9 @@ class Tree:
         return self.placed(train)[0]
 
     def placed(self, train: Train = "connected") -> tuple[list[TokenRow], dict[Node, int]]:
-        """The rows to train on, by their first requests, and the index of the row in which each request ends.
+        """The rows to train on, ordered by first request, and the index of the row in which each request ends.
 
-        Each sampled token is the model's in exactly one row.
+        Each sampled token of these conversations counts as the model's in exactly one row.
 
         The first request that continues another continues its row. Each later one starts a row of its own, in which
         what was sampled before counts as prompt.
@@ -180,7 +180,7 @@ class Tree:
             if node.turn is None or (node.parent is None and node not in trained):
                 continue
             if node.parent is not None and node.parent not in row_of:
-                continue
+                continue  # its conversation is not trained on
             if node.parent is None or node.parent in continued:
                 row_of[node] = len(rows)
                 rows.append(TokenRow(node.prompt_ids(), experts=node.experts()))
@@ -197,8 +197,8 @@ class Tree:
         With `connected` these are the main conversation, which has the most requests (see `_size`), and those that are
         connected with it, directly or through others. Two conversations are connected if what the model said in one was
         sent in the other, or if they have a message in common, or both quote the task, under the same instructions: the
-        same system messages, or none and the same tools. With `quoting` they may have other instructions: what an agent
-        asks beside the task, such as for a title, often quotes it.
+        same system messages, or none and the same tools. With `quoting` the instructions may differ: requests beside
+        the task, such as for a title, often quote it.
         """
         conversations = {root: list(root.conversation()) for root in self.nodes if root.parent is None and root.turn}
         if train == "all" or len(conversations) < 2:
@@ -218,11 +218,11 @@ class Tree:
         return [root for root in conversations if root in connected]
 
     def _size(self, nodes: Sequence[Node], texts: _Texts) -> tuple[int, bool, int]:
-        """The rank of a conversation: its requests, whether one of its messages is just the task, its tokens."""
+        """Sort key of a conversation: number of requests, whether a message is just the task, number of tokens."""
         return len(nodes), self.task.strip() in texts.sent, max(node.length for node in nodes)
 
     def _is_quoted(self, texts: Iterable[str]) -> bool:
-        """Whether one of the texts contains the task, with any white space, as it is or escaped as in JSON."""
+        """Whether one of the texts contains the task, plain or escaped as in JSON, ignoring white space."""
         return any(form in sent for sent in map(_bare, texts) for form in self._task_forms)
 
     def _after(self, node: Node, reply: Message) -> bytes:
@@ -232,7 +232,7 @@ class Tree:
 
 
 def canonical(message: Message, history: History) -> bytes:
-    """A message as bytes, equal for messages that mean the same; ids of calls, which servers make up, do not count."""
+    """A message as bytes, equal for messages that mean the same; ids of calls, which servers invent, are left out."""
     shown = {key: value for key, value in message.items() if value is not None and key != "tool_call_id"}
     shown["content"] = message.get("content") or ""
     if calls := shown.pop("tool_calls", None):
@@ -263,10 +263,10 @@ class _Texts:
 
 
 def _links(texts: Mapping[Node, _Texts], quoting: bool) -> Mapping[Link, set[Link]]:
-    """Link conversations with the texts that connect them, in time proportional to all texts.
+    """Link conversations with the texts that connect them, in time linear in the total length of the texts.
 
-    A text that was sent is linked with those of the same frame that sent it (if `quoting`, of any), and with those
-    whose model said it or a long part of it.
+    A text that was sent is linked with the conversations of the same frame (if `quoting`, of any) in which it was sent,
+    and with those in which the model said it or a long part of it.
     """
     links: defaultdict[Link, set[Link]] = defaultdict(set)
     said: defaultdict[str, set[Node]] = defaultdict(set)
@@ -278,6 +278,7 @@ def _links(texts: Mapping[Node, _Texts], quoting: bool) -> Mapping[Link, set[Lin
             sent[text].add(frame)
         for text in own.said:
             said[text].add(root)
+    # Texts of the model that are long enough to be found within longer ones, by their first characters.
     by_start: defaultdict[str, list[str]] = defaultdict(list)
     for text in said:
         if len(text) >= SHARED_TEXT:
@@ -295,7 +296,7 @@ def _links(texts: Mapping[Node, _Texts], quoting: bool) -> Mapping[Link, set[Lin
 
 
 def leaves(value: Any) -> Iterator[str]:
-    """The texts in plain data, without the space around them."""
+    """The texts in plain data that are not blank, stripped."""
     if isinstance(value, str):
         if value.strip():
             yield value.strip()

@@ -1,4 +1,4 @@
-"""Prompts of the data as token ids, and the checks that the model sees what they say."""
+"""Renders prompts of the data as token ids, and checks that the model sees all of their text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from common.messages import Failure
 from generator.chat.template import ChatTemplate, Message, TemplateFailed, as_messages
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Templates may leave out what an assistant thought in earlier turns.
+# Ends of thinking, which templates may leave out of earlier turns.
 _THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|◁/think▷")
 
 
 class UnusablePrompt(Exception):
-    """A prompt that the model cannot be given, at any attempt.
+    """A prompt that cannot be given to the model; another attempt would not help.
 
     Attributes:
-        reason, details: what many prompts may share, and what differs from prompt to prompt; details may be empty.
+        reason: the problem, in words that other prompts with the same problem share.
+        details: what is particular to this prompt; may be empty.
     """
 
     failure: ClassVar[Failure]
@@ -39,7 +40,7 @@ class PromptTooLong(UnusablePrompt):
 
 
 class PromptNotSeen(UnusablePrompt):
-    """The chat template does not take the prompt, or the model would not see all of it."""
+    """The chat template cannot render the prompt, or the model would not see all of it."""
 
     failure = Failure.PROMPT_NOT_SEEN
 
@@ -48,17 +49,17 @@ class Prompts:
     """Renders the prompts of one source of the data.
 
     Attributes:
-        template: the one that renders them.
-        unseen_call: the first call in a message that the template has left out; empty if it has shown all.
+        template: renders them.
+        unseen_call: the first call in a message that the template left out; empty if it left out none.
 
     Args:
-        data: the section of the configuration, as the source has it.
+        data: the source's section of the configuration.
     """
 
     def __init__(self, template: ChatTemplate, data: DataConfig) -> None:
         self.template, self._data = template, data
         self.unseen_call = ""
-        self._left_out: dict[tuple[Any, ...], int | None] = {}  # by the form of a conversation; see `_find_left_out`
+        self._left_out: dict[tuple[Any, ...], int | None] = {}  # by form; see `_check_messages`
 
     def encode(self, prompt: str | list[Message]) -> np.ndarray:
         """Token ids of a prompt of any length, int32 [T]; raises `PromptNotSeen`."""
@@ -70,20 +71,21 @@ class Prompts:
         self._check_messages(as_messages(prompt, system), tokens.shown(rendered), is_chat=not isinstance(prompt, str))
         token_ids = tokens.encode(rendered)
         if lost := tokens.lost(rendered, token_ids):
-            details = f"where it has {lost[0]!r}, they have {lost[1]!r}"
-            raise PromptNotSeen("the tokens of the rendered prompt do not give its text back", details)
+            details = f"the text has {lost[0]!r} where the tokens have {lost[1]!r}"
+            raise PromptNotSeen("the tokens of the rendered prompt do not decode to its text", details)
         return token_ids
 
     def _check_messages(self, messages: list[Message], rendered: str, is_chat: bool) -> None:
         """Raise `PromptNotSeen` if the rendered prompt lacks the text of a message.
 
-        A short text may stand there by chance, so conversations of each form are also tried with other texts.
+        A short text may occur there by chance, so each form of conversation is also tried with random texts.
         """
+        # The role of each message, and which of its fields are empty.
         form = tuple((message["role"], *map(bool, message.values())) for message in messages)
         if form not in self._left_out:
             self._left_out[form] = self._find_left_out(messages)
         for number, message in enumerate(messages):
-            if number == self._left_out[form] or not _stands(_text(message), rendered):
+            if number == self._left_out[form] or not _occurs(_text(message), rendered):
                 raise PromptNotSeen(self._why(messages, number, is_chat))
             if hidden := [name for name in _called(message) if name not in rendered]:
                 self.unseen_call = self.unseen_call or f"the call of {hidden[0]!r} in message {number + 1}"
@@ -94,7 +96,7 @@ class Prompts:
         marked = [{**message, "content": marks.get(n, message.get("content"))} for n, message in enumerate(messages)]
         try:
             rendered = self.template.rendered(marked)
-        except TemplateFailed:  # it takes certain texts only
+        except TemplateFailed:  # it accepts only certain texts
             return None
         return next((n for n, mark in marks.items() if mark not in rendered), None)
 
@@ -109,7 +111,7 @@ class Prompts:
         return f"{whose} is not in the rendered prompt: {template} leaves it out, or changes it"
 
     def _shows(self, role: str) -> bool:
-        """Whether the template shows messages of a role, where it belongs in a conversation."""
+        """Whether the template shows a message of a role at a usual place in a conversation."""
         mark = secrets.token_hex(8)
         user, shown = {"role": "user", "content": "u"}, {"role": role, "content": mark}
         conversations = {
@@ -124,7 +126,7 @@ class Prompts:
 
 
 def _text(message: Message) -> str:
-    """The text of a message that every template must show, without blanks around it."""
+    """The text of a message that every template must show, stripped."""
     text = str(message.get("content") or "")
     return (_THOUGHT_END.split(text)[-1] if message["role"] == "assistant" else text).strip()
 
@@ -136,6 +138,6 @@ def _called(message: Message) -> list[str]:
     return [str(function["name"]) for function in functions if isinstance(function, dict) and function.get("name")]
 
 
-def _stands(text: str, rendered: str) -> bool:
-    """Whether a text is in the rendered prompt, as it is or as JSON writes it."""
+def _occurs(text: str, rendered: str) -> bool:
+    """Whether a text is in the rendered prompt, plain or escaped as in JSON."""
     return text in rendered or any(json.dumps(text, ensure_ascii=ascii)[1:-1] in rendered for ascii in (False, True))

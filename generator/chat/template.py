@@ -21,14 +21,14 @@ from generator.chat.token_text import TokenText
 Message = dict[str, Any]
 
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
-# Stands in for the model's text in the conversation after which later turns are rendered.
+# Replaces the text of the assistant's turn after which later turns are rendered.
 _PLACEHOLDER = f"answer {secrets.token_hex(8)}"
-# Stands in for what follows a turn, where a template is tried.
+# Replaces the text of the message after a turn when a template is probed.
 _FOLLOWING = f"89 {secrets.token_hex(8)}"
 _OPENED = re.compile(r"(?:<[A-Za-z][^<>|]*>\s*)+\Z")
-_OPENED_TOKENS = 32  # within which opened tags are looked for
+_OPENED_TOKENS = 32  # number of last tokens that are searched for opened tags
 
-# A conversation to render after, where what was said before does not matter.
+# A conversation for renderings in which its content does not matter.
 _ASKED: Message = {"role": "user", "content": "u"}
 _ANSWER: Message = {"role": "assistant", "content": _PLACEHOLDER}
 _ARGUMENTS = {"answer": _PLACEHOLDER}  # of a call
@@ -36,7 +36,7 @@ EXCHANGE: Sequence[Message] = (_ASKED, {"role": "assistant", "content": ""})
 
 
 class TemplateFailed(Exception):
-    """The chat template raised, or turns of the conversation that it rendered cannot be joined."""
+    """The chat template raised an exception, or the turns that it renders cannot be joined."""
 
 
 def as_messages(prompt: str | list[Message], system: str | None) -> list[Message]:
@@ -49,15 +49,15 @@ def as_messages(prompt: str | list[Message], system: str | None) -> list[Message
 class ChatTemplate:
     """Renders messages with the tokenizer's own template. Earlier turns are never rendered again.
 
-    A turn of the model goes on until it samples a token that ends turns: one of the model's own ends of text, or what
-    the template writes behind a turn. Messages of several channels may stand within one turn.
+    A turn of the model continues until it samples a token that ends turns: one of the model's own end-of-text tokens,
+    or the token that the template writes after a turn. A turn may hold messages of several channels.
 
     Args:
-        ends: ids of the model's own ends of text (`common.model.end_ids`); the tokenizer's is always one.
-        options: variables of the template in each of its uses, and `CONTINUE`.
+        ends: ids of the model's end-of-text tokens (`common.model.end_ids`); the tokenizer's is always one.
+        options: variables of the template for every rendering; `CONTINUE` may be one.
 
     Attributes:
-        tokens: converts its texts.
+        tokens: converts rendered texts to token ids and back.
         end, end_id: the special token that ends an answer, which the model samples itself, and its id.
         stop_ids: all tokens that end a turn, except the tokenizer's own end of text, at which vLLM stops by default.
 
@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @property
     def name(self) -> str:
-        """How messages name it: by its tokenizer's folder, and the file."""
+        """Its name in messages: the tokenizer's folder and the template's file."""
         folder = Path(self._tokenizer.name_or_path)
         files = [file for name in TEMPLATE_FILES if (file := folder / name).is_file()]
         return f"the chat template of {folder}" + (f" ({files[0]})" if files else "")
@@ -118,7 +118,7 @@ class ChatTemplate:
         return [name for name in names if name not in rendered]
 
     def unopened(self) -> str:
-        """The header that the template writes before an answer but never at the end of a prompt; empty without one."""
+        """The header that the template writes before an answer but not at the end of a prompt; empty if none."""
         try:
             asked, unasked = self._render([_ASKED], {}), self._render([_ASKED], {}, asks=False)
             header = self._render([_ASKED, _ANSWER], {}, asks=False).partition(_PLACEHOLDER)[0]
@@ -134,14 +134,14 @@ class ChatTemplate:
         Args:
             prompt, system: see `as_messages`; markup in the system message counts.
             markup: whether markup in the prompt counts too; else it is encoded as plain text.
-            variables: of the template, `tools` among them, in place of those of this object.
+            variables: of the template, such as `tools`; they override those of this object.
         """
         return self.tokens.encode(self.rendered(prompt, system, markup=markup, **variables))
 
     def rendered(
         self, prompt: str | list[Message], system: str | None = None, *, markup: bool = False, **variables: Any
     ) -> str:
-        """The text of the same conversation, for `tokens`; markup in the prompt is hidden in it."""
+        """The text that `prompt` encodes; unless `markup`, it has the prompt's markup hidden."""
         if not markup:
             prompt, variables = self.tokens.hide(prompt), self.tokens.hide(variables)
         messages = as_messages(prompt, system)
@@ -162,8 +162,8 @@ class ChatTemplate:
 
         Args:
             before: the conversation up to that turn, which is its last message.
-            turn: ids that the model sampled in it; what they lack of the end that the template writes is part of the
-                result. By default they end as the template writes it.
+            turn: ids that the model sampled in it. If they lack the token with which the template ends the turn, the
+                result begins with it; by default they have it.
             markup, variables: see `prompt`.
 
         Raises:
@@ -172,16 +172,16 @@ class ChatTemplate:
         if not markup:
             messages, before = self.tokens.hide(list(messages)), self.tokens.hide(list(before))
             variables = self.tokens.hide(variables)
-        behind = self._behind(before, messages, variables)
-        end = self._end_in(behind)
+        after = self._after_turn(before, messages, variables)
+        end = self._end_in(after)
         if end is None:
             raise TemplateFailed(f"{self.name} does not end the assistant's turn with a special token")
-        # Encoded with the end token in front, as the model will see it.
-        ids = self.tokens.encode(end + behind.partition(end)[2])
+        # Encoded after the end token, as the model will see it.
+        ids = self.tokens.encode(end + after.partition(end)[2])
         return ids if turn is not None and self._lacks(turn, end) else ids[1:]
 
     def plain(self, text: str) -> str:
-        """The text, for a prompt in which markup counts, with its own markup hidden so that it is encoded as text."""
+        """The text with its markup hidden, so that it is encoded as plain text even in a prompt whose markup counts."""
         return str(self.tokens.hide(text))
 
     def inside(self, texts: Sequence[str], wrap: tuple[str, str]) -> np.ndarray:
@@ -191,7 +191,7 @@ class ChatTemplate:
         """
         before, after = wrap
         whole = "".join(f"{before}{self.tokens.hide(text)}{after}" for text in texts)
-        # Some tokenizers put a space before the first word of a text; after a token it is not the first.
+        # Encoded after a token, since some tokenizers put a space before the first word of a text.
         return self.tokens.encode(self.end + whole)[1:]
 
     def text(self, token_ids: Any, *, plain: bool = False) -> str:
@@ -206,7 +206,7 @@ class ChatTemplate:
     def turn(self, token_ids: np.ndarray) -> tuple[str, str]:
         """Two texts of an assistant turn, without the token that ended it: as it was sampled, and as a reader sees it.
 
-        The second has no special tokens; of a turn of several messages it is the last one.
+        The second has no special tokens; if the turn has several messages, it has only the last one.
         """
         turn_ids = token_ids[:-1] if len(token_ids) and int(token_ids[-1]) in self._end_ids else token_ids
         written = self.text(turn_ids)
@@ -219,23 +219,23 @@ class ChatTemplate:
         """Find the tokens that the template writes after a turn: before messages of each role, and at the end."""
         self._in_calls: set[str] = set()
         try:
-            before_user = self._end_in(self._in_front("user")[0])
+            before_user = self._end_in(self._around_message("user")[0])
         except TemplateFailed as error:
             raise UserError(str(error)) from None
         if before_user is None:
             raise UserError(f"{self.name} ends the assistant's turns without a special token")
         answer = self._special_around(_ASKED, _ANSWER)[-1]
-        # An answer may end otherwise once a message follows (harmony).
+        # An answer may end with another token if a message follows (harmony).
         self.end = before_user if before_user in self._ends or not answer else answer[0]
         self._ends.add(self.end)
         calls = self._special_around(_ASKED, _calling([{}, {}]))
-        if len(calls) == 1:  # one call at a time
+        if len(calls) == 1:  # the template takes one call at a time
             calls = self._special_around(_ASKED, _calling([{}]))
-        # What stands between two calls is their own (quotes, brackets), and does not end a turn.
+        # Tokens between two calls belong to the calls (quotes, brackets) and do not end a turn.
         self._in_calls = {token for between in calls[1:-1] for token in between}
         call_end = self._first_end(calls[-1])
         self._ends |= {call_end} if call_end is not None else set()
-        # What the template writes before messages of all roles may also stand within a turn (harmony).
+        # A token that the template writes before messages of every role may also occur within a turn (harmony).
         with suppress(TemplateFailed):
             self._ends |= {self._end_before("tool")} - {before_user}
         question = self._special_around({"role": "user", "content": _PLACEHOLDER})[-1]
@@ -255,24 +255,24 @@ class ChatTemplate:
         """The special token that ends a turn before a message of this role.
 
         Raises:
-            TemplateFailed: such a message cannot follow.
+            TemplateFailed: a message of this role cannot follow a turn.
         """
-        in_front, is_shown, behind = self._in_front(role)
+        in_front, is_shown, after = self._around_message(role)
         if not is_shown:
             raise TemplateFailed(f"{self.name} leaves them out")
         end = self._end_in(in_front)
-        if end is None or end != self._end_in(in_front + behind):
+        if end is None or end != self._end_in(in_front + after):
             raise TemplateFailed(f"{self.name} ends the assistant's turns without a special token in front of them")
         return end
 
-    def _in_front(self, role: str) -> tuple[str, str, str]:
+    def _around_message(self, role: str) -> tuple[str, str, str]:
         """What the template writes between a turn and a message of this role, the message's text, and the rest."""
         message = {"role": role, "name": "calculator", "content": _FOLLOWING}
-        return self._behind(EXCHANGE, [message]).partition(_FOLLOWING)
+        return self._after_turn(EXCHANGE, [message]).partition(_FOLLOWING)
 
-    def _end_in(self, behind: str) -> str | None:
+    def _end_in(self, after: str) -> str | None:
         """The token that ends a turn, in the text that the template renders after it."""
-        return self._first_end(self.tokens.specials_in(behind))
+        return self._first_end(self.tokens.specials_in(after))
 
     def _first_end(self, special: Sequence[str]) -> str | None:
         others = (token for token in special if token not in self._in_calls)
@@ -283,15 +283,16 @@ class ChatTemplate:
         last = int(turn[-1]) if len(turn) else None
         if last not in self._end_ids:
             return True  # it was cut, or ended by a stop string
+        # After another end a second closing token is not needed, but a token that opens what follows is (`<|user|>`).
         return last != self.tokens.id(end) and end not in self._closing
 
-    def _behind(
+    def _after_turn(
         self, before: Sequence[Message], messages: Sequence[Message], variables: dict[str, Any] | None = None
     ) -> str:
         """What the template renders after the text of the assistant's turn with which `before` ends."""
         *earlier, turn = before
-        failed, behind = None, []
-        # Some templates leave out the text of a turn that calls tools, others ask for the calls before their results.
+        failed, texts = None, []
+        # Some templates leave out the text of a turn that calls tools; others fail unless calls precede their results.
         for shown, following in (
             ({**turn, "content": _PLACEHOLDER}, messages),
             (_ANSWER, messages),
@@ -306,15 +307,15 @@ class ChatTemplate:
                 continue
             if is_shown and all(_is_in(message.get("content"), text) for message in messages):
                 return text
-            behind += [text] if is_shown else []
-        if behind:
-            return behind[0]
+            texts += [text] if is_shown else []
+        if texts:
+            return texts[0]
         raise failed or TemplateFailed(f"{self.name} leaves out what the assistant says")
 
     def _special_around(self, *messages: Message) -> list[list[str]]:
         """The special tokens that the template writes before, between and after the placeholders of the last messages.
 
-        One empty list if it does not show them.
+        If it does not show the placeholders, the result is one empty list.
         """
         try:
             parts = self._render(list(messages), {}, asks=False).split(_PLACEHOLDER)
@@ -327,7 +328,7 @@ class ChatTemplate:
         taken = [_as_taken(message, self._no_content, self._takes_text) for message in messages]
         try:
             return str(self._tokenizer.apply_chat_template(taken, **options, tokenize=False))
-        except Exception as error:  # errors of its own, of Jinja's, or of the expressions in it
+        except Exception as error:  # raised by the template, by Jinja, or by an expression
             raise TemplateFailed(f"{self.name} fails: {type(error).__name__}: {error}") from error
 
     @cached_property
@@ -338,7 +339,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether arguments of calls must be JSON text: the template fails on mappings, or writes Python's."""
+        """Whether arguments of calls must be JSON text: the template fails on mappings, or writes Python's form."""
 
         def shows(as_text: bool) -> bool:
             tried = filter(None, (self._shown_call(content, as_text) for content in (None, "")))
@@ -356,7 +357,7 @@ class ChatTemplate:
 
 
 def _calling(results: Sequence[Message]) -> Message:
-    """The turn that made the calls with these results, with the placeholder for what was said last."""
+    """The turn that made the calls with these results; their arguments hold the placeholder."""
     calls = [
         {
             "id": _call_id(i),
@@ -369,13 +370,13 @@ def _calling(results: Sequence[Message]) -> Message:
 
 
 def _answering(messages: Sequence[Message]) -> list[Message]:
-    """The messages with ids of calls where they are results of tools."""
+    """The messages, with ids of calls in results of tools."""
     ids = map(_call_id, count())
     return [{"tool_call_id": next(ids), **one} if one["role"] == "tool" else one for one in messages]
 
 
 def _is_in(content: Any, text: str) -> bool:
-    """Whether a message's text is in what a template rendered, trimmed or as JSON; True where it has none."""
+    """Whether a message's text is in what a template rendered, stripped or as JSON; True if it has no text."""
     if not isinstance(content, str):
         return True
     content = content.strip()
@@ -383,7 +384,7 @@ def _is_in(content: Any, text: str) -> bool:
 
 
 def _call_id(number: int) -> str:
-    return f"call{number:05}"  # Mistral's templates want nine letters and digits
+    return f"call{number:05}"  # Mistral's templates require nine letters and digits
 
 
 def _as_taken(message: Message, no_content: str | None, as_text: bool) -> Message:

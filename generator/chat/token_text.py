@@ -1,4 +1,4 @@
-"""Converts text to token ids and back. What data, tools and users say is plain text and never becomes markup."""
+"""Converts text to token ids and back. Text from data, tools and users never becomes markup."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from common.errors import UserError
 from common.model import hub_answers
 from generator.concurrency import LONG_TEXT, LONG_TOKENS
 
-PIECE = 4096  # tokens that are decoded at once; well below a millisecond
+PIECE = 4096  # tokens that are decoded at once, in well below a millisecond
 TRIES = 64  # places tried for a cut before the piece grows
 EXCERPT = 24  # characters that an error quotes around the first difference
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TAG = re.compile(r"<[^<>\s]+>")
-# Pieces of markup that are hidden. Templates compare words (names of roles, keys of a schema), trim spaces, and escape
-# quotes.
-_PIECE = re.compile(r'[^\s"\\]*[^\s"\\\w][^\s"\\]*')
+# Pieces of markup that are hidden. Others are left alone, since templates compare words (names of roles, keys of a
+# schema), trim spaces, and escape quotes.
+_HIDEABLE = re.compile(r'[^\s"\\]*[^\s"\\\w][^\s"\\]*')
 
 
 class TokenText:
@@ -35,7 +35,7 @@ class TokenText:
     Markup is every special token, and every tag that was added to the base vocabulary (<think>, <tool_call>). Other
     added tokens (runs of spaces, words) and tags of the base vocabulary (HTML's in some) are ordinary text.
 
-    It works in any thread, and on copies of the tokenizer's backend, so that settings are not shared.
+    It may be used in any thread. It copies the tokenizer's backend, so that settings are not shared.
 
     Args:
         ends: ids of tokens that count as special, whatever the tokenizer says.
@@ -57,13 +57,13 @@ class TokenText:
         self._pieces = "\0".join(["", *self._markup, ""])
         self._firsts, self._lasts = {text[0] for text in self._markup}, {text[-1] for text in self._markup}
         self._longest = max(map(len, self._markup), default=0)
-        # Stands for markup in a text while it passes through a chat template, whose filters change no ASCII letters.
+        # Replaces markup in a text while it passes through a chat template, whose filters change no ASCII letters.
         self._mask = f"x{secrets.token_hex(8)}x"
         self._masked = re.compile(f"{self._mask}([0-9a-f]+);")
         self._between_markup = re.compile(f"({self._any_markup.pattern})")
         self._first_token = str(getattr(tokenizer, "bos_token", None) or "")
         self._encode = _encoder(tokenizer)
-        self._encode_plain = _encoder(tokenizer, plain=list(self._tokens.values()), behind=self._mask)
+        self._encode_plain = _encoder(tokenizer, plain=list(self._tokens.values()), prefix=self._mask)
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         special = list(self._special.values())
@@ -85,7 +85,7 @@ class TokenText:
     def hide(self, value: Any) -> Any:
         """A text, or plain data with texts in it, with markup hidden, so that `encode` treats it as plain text.
 
-        A piece of markup at either end is hidden too: a template may put texts, or a text and its own, side by side.
+        A piece of markup at either end is hidden too: a template may join texts, or a text and its own, into markup.
         """
         if isinstance(value, str):
             return self._hide_ends(self._any_markup.sub(lambda match: self._hidden(match.group()), value))
@@ -96,14 +96,14 @@ class TokenText:
         return value
 
     def shown(self, text: str) -> str:
-        """A text with the markup that was hidden in it."""
+        """A text with its hidden markup restored."""
         return self._masked.sub(lambda match: bytes.fromhex(match[1]).decode(), text)
 
     def lost(self, text: str, token_ids: np.ndarray) -> tuple[str, str] | None:
-        """The place where tokens differ from the text that they were made of, in both; None if they give it back.
+        """Excerpts of a text and of its decoded tokens, from where they first differ; None if they agree.
 
-        Blanks beside markup do not count, since many tokenizers add or drop some there, nor does a first token that a
-        tokenizer adds, or how accents are composed.
+        White space beside markup is ignored, since many tokenizers add or drop it; so are a first token that the
+        tokenizer adds, and the composition of accents.
         """
         expected, decoded = self._comparable(self.shown(text)), self._comparable(self.decode(token_ids))
         if not expected.startswith(self._first_token):
@@ -135,7 +135,7 @@ class TokenText:
     def decode(self, token_ids: np.ndarray, *, plain: bool = False) -> str:
         """Text of tokens [T]; `plain` leaves special ones out.
 
-        Long texts are decoded piece by piece: while the library converts a piece, no other thread runs.
+        Long texts are decoded in pieces, so that other threads run in between.
         """
         if plain:
             token_ids = token_ids[~self.special(token_ids)]
@@ -149,8 +149,8 @@ class TokenText:
         start = overlap = 0
         while start < len(token_ids):
             end = self._cut(token_ids, start + PIECE)
-            # A batch lets other threads run meanwhile, but queues for the library's threads. The token before the
-            # piece is included, since many tokenizers drop the space of a first word.
+            # A batch lets other threads run, but waits for one of the library's threads. The token before the piece is
+            # included, since many tokenizers drop the space before a first word.
             ids = [*before, *token_ids[start:end].tolist()]
             pieces.append(str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])[overlap:])
             start, before = end, ids[-1:]
@@ -167,7 +167,7 @@ class TokenText:
         return len(token_ids)
 
     def _is_whole(self, token_id: int) -> bool:
-        """Tell whether a token means the same characters whatever follows."""
+        """Whether a token decodes to the same characters whatever follows."""
         name = self._backend.id_to_token(token_id)
         if name is None or _BYTE.fullmatch(name):
             return False
@@ -178,19 +178,19 @@ class TokenText:
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def _hide_ends(self, text: str) -> str:
-        """The text with pieces of markup hidden: the end of one where it starts, the start of one where it ends."""
+        """Hide the end of a markup token at the start of the text, and the start of one at its end."""
         if text.isidentifier():
-            return text
+            return text  # a word is never hidden; see `_HIDEABLE`
         size = min(self._longest - 1, len(text))
         if len(text) == size and text in self._pieces:
-            return self._hidden(text) if _PIECE.fullmatch(text) else text
+            return self._hidden(text) if _HIDEABLE.fullmatch(text) else text
         if not self._lasts.isdisjoint(text[:size]):
             ends = (text[: i + 1] for i in range(size - 1, -1, -1) if text[i] in self._lasts)
-            piece = next((end for end in ends if f"{end}\0" in self._pieces and _PIECE.fullmatch(end)), "")
+            piece = next((end for end in ends if f"{end}\0" in self._pieces and _HIDEABLE.fullmatch(end)), "")
             text = (self._hidden(piece) if piece else "") + text[len(piece) :]
         if not self._firsts.isdisjoint(text[-size:]):
             starts = (text[i:] for i in range(-size, 0) if text[i] in self._firsts)
-            piece = next((start for start in starts if f"\0{start}" in self._pieces and _PIECE.fullmatch(start)), "")
+            piece = next((start for start in starts if f"\0{start}" in self._pieces and _HIDEABLE.fullmatch(start)), "")
             text = text.removesuffix(piece) + (self._hidden(piece) if piece else "")
         return text
 
@@ -198,7 +198,7 @@ class TokenText:
         return f"{self._mask}{text.encode().hex()};"
 
     def _plain(self, text: str, before: str | None, after: str | None = None) -> list[int]:
-        """Ids of a text without markup, between this markup; the tokenizer may leave out the spaces beside it."""
+        """Ids of a text without markup, between two markup tokens, which may absorb the spaces beside them."""
         if before is not None and self._tokens[before].rstrip:
             text = text.lstrip()
         if after is not None and self._tokens[after].lstrip:
@@ -212,12 +212,12 @@ class TokenText:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of these texts, the longest first; without any it matches nowhere."""
+    """A pattern that matches the longest of these texts; without texts it matches nowhere."""
     return re.compile(_alternatives(sorted(texts)) or r"(?!)")
 
 
 def _alternatives(texts: Sequence[str]) -> str:
-    """A pattern of sorted texts that looks at each character once, although thousands of them may share a prefix."""
+    """A pattern of sorted texts that reads each character once, although thousands of them may share a prefix."""
     ends = (texts[0], texts[-1]) if texts else ("", "")
     common = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False)))
     rests = [text[len(common) :] for text in texts]
@@ -228,13 +228,13 @@ def _alternatives(texts: Sequence[str]) -> str:
     return f"{re.escape(common)}(?:{'|'.join(map(_alternatives, groups))}){optional}"
 
 
-def _encoder(tokenizer: Any, plain: Sequence[Any] = (), behind: str = "") -> Callable[..., list[int]]:
+def _encoder(tokenizer: Any, plain: Sequence[Any] = (), prefix: str = "") -> Callable[..., list[int]]:
     """A function from text to ids.
 
     Args:
-        plain: added tokens that are text like any other.
-        behind: a text that occurs nowhere. With `follows`, a text is encoded as if it came after a token:
-            some tokenizers put a space before the first word of a text.
+        plain: added tokens to encode as ordinary text.
+        prefix: a text that occurs nowhere. If the function is called with `follows`, it encodes its text as if it came
+            after a token, since some tokenizers put a space before the first word of a text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -242,16 +242,16 @@ def _encoder(tokenizer: Any, plain: Sequence[Any] = (), behind: str = "") -> Cal
             text, add_special_tokens=False, split_special_tokens=bool(plain)
         )
     backend = copy.deepcopy(backend)
-    backend.add_special_tokens(list(plain))  # it can leave out special tokens only
-    if behind:
-        backend.add_tokens([AddedToken(behind, normalized=False)])
+    backend.add_special_tokens(list(plain))  # `encode_special_tokens` covers only special tokens
+    if prefix:
+        backend.add_tokens([AddedToken(prefix, normalized=False)])
     backend.encode_special_tokens = bool(plain)
     backend.no_truncation()
     backend.no_padding()
 
     def encode(text: str, follows: bool = False) -> list[int]:
-        whole = behind + text if follows else text
-        # A batch lets other threads run meanwhile, but queues for the library's own threads.
+        whole = prefix + text if follows else text
+        # A batch lets other threads run, but waits for one of the library's threads.
         if len(text) > LONG_TEXT:
             encoding = backend.encode_batch([whole], add_special_tokens=False)[0]
         else:
@@ -272,5 +272,5 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # the library and the network raise many types, all about this path
         reason = str(error).splitlines()[0][:200]
         if is_cut_off:
-            reason = "it is no folder here, it is not in the cache, and the Hugging Face hub cannot be reached"
+            reason = "it is not a folder here, it is not in the cache, and the Hugging Face hub cannot be reached"
         raise UserError(f"the tokenizer of {path} cannot be loaded: {reason}") from None

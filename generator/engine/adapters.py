@@ -26,11 +26,11 @@ class AdapterFiles(Protocol):
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """A version in vLLM.
+    """A version that vLLM has loaded.
 
     Attributes:
         request: vLLM's `LoRARequest`.
-        users: running requests that use it. Its files stay meanwhile: vLLM may drop it and read them again.
+        users: number of running requests that use it. They need its files, since vLLM may drop it and read it again.
     """
 
     files: AdapterFiles

@@ -30,7 +30,7 @@ LONGEST_REASON = 400  # characters shown of vLLM's own error
 CPU_REQUESTS = 64  # at a time with `max_concurrency: auto`; on a CPU more would not be faster
 KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
 KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # arguments that size it
-# Engine arguments that other configuration keys set, for the learner as well; None: fixed in every run.
+# Engine arguments that other configuration keys set, most for the learner too; None means fixed in every run.
 OWN_NAMES = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -161,7 +161,7 @@ def shortened(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     length = re.search(r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=([\d.]+)", text)
     if length:
-        return f"model.max_model_len = {length[1]}, and the model was made for {float(length[2]):.0f} tokens; lower it"
+        return f"model.max_model_len = {length[1]}, but the model was made for {float(length[2]):.0f} tokens; lower it"
     text = re.sub(r"^\d+ validation errors? for \w+ (Value|Assertion) error, ", "", text).partition(" [type=")[0]
     text = text.partition(" Supported architectures: ")[0]
     return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON].rpartition(" ")[0] + " ..."
@@ -170,7 +170,7 @@ def shortened(error: Exception) -> str:
 def prepare_environment(config: Config) -> None:
     """Set environment variables that vLLM and torch read when they are imported, unless the user has set them.
 
-    It also starts Python's tracker of shared memory, which removes the names that vLLM's processes have not removed.
+    It also starts Python's resource tracker, which removes names of shared memory that vLLM's processes leave behind.
     """
     _start_tracker()
     for name, value in vllm_environment(config.model.path).items():
@@ -181,7 +181,7 @@ def prepare_environment(config: Config) -> None:
 
 
 def vllm_environment(model: str) -> dict[str, str]:
-    """Variables for vLLM and torch where the user has set no others."""
+    """Environment variables for vLLM and torch, unless the user has set them."""
     environment = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -196,7 +196,7 @@ def vllm_environment(model: str) -> dict[str, str]:
 
 
 def _start_tracker() -> None:
-    """Start Python's resource tracker in a session of its own: a killed process group would take it along."""
+    """Start Python's resource tracker in a session of its own, so that it survives a kill of the process group."""
 
     def spawn_in_session(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         inherited = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in passfds]
@@ -265,7 +265,7 @@ MAX_ADAPTERS = 8  # versions at a time: each takes memory, and a request for one
 def lora_arguments(lora: LoraConfig, config: Config) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`.
 
-    There is room for every version that requests under way may use: those that may be trained on, and the newest. The
+    There is room for every version that running requests may use: those that may be trained on, and the newest. The
     layers are listed so that the output layer gets no adapter: with one there, vLLM cannot score prompts.
     """
     from vllm.config.lora import MaxLoRARanks

@@ -62,7 +62,7 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
 def inspect_here(model: str) -> None:
     """Have vLLM inspect the model's class in this process.
 
-    On each new machine vLLM would start another process for it, to keep this one off the GPU; here there is none.
+    On each new machine vLLM would start another process for it, to keep this one off the GPU; here there is no GPU.
     """
     from vllm import ModelRegistry
 
@@ -74,7 +74,7 @@ def inspect_here(model: str) -> None:
 
 @contextlib.contextmanager
 def own_environment() -> Iterator[None]:
-    """Undo all changes to the environment: they are meant for the engine's process, not for processes started later."""
+    """Undo the block's changes to the environment, which are meant for the engine's process, not for later ones."""
     before = dict(os.environ)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Makes vLLM report on a CPU, too, which experts a mixture chose (`enable_return_routed_experts`).
+"""Makes vLLM on a CPU report which experts a mixture chose (`enable_return_routed_experts`).
 
-vLLM's scheduler and its capture of routers work everywhere. Only its second model runner joins the two, and that one
-needs Triton, which a CPU lacks. This module joins them in the runner that a CPU uses.
+vLLM's scheduler and its capture of routers work everywhere. Only its second model runner connects the two, and
+that one needs Triton, which a CPU lacks. This module connects them in the runner that a CPU uses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-def tell_experts() -> None:
+def report_experts() -> None:
     """Replace vLLM's model runner for CPUs by one that reports experts; a second call changes nothing."""
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
@@ -29,7 +29,7 @@ def tell_experts() -> None:
 
 
 def _as_own_platform(verify: Any) -> Any:
-    """vLLM's check, which leaves out the model runner where a platform brings its own."""
+    """Wrap vLLM's check so that it skips the model runner, as on platforms that bring their own."""
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
@@ -78,7 +78,7 @@ def _runner(base: Any) -> Any:
         def sample_tokens(self, *arguments: Any) -> Any:
             output = super().sample_tokens(*arguments)
             if self.pending is not None:
-                # Where a prompt is read in parts, only the last part samples.
+                # With chunked prefill, only the last chunk of a prompt samples.
                 sampled = ~self.discard_request_mask.np[: len(self.pending.request_ids)]
                 self.pending.enqueue_cpu_copy(sampled.astype(np.int32), np.zeros(len(sampled), np.int32))
                 output.aux_output_connector_output = self.pending.process_output()

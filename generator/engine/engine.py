@@ -38,15 +38,15 @@ class Completion:
     """What the policy sampled for one prompt.
 
     Attributes:
-        token_ids: int32 [N], the stop token included.
+        token_ids: int32 [N], including the stop token.
         logprobs: log-probs of these tokens after temperature, top-k and top-p, float32 [N].
         versions: (weight version, start, end), half-open, ascending, covering [0, N).
         finish_reason: `stop`, `length`, or `time` if the request was cut after its `seconds`.
         prefix_epoch: keys the prefix cache's blocks of prompt and tokens (see `Engine.generate`).
         cached_tokens: prompt tokens taken from the prefix cache.
         experts: with `learner.router_replay`, ids of the experts that tokens went through, uint8 or uint16
-            [E, layers, k]: those of the prompt from `experts_from` on, and all sampled ones but the last, which no
-            expert has seen yet.
+            [E, layers, k]: those of the prompt from `experts_from` on, and all sampled ones but the last, which the
+            model has not processed.
     """
 
     token_ids: np.ndarray
@@ -72,6 +72,7 @@ class Engine:
     """vLLM's `AsyncLLM` with weights that change while it generates. Made by `Engine.start`.
 
     Attributes:
+        version: version of the weights, or of the adapter, that new requests use.
         llm: the `AsyncLLM`, for code that reads its configuration; requests go through this class.
     """
 
@@ -129,7 +130,7 @@ class Engine:
             stop: strings; the token that completes one is the last of the result.
             seconds: time limit, after which the request ends with the tokens it has, possibly none.
             prefix_epoch: reuse the keys and values of the earlier completion with this epoch, even if other weights
-                have been loaded since; by default only those of the present weights. No effect with a LoRA adapter,
+                have been loaded since; by default only those of the current weights. No effect with a LoRA adapter,
                 for which vLLM keeps those of each version apart.
             experts_from: number of prompt tokens whose experts are known already.
 
@@ -177,11 +178,11 @@ class Engine:
     ) -> AsyncGenerator[tuple[Any, Completion], None]:
         """Continue a prompt [T] and yield vLLM's outputs, each with what was sampled since the one before.
 
-        Only the last one has `versions` and `experts`, over all that was sampled, and a `finish_reason`; it may have no
-        tokens.
+        Only the last output has `versions` and `experts`, for all sampled tokens, and a `finish_reason`; it may have no
+        new tokens.
 
         Args:
-            params: vLLM's `SamplingParams`, with `logprobs=0` and `flat_logprobs=True`. Their `output_kind` says
+            params: vLLM's `SamplingParams`, with `logprobs=0` and `flat_logprobs=True`. Their `output_kind` determines
                 whether there is one output, at the end, or many.
             cut: once it is set, the request ends with the tokens it has.
             prefix_epoch: see `generate`, which also says what is raised.
@@ -192,7 +193,7 @@ class Engine:
                 spans = [(int(span.version), span.start, span.end) for span in sampled.weight_versions or ()]
                 if adapter is not None and spans:
                     spans = [(adapter.version, 0, spans[-1][-1])]
-                # An output without a token, or with one joined to it, repeats earlier log-probs at its end.
+                # An output that has no token, or was merged with the next, repeats earlier log-probs at its end.
                 logprobs = sampled.logprobs.logprobs[: len(sampled.token_ids)]
                 ids, logprobs = np.asarray(sampled.token_ids, np.int32), np.asarray(logprobs, np.float32)
                 reason = "time" if sampled.finish_reason == "abort" else sampled.finish_reason or ""
@@ -264,7 +265,7 @@ class Engine:
     async def watch(self, beat: float) -> None:
         """Until cancelled, ask vLLM every `beat` seconds for an answer.
 
-        vLLM gives up on workers that hang; an engine that computes in its own process hangs with all its requests.
+        vLLM itself ends workers that hang, but not an engine that computes in its own process.
 
         Raises:
             EngineDied: it is gone, or has given no answer for as long as vLLM lets a worker's step take.
@@ -275,14 +276,14 @@ class Engine:
             asked, silent = asyncio.ensure_future(self.llm.is_sleeping()), 0.0
             try:
                 while not asked.done():
-                    # Counted in beats: a process that was frozen still gets the time to read the answer.
+                    # Counted in beats, so that this process has time to read the answer after it was frozen.
                     if silent > patience:
                         raise EngineDied(f"vLLM hangs: it has given no answer for {silent:.0f} s")
                     await asyncio.wait({asked}, timeout=beat)
                     self._check()
                     silent += beat
             finally:
-                asked.cancel()  # changes nothing if it is done
+                asked.cancel()  # no effect if it is done
             if error := asked.exception():
                 raise EngineDied(f"vLLM gives no answer: {error}")
             await asyncio.sleep(beat)

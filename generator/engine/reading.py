@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Reading:
-    """One prompt to be read.
+    """One prompt whose tokens are to be scored.
 
     Attributes:
         token_ids: all its tokens [T].
@@ -25,7 +25,7 @@ class Reading:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for one more token, which vLLM needs: the last one is then not read."""
+        """Whether there is no room for the token that vLLM has to sample; then the prompt leaves out its last token."""
         return len(self.token_ids) == self.max_model_len
 
     @property
@@ -34,7 +34,7 @@ class Reading:
         return self.token_ids[:-1] if self.is_full else self.token_ids
 
     def params(self) -> Any:
-        """vLLM's `SamplingParams`; a last token that is not read is scored as a candidate for sampling."""
+        """vLLM's `SamplingParams`; a last token that is left out is scored as a candidate for sampling."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         return SamplingParams(
@@ -52,7 +52,7 @@ class Reading:
         """Token ids int32 [T, 1 + k] and log-probs float32 [T, 1 + k] at each position, from vLLM's output.
 
         The first column is the prompt's own token, the others are the likeliest, in order; the first row is 0, since
-        nothing predicts the first token. With k > 0 the first column of a token that was not read is another token's.
+        nothing predicts the first token. With k > 0, the first column of a token that was left out is another token's.
         """
         ids, logprobs = list(output.prompt_logprobs.token_ids), list(output.prompt_logprobs.logprobs)
         if self.is_full:

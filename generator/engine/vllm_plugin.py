@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.keeper import die_with_parent
-from generator.engine.cpu_experts import tell_experts
+from generator.engine.cpu_experts import report_experts
 
 BACKEND = "spo"  # what vLLM calls our weight transfer engine
 ENGINE = ("generator.weights.weight_engine", "SharedMemoryWeightEngine")  # its module and class
@@ -22,7 +22,7 @@ TEMPERATURE = "SPO_LOGITS_TEMPERATURE"  # environment variable of a teacher's se
 
 
 def register() -> None:
-    """Make our weight transfer engine known; vLLM may call this several times.
+    """Register our weight transfer engine; vLLM may call this several times.
 
     It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
     generator that is killed could do neither itself. On a CPU it fixes sampling with seeds, and reports the
@@ -31,7 +31,7 @@ def register() -> None:
     _die_with_parent()
     _unlink_mapped_memory()
     _hold_generators()
-    tell_experts()
+    report_experts()
     _divide_logits()
     # A forked process has the plugin already and does not load it again.
     multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
@@ -60,10 +60,10 @@ def _unlink_mapped_memory() -> None:
 
 
 def _hold_generators() -> None:
-    """Keep the random generators of requests whose prompts are read in parts out of steps that only read.
+    """During steps of chunked prefill, remove the random generators of requests that do not sample yet.
 
-    Such a step samples too, and vLLM then takes the generator one draw back, which torch cannot do on a CPU: the
-    engine would die.
+    vLLM samples for them too, and then rewinds their generators by one draw, which torch cannot do on a CPU: the engine
+    would die.
     """
     from vllm.platforms import current_platform
 

@@ -50,7 +50,7 @@ class Transcript:
         return [entry.details["reward"] for entry in self.entries if "reward" in entry.details]
 
     def rewards_by_assistant_turn(self) -> list[float]:
-        """The user's rewards, one for each assistant turn: 0 where the user was not asked."""
+        """The user's rewards, one for each assistant turn: 0 if the user was not asked."""
         rewards: list[float] = []
         for entry in self.entries:
             if entry.role == "assistant":
@@ -65,7 +65,7 @@ class EpisodeStep:
     """The current step of an episode.
 
     Attributes:
-        ends: when its time limits end it, by `time.monotonic`.
+        ends: time at which its limits end it, by `time.monotonic`.
         late: seconds by which it has exceeded them.
     """
 
@@ -84,7 +84,7 @@ class TokenRow:
         versions: (weight version, start, end) over the sampled tokens.
         experts: of the first tokens, in pieces; see `Completion.experts`.
         length: number of all tokens.
-        sampled: tokens the model sampled.
+        sampled: number of tokens that the model sampled.
     """
 
     prompt_ids: np.ndarray
@@ -100,7 +100,7 @@ class TokenRow:
         self.append(self.prompt_ids)
 
     def append(self, token_ids: np.ndarray) -> None:
-        """Add tokens the model did not sample: the prompt, results of tools, what the user says."""
+        """Add tokens that the model did not sample: the prompt, results of tools, the user's messages."""
         start, self.length = self.length, self.length + len(token_ids)
         if self.length > len(self._ids):
             grown = np.empty(2 * self.length, np.int32)
@@ -109,7 +109,7 @@ class TokenRow:
         self._ids[start : self.length] = token_ids
 
     def extend(self, turn: Completion) -> None:
-        """Add tokens the model sampled."""
+        """Add tokens that the model sampled."""
         self.spans.append((self.length, self.length + len(turn.token_ids)))
         self.logprobs.append(turn.logprobs)
         for version, start, end in turn.versions:
@@ -124,7 +124,7 @@ class TokenRow:
 
     @property
     def routed(self) -> int:
-        """Number of tokens, from the first on, whose experts are known."""
+        """Number of leading tokens whose experts are known."""
         return sum(map(len, self.experts))
 
     def tokens(self) -> np.ndarray:
@@ -141,13 +141,13 @@ class Episode:
     """The rows of one episode, which are trained on as one sample, and its transcript.
 
     Attributes:
-        rows: one for each sequence of turns in which each continues the one before; our own loop makes one.
+        rows: one for each sequence of turns in which each continues the one before; SPO's own loop makes one.
         user_turns: turns of tools (one answers all calls of an assistant turn) and of the simulated user.
         tool_calls: calls answered, with a result or an error text.
         tool_errors: calls answered with an error text.
         reason: how it ended.
-        answer: text of the model's last turn, if it ended that itself and called nothing, or what an agent gave as its
-            answer; else empty.
+        answer: text of the model's last turn, if the model ended it itself and called no tool, or the answer that an
+            agent gave; else empty.
         response: text of everything after the prompt, without special tokens; set at the end.
         opened: tags, such as <think>, with which the template begins the assistant's turns.
         reward: an agent's own, or that of its failure.
@@ -156,9 +156,9 @@ class Episode:
         retries: an agent's requests that got the reply to an earlier one again.
         refusals: an agent's requests that were refused; see `Refusals.records`.
         refused: number of refused requests, not counting those beyond a limit.
-        lost: by which of an agent's requests a prefix was lost, and why; see `generator.agents.lost`.
+        lost: which of an agent's requests does not continue an earlier one, and why; see `generator.agents.lost`.
         folder: an agent's files, until the episode is scored.
-        step: the step under way, from the first turn to the last.
+        step: the current step, from the first turn to the last.
     """
 
     rows: list[TokenRow]
@@ -187,12 +187,12 @@ class Episode:
 
     @property
     def sampled(self) -> int:
-        """Tokens the model sampled."""
+        """Number of tokens that the model sampled."""
         return sum(row.sampled for row in self.rows)
 
     @property
     def turns(self) -> int:
-        """Assistant turns."""
+        """Number of assistant turns."""
         return sum(len(row.spans) for row in self.rows)
 
     @property
@@ -202,7 +202,7 @@ class Episode:
 
     @property
     def row_tokens(self) -> list[int]:
-        """Tokens of each row; empty if there is one."""
+        """Number of tokens in each row; empty if there is only one row."""
         return [row.length for row in self.rows] if len(self.rows) > 1 else []
 
     def payload(self) -> Payload:
@@ -257,7 +257,7 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
         record["refusals"] = episode.refusals
     if episode.requests:
         record["requests"] = episode.requests
-        if finished:  # neither the messages nor the header say what an agent gave
+        if finished:  # neither the messages nor the header have what an agent gave
             record["scored"] = {"answer": episode.answer, "reward": episode.reward, "failure": episode.failure}
     if task.keep and finished:
         payload = episode.payload()

@@ -74,7 +74,7 @@ class EpisodeParts:
     """Tools, call format, simulated user and rewards of one section `episode`; for one event loop.
 
     Args:
-        shared: sandbox and scorers that other parts use too, closed by their owner; by default these parts' own.
+        shared: sandbox and scorers that other parts use too, which the caller closes; by default these parts' own.
 
     Raises:
         UserError: one of them cannot be found or made, or tools and call format do not fit together.
@@ -91,8 +91,8 @@ class EpisodeParts:
         self.call_format = make_format(episode.call_format)
         if self.call_format.stop and episode.calls_in_thinking is False:
             raise UserError(
-                f"episode.calls_in_thinking = false does not go with episode.call_format = {episode.call_format!r}, "
-                "which stops a turn behind a call, also within <think>; leave it out, or use call_format: hermes"
+                f"episode.calls_in_thinking = false contradicts episode.call_format = {episode.call_format!r}, "
+                "which stops a turn after a call, even within <think>; leave it out, or use call_format: hermes"
             )
         if isinstance(self.call_format, CodeBlocks) and list(self.toolbox.tools) != ["code_interpreter"]:
             raise UserError(
@@ -131,7 +131,7 @@ def make_template(tokenizer: Any, config: Config, toolbox: Toolbox) -> ChatTempl
 
 
 def _check_options(options: Mapping[str, Any], template: str, source: str) -> None:
-    """Raise `UserError` for an option that no part of the template's source names."""
+    """Raise `UserError` for an option whose name does not occur in the template's source."""
     words = set(re.findall(r"[A-Za-z_]\w+", source))
     for name in options:
         if name not in words:
@@ -159,7 +159,7 @@ class RunParts:
                 self.by_source[side, source.name] = (source_config, self._parts(source_config, source))
 
     def check_templates(self, path: str, trust_remote_code: bool) -> None:
-        """Raise `UserError` if the chat template of a model does not fit a source; nothing if it is not here yet."""
+        """Raise `UserError` if the chat template of a model does not fit a source; skipped if the model is not here."""
         try:
             tokenizer = load_tokenizer(path, trust_remote_code)
         except UserError:

@@ -6,7 +6,7 @@ A call in the last allowed assistant turn is not run; an answer in it still goes
 After `episode.max_seconds` a turn that is being generated is cut at its newest token; running tools and users finish
 first, within their own limits, because only then is it known whether they failed.
 
-An episode that cannot go on for reasons that are not the model's raises an exception instead.
+If an episode cannot continue for a reason that is not the model's, an exception is raised.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from generator.users import Conversation, conversation
 
 
 async def prepared(task: Task, prompts: Prompts, data: DataConfig) -> Episode:
-    """An episode that so far has only its prompt; raises `UnusablePrompt`."""
+    """Make an episode that holds only its prompt; raises `UnusablePrompt`."""
     messages = as_messages(task.prompt, data.system_prompt)
     long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
     row = TokenRow(await offload(long, prompts.encode, task.prompt))
@@ -69,7 +69,7 @@ class EpisodeRunner:
         self._numbers = count()
 
     async def prepare(self, task: Task) -> Episode:
-        """Make an episode that so far has only its prompt; raises `UnusablePrompt`."""
+        """Make an episode that holds only its prompt; raises `UnusablePrompt`."""
         return await prepared(task, self.prompts, self.data)
 
     async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
@@ -81,7 +81,7 @@ class EpisodeRunner:
 
         Raises:
             UnusablePrompt: see `prepare`.
-            Exception: the engine, a tool's machinery or the user failed; the episode says nothing about the model.
+            Exception: the engine, a tool's infrastructure or the user failed; the episode says nothing about the model.
         """
         episode = episode or await self.prepare(task)
         if self.parts.toolbox.tools and self.parts.call_format.stop:
@@ -151,6 +151,7 @@ class _EpisodeRun:
         episode, limits = self.episode, dict(self.sampling)
         if self.runner.config.max_seconds is not None:
             limits["seconds"] = self._seconds_left()
+            # The first turn is tried even so: if it gets no token, that is a failure of the engine.
             if limits["seconds"] <= 0 and episode.turns:
                 return self._end(Ending.MAX_SECONDS)
         if limits.get("seed") is not None:

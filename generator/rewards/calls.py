@@ -28,7 +28,7 @@ class Function:
     """A user's function as a reward.
 
     Args:
-        name: of the reward in the configuration.
+        name: the reward's name in the configuration.
 
     Raises:
         UserError: a parameter's name is unknown, or the options do not fit.
@@ -43,7 +43,7 @@ class Function:
         parameters = self._signature.parameters
         self.is_batch = "completions" in parameters
         self._rest = next((key for key, one in parameters.items() if one.kind is Parameter.VAR_KEYWORD), None)
-        # Each parameter that SPO fills, with what fills it; `_row` is a row that the function does not use.
+        # Parameters that SPO fills, each with the name of its value; `_row` is a row that the function does not use.
         self._filled = {
             key: key.lstrip("_")
             for key, one in parameters.items()
@@ -56,7 +56,7 @@ class Function:
             if key not in self._filled and key not in options
         ]
         if unknown or not self._filled:
-            what = f"nothing has the name {unknown[0]!r}" if unknown else "its parameters have none of these names"
+            what = f"there is no value named {unknown[0]!r}" if unknown else "its parameters have none of these names"
             raise UserError(f"{_refused(name)}: {what}")
         self._forms = [form for form in (OURS, VERL) if not set(form).isdisjoint(self._filled.values())]
         field = f"episode.reward_options of {name!r}"
@@ -69,7 +69,7 @@ class Function:
         return not self.is_batch and field in self._filled.values()
 
     def score(self, outcome: Outcome) -> Any:
-        """What the function returns; with TRL's parameters it is called for a batch of one.
+        """Call the function, with TRL's parameters for a batch of one, and return its result.
 
         Raises:
             ValueError: the row has no column that the function asks for.
@@ -94,7 +94,7 @@ class Function:
     def _fills(self, key: str, parameter: Parameter, options: Mapping[str, Any]) -> bool:
         name, is_required = key.lstrip("_"), parameter.default is Parameter.empty
         if self.is_batch:
-            # If a row lacks the column, a parameter keeps its default. The episode's token ids are not available.
+            # A parameter keeps its default if a row lacks the column. `completion_ids` are not available here.
             return name in TRL or (key not in options and name != "completion_ids")
         return name in (*OURS, *VERL) or (name in MORE and is_required and key not in options)
 

@@ -41,8 +41,8 @@ class RewardFailures:
         return False
 
     async def end(self) -> NoReturn:
-        """Wait for the last failure; raises `UserError`."""
+        """Wait until the limit is reached, then raise `UserError`."""
         raise UserError(
             f"{await self._last}; the reward failed for {IN_A_ROW} tasks in a row, and none was scored between them: "
-            "fix it and start again, the run goes on where it stopped"
+            "fix it and start again, the run continues where it stopped"
         )

@@ -34,7 +34,7 @@ complete):
 Score: N"""
 PATTERN = r"(?i)score\W{1,5}(-?\d+(?:\.\d+)?)"
 FIELDS = ("prompt", "text", "response", "answer", "row")
-TAIL = 2000  # characters at the end of a reply within which the number is looked for
+TAIL = 2000  # characters at the end of a reply that are searched for the number
 
 
 class NoVerdict(Exception):
@@ -47,15 +47,15 @@ class Judge(Builtin):
     """Has a language model grade the answer; its number is rescaled to [0, 1].
 
     Args:
-        base_url, model, and whatever else `ChatApi` takes: the endpoint.
+        base_url, model, connection: the endpoint, see `ChatApi`.
         template: the request; {prompt}, {text}, {response}, {answer} and {row[column]} are filled in.
         system: system message of the request.
         pattern: regular expression; the first group of its last match in the reply's final characters is the number.
         scale: least and greatest number.
-        tries: replies of which one must have a number. From the second on they are sampled at temperature 1,
+        tries: number of replies, of which one must have a number. From the second on they are sampled at temperature 1,
             since another greedy reply would be the same.
         longest: characters at the end of the text and of the response that are shown.
-        parameters: sent along (max_tokens, seed, ...); temperature 0 unless given.
+        parameters: further parameters of the request (max_tokens, seed, ...); temperature 0 unless given.
 
     Raises:
         ChatUnavailable, NoVerdict: by `score`. A judge that fails never gives a reward of 0.
@@ -139,7 +139,7 @@ def _check_template(template: str) -> None:
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
-        raise UserError(f"template: {error}; double the braces that are meant as such") from None
+        raise UserError(f"template: {error}; double braces that are plain text") from None
     for name in names:
         if re.split(r"[.\[]", name, maxsplit=1)[0] not in FIELDS:
             raise UserError(f"template: {{{name}}} is unknown; allowed: {', '.join(FIELDS)}")

@@ -14,13 +14,13 @@ MAX_ANSWER = 200  # characters
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished episode, as far as rewards look at it; plain data that can be sent to another process.
+    """What rewards see of a finished episode; plain data that can be sent to another process.
 
     Attributes:
         text: the last assistant turn; empty unless the model ended it and made no call.
         response: everything after the prompt, decoded without special tokens: all turns, tool and user text included.
-        answer: the data row's reference answer: text, numbers and booleans too (`common.answers`); lists and mappings
-            are as the data has them.
+        answer: the data row's reference answer. Numbers and booleans become text (`common.answers`); lists and mappings
+            stay as they are.
         row: the data row's other columns.
         prompt: text, or chat messages.
         tokens: how many the model sampled.
@@ -28,9 +28,9 @@ class Outcome:
         reason: why the episode ended.
         turn_rewards: what a simulated user gave for single turns, in order.
         reward: what an agent gave as its own reward.
-        folder: path of the folder in which an agent has left its files; empty: there is none.
-        opened: tags, such as <think>, with which the chat template begins the assistant's turns; no part of the texts.
-        answer_column: name of the data's column with the reference answer; None: it has none.
+        folder: path of the folder in which an agent has left its files; empty if there is none.
+        opened: tags, such as <think>, with which the chat template begins the assistant's turns; not part of the texts.
+        answer_column: name of the data's column with the reference answer; None if there is none.
     """
 
     text: str
@@ -48,7 +48,7 @@ class Outcome:
     answer_column: str | None = "answer"
 
     def __post_init__(self) -> None:
-        # Only here, since every reward and every checker gets its answer from an outcome.
+        # Nowhere else, since every reward and every checker gets its answer from an outcome.
         object.__setattr__(self, "answer", normal_answer(self.answer))
 
     @property
@@ -73,7 +73,7 @@ class Score:
 
 
 def vote(answer: object) -> str:
-    """Return an answer as majority votes compare it: one line of at most 200 characters.
+    """An answer in the form that majority votes compare: one line of at most 200 characters.
 
     A longer one keeps its beginning and a hash, so that different answers stay different.
     """

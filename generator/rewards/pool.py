@@ -1,7 +1,7 @@
 """Reward processes: each runs one job at a time, and is killed with all it has started when the job takes too long.
 
-Why not pebble: its pool kills its own process but not the processes that this one has started, and it breaks as a whole
-if an idle process is killed from outside, for example by the OOM killer.
+pebble is not used: its pool kills its own process but not the processes that this one has started, and it breaks as a
+whole if an idle process is killed from outside, for example by the OOM killer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from generator.rewards.scoring_process import HEAD, MAX_JOB, MAX_RESULT, pack, u
 
 START_SECONDS = 120.0  # a process imports what the user's rewards need
 SLOW_SECONDS = 1.0  # a job that takes longer no longer counts towards `size`
-MAX_GROWTH = 4  # times `size`: the most processes, when all jobs are slow
+MAX_GROWTH = 4  # times `size`: maximum number of processes, if all jobs are slow
 
 _PROGRAM = """
 import json, sys
@@ -43,7 +43,7 @@ _FIELDS = tuple(field.name for field in fields(Outcome))
 
 
 class RewardFailed(Exception):
-    """A reward raised, or returned no number."""
+    """A reward raised an exception, or did not return a number."""
 
     failure = Failure.REWARD_FAILED
 
@@ -77,7 +77,7 @@ class ScoringProcess:
             keeper = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward prints goes where errors go
+                stdout=2,  # what a reward prints goes to stderr
                 pass_fds=[other_end.fileno()],
                 start_new_session=True,
             )

@@ -1,4 +1,4 @@
-r"""Numbers as people write them, made into what math-verify reads: `34.`, `\$18`, `1e3`, `2 1/3`, `15 dollars`."""
+r"""Rewrites numbers as people write them into what math-verify reads: `34.`, `\$18`, `1e3`, `2 1/3`, `15 dollars`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBER = re.compile(
 CURRENCY = re.compile(r"(-?) ?(?:(?:US)?\\?\$|[€£¥])\s*(?=-?\d[^$]*$)|(?<=\d)()\s*[€£¥]$")
 THIN_SPACE = re.compile(r"(?<=\d)\\[,! ](?=\d{3}(?!\d))")
 IN_WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{\s*(-?\\?\$?\d[^{}]*)\}")
-# Units by their short names. Alone after a number, without a space, a letter is a variable.
+# Short names of units. A letter that follows a number without a space is a variable.
 SHORT = {
     "m": "meter", "metre": "meter", "mm": "millimeter", "cm": "centimeter", "km": "kilometer", "g": "gram",
     "mg": "milligram", "kg": "kilogram", "l": "liter", "litre": "liter", "ml": "milliliter", "s": "second",

@@ -26,7 +26,7 @@ BUILTIN: dict[str, str] = {
 }
 OWN = "agent"  # the name of the reward that an agent gives itself
 
-ENTRY_POINTS = "spo.rewards"  # group of entry points by which installed packages announce theirs
+ENTRY_POINTS = "spo.rewards"  # group of entry points for rewards of installed packages
 
 Where = Literal["inline", "pool", "loop"]
 
@@ -40,7 +40,7 @@ class Builtin(ABC):
     Attributes:
         where: where it runs: `inline`, at once; `pool`, in another process; `loop`, a coroutine that waits for a
             server.
-        bounds: least and greatest value; None where they are not known.
+        bounds: least and greatest value; None if they are not known.
     """
 
     where: Where = "inline"
@@ -81,7 +81,7 @@ def has_answer(name: str) -> bool:
 
 
 def sees_folder(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a reward may read the files that an agent has left: a class of the user's own, or a function of them."""
+    """Whether a reward may read the files that an agent has left: a user's class, or a function with `folder`."""
     if name in BUILTIN:
         return False
     reward = _find(name)

@@ -10,7 +10,7 @@ from common.errors import UserError
 from generator.rewards.outcome import Outcome
 from generator.rewards.registry import Builtin
 
-TAIL = 100  # characters at the end within which the recipe looks for its boxed answer
+TAIL = 100  # characters at the end of a text that the recipe searches for a boxed answer
 
 
 class Exact(Builtin):
@@ -56,7 +56,7 @@ class BoxedThink(Builtin):
 
 
 class OwnReward(Builtin):
-    """The number that an agent gave."""
+    """The reward that an agent gave itself."""
 
     bounds = None
 
@@ -120,7 +120,7 @@ class Format(Builtin):
             raise UserError(f"tags = {tags!r} is not a list of strings")
         self._pattern = compiled(pattern, re.DOTALL) if pattern is not None else None
         self._tags, self._of = tags or (), of
-        # What the model wrote can make a pattern backtrack for hours, and the event loop must not wait for it.
+        # A text of the model can make a pattern backtrack for hours, and the event loop must not wait for that.
         self.where = "inline" if pattern is None else "pool"
 
     def score(self, outcome: Outcome) -> float:

@@ -28,13 +28,13 @@ class OutOfRange(ValueError):
 
 
 class Scorer:
-    """Scores episodes as `episode.reward` says; for one event loop, and closed at its end.
+    """Scores episodes as `episode.reward` says; for one event loop, at whose end it must be closed.
 
     Cheap rewards are computed at once, those that wait for a server are coroutines, and all others (a user's own
     among them) run in processes that are killed when they take too long.
 
     Args:
-        sandbox: returns the sandbox that programs run in, which its owner closes; needed if `code` is a part.
+        sandbox: returns the sandbox that programs run in, which the caller closes; needed if `code` is a part.
 
     Raises:
         UserError: a reward is unknown, its options are wrong, or its values cannot lie in the declared range.
@@ -74,7 +74,7 @@ class Scorer:
         Raises:
             TimeoutError: a part took too long, and was killed.
             RewardFailed, WorkerDied: a part failed.
-            OutOfRange: the reward leaves the declared range.
+            OutOfRange: the reward is outside the declared range.
             ValueError: rewards of turns are not finite.
         """
         values = {name: await self._part(name, outcome) for name in self._weights}
@@ -125,7 +125,7 @@ class Scorer:
         return score if isinstance(score, float) else await score
 
     def _check_range(self) -> None:
-        """Check the range of the sum, where it is known before the first episode."""
+        """Check the range of the sum, if it is known before the first episode."""
         bounds = {name: part.bounds for name, part in self._local.items() if part.bounds is not None}
         if len(bounds) < len(self._weights):
             return
@@ -137,7 +137,7 @@ class Scorer:
             in_range(most, low, high)
         except ValueError:
             raise UserError(
-                f"episode.reward = {self._weights} lies within [{least:g}, {most:g}], which is more than "
+                f"episode.reward = {self._weights} lies within [{least:g}, {most:g}], which exceeds "
                 f"{self._range()}; declare that range, or change the weights"
             ) from None
 
@@ -169,7 +169,7 @@ def returns_to_go(final: float, turn_rewards: Sequence[float], reward_range: tup
 
     Args:
         final: the final score, before rewards of single turns were added.
-        turn_rewards: u, what each assistant turn got from the simulated user, 0 where the user was not asked [T].
+        turn_rewards: u, the simulated user's reward of each assistant turn, 0 if the user was not asked [T].
         reward_range: lowest and highest reward, `sampler.tracker.reward_range`.
 
     Returns:

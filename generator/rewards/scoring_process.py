@@ -31,7 +31,7 @@ ALLOWED = "allowed: a finite number (also numpy's or torch's, or a list of one),
 OWN_FOLDERS = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("generator", "common"))
 INSTALLED = tuple(path + os.sep for path in {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib")})
 HEAD = struct.Struct("!I")
-# A task has at most 16 MiB and MAX_VALUES values, its row included; the job has the response and rewards of turns too.
+# A task has at most 16 MiB and MAX_VALUES values, including its row; a job adds the response and rewards of turns.
 MAX_JOB = 64 << 20  # bytes
 MAX_JOB_VALUES = 2 * MAX_VALUES
 MAX_RESULT = 1 << 16  # bytes; a result is a number or one line
@@ -101,7 +101,7 @@ def main(descriptor: int) -> None:
 
 
 def _result(work: Callable[..., float | str | None], *arguments: Any) -> dict[str, Any]:
-    """The result or error of some work. A process that it forked ends here: only the parent answers and reads jobs."""
+    """The result or error of `work`. A process that it forked ends here: only the parent answers and reads jobs."""
     process = os.getpid()
     result: dict[str, float | str | None]
     code: Any = None
@@ -124,7 +124,7 @@ async def _awaited(value: Awaitable[object]) -> object:
 
 
 def _number(value: Any, may_skip: bool = False) -> float | None:
-    """The finite number that a reward returned; None where it may leave an episode out and does so.
+    """The finite number that a reward returned; None if it left the episode out, which needs `may_skip`.
 
     Raises:
         TypeError, ValueError: it is anything else; text that looks like a number is refused too.
@@ -159,7 +159,7 @@ def _place(error: BaseException) -> str:
 
 
 def _start(reward: Any) -> str:
-    """File and line at which a user's reward begins; empty where it is not written in Python."""
+    """File and line at which a user's reward begins; empty if it is not written in Python."""
     function = inspect.unwrap(reward.function if isinstance(reward, Function) else type(reward).score)
     callables = (function, getattr(function, "__func__", None), vars(type(function)).get("__call__"))
     code: Any = next(filter(None, (getattr(one, "__code__", None) for one in callables)), None)

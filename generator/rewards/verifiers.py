@@ -18,7 +18,7 @@ from generator.rewards.rules import compiled, last_boxed
 
 T = TypeVar("T")
 
-TAIL = 10_000  # characters at the end of the last turn within which an answer is looked for
+TAIL = 10_000  # characters at the end of the last turn that are searched for an answer
 DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
 PERCENT = re.compile(r"(?<=\d)\s*\\?%(?=\}?$)")
 ELEMENT = r"<answer>(.*?)</answer>"
@@ -29,7 +29,7 @@ class _Expired(BaseException):
 
 
 def cpu_limit(seconds: float, work: Callable[[], T]) -> T | None:
-    """Do some work; None if it takes more than `seconds` of this process's processor time. For the main thread only."""
+    """Result of `work`; None if it takes more than `seconds` of processor time. For the main thread only."""
 
     def expire(*_: object) -> NoReturn:
         raise _Expired
@@ -38,7 +38,7 @@ def cpu_limit(seconds: float, work: Callable[[], T]) -> T | None:
     before = signal.signal(signal.SIGPROF, expire)
     try:
         try:
-            # Repeated, since a bare `except` in the library may swallow one.
+            # The signal is repeated, since a bare `except` in the library may swallow one.
             signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
             value = work()
         finally:
@@ -109,7 +109,7 @@ class Maths(Builtin):
                 written = f"\\boxed{{{number}}}"
             parsed.extend(self._parse(written))
             golds, answers = [*gold], [*parsed]
-            # The library takes 5% for 5 too, but not 12.5% for 12.5.
+            # The library accepts 5% for 5, but not 12.5% for 12.5.
             if PERCENT.search(truth) and "%" not in written:
                 golds += self._parse(PERCENT.sub("", truth))
             elif "%" not in truth and PERCENT.search(written):
@@ -137,7 +137,7 @@ class ReasoningGym(Builtin):
         seconds: processor time for one answer; an answer that takes longer to verify is wrong.
 
     Raises:
-        ValueError: by `score`, if the row is not one of reasoning-gym's.
+        ValueError: by `score`, if the row is not from reasoning-gym.
     """
 
     where = "pool"

@@ -1,1 +1,1 @@
-"""Teachers: what scores the tokens of a finished episode, before the episode is handed in (docs/teacher.md)."""
+"""Teachers, which score the tokens of a finished episode before its result is sent (docs/teacher.md)."""

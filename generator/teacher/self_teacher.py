@@ -20,17 +20,17 @@ from generator.rewards import Score
 from generator.tools.toolbox import encodable
 
 
-class CannotTell(Exception):
-    """The teacher's prompt of a task cannot be made; another attempt would change nothing."""
+class NoTeacherPrompt(Exception):
+    """The teacher's prompt of a task cannot be made; another attempt would not help."""
 
     failure = Failure.TEACHER_FAILED
 
 
 class SelfTeacher:
-    """Scores episodes of one row whose prompt is followed by `teacher.context`, filled in.
+    """Scores an episode with one row again, with `teacher.context`, filled in, after its prompt.
 
     Args:
-        engine: gives the log-probs; see `Engine.logprobs`.
+        engine: computes the log-probs; see `Engine.logprobs`.
         template: renders the episodes' prompts.
     """
 
@@ -42,21 +42,21 @@ class SelfTeacher:
         self._engine, self._template = engine, template
 
     def check(self, task: Task) -> None:
-        """Raise `CannotTell` if the task's row has no value for a field of the context."""
+        """Raise `NoTeacherPrompt` if the task's row has no value for a field of the context."""
         for _, name in self._pieces:
             if name == "answer" and task.answer is None:
-                raise CannotTell("teacher.context names {answer}, and the row has no answer")
+                raise NoTeacherPrompt("teacher.context names {answer}, and the row has no answer")
             if name not in ("", "answer", "feedback") and task.row.get(name) is None:
                 columns = ", ".join(column for column, value in task.row.items() if value is not None)
-                raise CannotTell(
+                raise NoTeacherPrompt(
                     f"teacher.context names {{{name}}}, and the row has no such column; it has {columns or 'no others'}"
                 )
 
     async def taught(self, task: Task, episode: Episode, score: Score, payload: Payload) -> Payload:
-        """The payload with the log-probs of its tokens given the context as well, under the engine's current weights.
+        """The payload with log-probs of its tokens, given the context too, under the engine's current weights.
 
         Raises:
-            CannotTell: prompt, context and response exceed `model.max_model_len`.
+            NoTeacherPrompt: prompt, context and response exceed `model.max_model_len`.
             EngineDied, EngineFailed: see the classes.
         """
         (row,) = episode.rows
@@ -66,7 +66,7 @@ class SelfTeacher:
         end = int(payload.model_spans[-1, 1])  # what comes after the model's last token is not scored
         token_ids = np.concatenate([prompt_ids, payload.token_ids[len(row.prompt_ids) : end]])
         if len(token_ids) > self._max_model_len:
-            raise CannotTell(
+            raise NoTeacherPrompt(
                 f"prompt, teacher.context and response have {len(token_ids)} tokens, model.max_model_len allows "
                 f"{self._max_model_len}"
             )
@@ -77,7 +77,7 @@ class SelfTeacher:
         else:
             scored = replace(payload, teacher_logprobs=(await self._engine.logprobs(token_ids))[at, None])
         if not np.isfinite(scored.teacher_logprobs).all():
-            raise EngineFailed("the policy's scores of a response, as its own teacher, are not finite")
+            raise EngineFailed("the self-teacher's scores of a response are not finite")
         return scored
 
     def _prompt(self, task: Task, context: str) -> np.ndarray:

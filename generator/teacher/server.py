@@ -21,16 +21,16 @@ from generator.episode.episode import Episode
 from generator.rewards import Score
 from generator.teacher.vocabulary import read_tokenizer
 
-TIMEOUT = 300.0  # seconds of one attempt; a long prompt waits for its turn, and is read as a whole
+TIMEOUT = 300.0  # seconds per attempt; a long prompt may queue, and is processed as a whole
 WAIT = 1800.0  # seconds for a server that is down: vLLM takes minutes to load a large model again
-ENTRY_BYTES = 256  # of one log-prob in an answer, with its token as text
+ENTRY_BYTES = 256  # of one log-prob in an answer, with the text of its token
 NO_SUCH_PATH = (404, 405, 501)
 # Words, digits, code, other scripts and a symbol of four bytes: tokenizers of different families differ on some of it.
 PROBE = "Solve 12 + 345 = ?\n\tdef f(x): return x**2\nÜber 東京, Привет, 🙂 isn't <think>it</think>?"
 
 
 class WrongScores(Exception):
-    """A server answered with something else than the scores that were asked for; asking again would not help."""
+    """A server did not answer with the requested scores; another attempt would not help."""
 
     failure = Failure.TEACHER_FAILED
 
@@ -40,7 +40,7 @@ class TeacherScores(NamedTuple):
 
     Attributes:
         logprobs: of the token (K = 1), or of the teacher's K likeliest at its position, float32 [T, K].
-        ids: of the likeliest ones, int32 [T, K]; [T, 0] where the scores are of the tokens themselves.
+        ids: of the likeliest ones, int32 [T, K]; [T, 0] if the scores are of the tokens themselves.
     """
 
     logprobs: np.ndarray
@@ -51,7 +51,7 @@ class TeacherServer:
     """Asks one server. Made by `TeacherServer.start`.
 
     Args:
-        top_k: how many of the likeliest tokens are requested at each position; 0: the tokens' own log-probs.
+        top_k: how many of the likeliest tokens are requested at each position; if 0, the tokens' own log-probs are.
     """
 
     def __init__(self, api: ModelApi, model: str, top_k: int) -> None:
@@ -65,7 +65,7 @@ class TeacherServer:
             name: the teacher's in `Config.teachers_in_use`.
 
         Raises:
-            UserError: the server cannot be used, or means other tokens.
+            UserError: the server cannot be used, or its ids mean other tokens.
         """
         url, shown = _address(config, name, teacher)
         api = ModelApi(
@@ -89,15 +89,15 @@ class TeacherServer:
         return server
 
     def check(self, task: Task) -> None:
-        """A server can score the answers to every task."""
+        """Do nothing: a server can score the answers to every task."""
 
     async def taught(self, task: Task, episode: Episode, score: Score, payload: Payload) -> Payload:
-        """The payload with the server's scores of its model tokens; without any it stays as it is.
+        """The payload with the server's scores of its model tokens; unchanged if it has no model tokens.
 
         Raises:
             ChatUnavailable: the server was down for `WAIT` seconds, or refused the request.
             WrongScores: it answered with something else.
-            InvalidMessage: the scores are not finite, or no log-probs.
+            InvalidMessage: the scores are not finite, or are not log-probs.
         """
         parts = []
         for row in payload.rows():
@@ -114,7 +114,7 @@ class TeacherServer:
         return scored
 
     async def logprobs(self, token_ids: np.ndarray) -> TeacherScores:
-        """TeacherLog-probs of a row's tokens [T]; those of the first token have no meaning. Raises like `taught`."""
+        """Log-probs of a row's tokens [T]; those of the first token have no meaning. Raises like `taught`."""
         ids, top_k = np.asarray(token_ids).tolist(), self._top_k
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": top_k}
         most = MAX_BYTES + ENTRY_BYTES * len(ids) * (1 + top_k)
@@ -126,7 +126,7 @@ class TeacherServer:
         await self._api.close()
 
     async def _compare(self, config: Config, log: Any) -> None:
-        """Have both tokenizers read the same text; raises `UserError` at the first token that differs."""
+        """Compare both tokenizers on the same text; raises `UserError` for the first token that differs."""
         tokenizer = read_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
         if self._top_k > len(tokenizer):
             raise UserError(f"teacher.top_k = {self._top_k}, and model.path has {len(tokenizer)} tokens; lower it")
@@ -162,7 +162,7 @@ async def start_servers(config: Config, presence: Presence, log: Any) -> dict[st
 
 
 def _address(config: Config, name: str, teacher: TeacherConfig) -> tuple[str, str]:
-    """The address of a teacher's server, and how messages name it."""
+    """The address of a teacher's server, and its name in messages."""
     if teacher.url is not None:
         return teacher.url, f"teacher.url = {without_password(teacher.url)!r}"
     socket = config.teacher_socket(name)
@@ -196,15 +196,15 @@ def _tokens(data: bytes) -> list[int]:
 
 
 def _scores(data: bytes, token_ids: list[int], top_k: int) -> TeacherScores:
-    """The scores in an answer; raises `WrongScores` where one is missing.
+    """The scores in an answer; raises `WrongScores` if one is missing.
 
-    In each place there is a map from ids to log-probs with their ranks: the token's own, and the likeliest.
+    For each position, the answer maps ids to log-probs and ranks: the token's own, and those of the likeliest tokens.
     """
     try:
         places = json.loads(data)["choices"][0]["prompt_logprobs"]
         if len(places) != len(token_ids):
             raise WrongScores(f"the teacher scored {len(places)} of {len(token_ids)} tokens")
-        rows: list[list[tuple[int, float]]] = [[(0, 0.0)] * max(1, top_k)]
+        rows: list[list[tuple[int, float]]] = [[(0, 0.0)] * max(1, top_k)]  # the first token has no scores
         for token_id, place in zip(token_ids[1:], places[1:], strict=True):
             if top_k:
                 ranked = sorted((entry["rank"], int(other), entry["logprob"]) for other, entry in place.items())
@@ -212,7 +212,7 @@ def _scores(data: bytes, token_ids: list[int], top_k: int) -> TeacherScores:
             else:
                 rows.append([(token_id, float(place[str(token_id)]["logprob"]))])
         if any(len(row) != max(1, top_k) for row in rows):
-            raise WrongScores(f"the teacher gave fewer than the {top_k} likeliest tokens of a place")
+            raise WrongScores(f"the teacher gave fewer than the {top_k} likeliest tokens at a position")
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
         raise WrongScores(
             f"no prompt_logprobs, which teachers need (vLLM's own server has them): {excerpt(data)}"

@@ -8,10 +8,10 @@ from common.errors import UserError
 
 
 def check_vocabulary(policy_path: str, teacher_path: str, trust_remote_code: bool) -> None:
-    """Compare the tokenizers of two models, id by id; what the teacher has beyond the policy's last id is fine.
+    """Compare the tokenizers of two models, id by id; ids that only the teacher has are ignored.
 
     Raises:
-        UserError: a tokenizer cannot be read, or one of the policy's ids is another token for the teacher.
+        UserError: a tokenizer cannot be read, or one of the policy's ids is another token, or none, for the teacher.
     """
     paths = {"model.path": policy_path, "teacher.model": teacher_path}
     tokenizers = (read_tokenizer(path, key, trust_remote_code) for key, path in paths.items())
@@ -27,7 +27,7 @@ def check_vocabulary(policy_path: str, teacher_path: str, trust_remote_code: boo
 
 
 def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> Any:
-    """A model's tokenizer; raises `UserError`, which names the model by the `key` of its setting."""
+    """A model's tokenizer; raises `UserError`, in which `key` is the name of the model's setting."""
     from transformers import AutoTokenizer
 
     try:

@@ -8,7 +8,7 @@ from common.messages import Failure
 
 
 class ToolError(Exception):
-    """The call was wrong or has no result: the text goes to the model, and the episode goes on."""
+    """The call was wrong or has no result: the model gets the text, and the episode continues."""
 
 
 class ToolUnavailable(Exception):
@@ -18,7 +18,7 @@ class ToolUnavailable(Exception):
 
 
 class Session(Protocol):
-    """A tool during one episode, whose `call` runs. A tool without state is its own session."""
+    """A tool during one episode. A tool without state is its own session."""
 
     async def call(self, **arguments: Any) -> str:
         """The result as text; `arguments` fit the tool's schema.
@@ -32,11 +32,11 @@ class Session(Protocol):
 class Tool(Protocol):
     """One object serves all episodes of a generator at once.
 
-    A tool with state of its own for each episode has `async def open(self, task: Task) -> Session` instead of
+    A tool with separate state for each episode has `async def open(self, task: Task) -> Session` instead of
     `call`, and its sessions may have `async def close(self) -> None`, which runs however the episode ends.
 
     A tool may have `timeout`, in seconds: a call that takes longer is cut, and the model is told so. A call
-    that takes longer than `episode.tool_timeout` counts as failed machinery; the reason names the tool's `waits_for`,
+    that takes longer than `episode.tool_timeout` is an infrastructure failure; the reason names the tool's `waits_for`,
     a text, if it has one.
 
     Attributes:

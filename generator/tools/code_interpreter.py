@@ -1,4 +1,4 @@
-"""Runs the model's programs in a sandbox, as it wrote them."""
+"""Runs the model's programs in a sandbox, unchanged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CodeInterpreter:
         )
 
     def shown(self, response: RunCodeResponse) -> str:
-        """A program's output, and how it ended unless it ended well."""
+        """A program's output, and how it failed if it failed."""
         compiled = response.compile_result
         if response.run_result is None:
             return _output(compiled, "error: it does not compile") if compiled else response.message
@@ -85,7 +85,7 @@ class Notebook:
     def __init__(self, interpreter: CodeInterpreter) -> None:
         self._interpreter = interpreter
         self._cells: list[str] = []
-        # Calls of one turn run in their order: each may need the variables of the one before.
+        # Calls of one turn run in order: each may need the variables of the one before.
         self._turn = asyncio.Lock()
 
     async def call(self, code: str) -> str:

@@ -3,10 +3,10 @@
 The line between the model's fault and ours, which every reward depends on:
 
 - A call that cannot be read, names no tool or does not fit the tool's schema, an exception in the tool, and a call
-  that takes longer than the tool's own `timeout`: the model is told in a short text, and the episode goes on.
+  that takes longer than the tool's own `timeout`: the model gets a short error text, and the episode continues.
 - `ToolUnavailable`, `SandboxUnavailable`, a session that cannot be opened, and a call that has not ended after
-  `episode.tool_timeout`: the machinery failed. The exception leaves the episode, whose task is tried again and then
-  skipped. It is never scored.
+  `episode.tool_timeout`: the infrastructure failed. The exception ends the episode, which is never scored; its task is
+  tried again and then skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from generator.tools.code_interpreter import CodeInterpreter
 from sandbox_client import SandboxUnavailable
 
 BUILTIN: dict[str, Any] = {"calculator": Calculator, "code_interpreter": CodeInterpreter}
-ENTRY_POINTS = "spo.tools"  # group of entry points by which installed packages announce theirs
+ENTRY_POINTS = "spo.tools"  # group of entry points for tools of installed packages
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -108,7 +108,7 @@ class Toolbox:
         return ToolCall(call.name, error=f"error: wrong arguments: {where[:60]}{problem.message[:150]}")
 
     async def result(self, call: ToolCall, session: Any) -> ToolResult:
-        """Run one checked call; raises failures of the machinery alone, as this module defines them."""
+        """Run one checked call; raises only failures of the infrastructure, as this module defines them."""
         tool = self.tools[call.name]
         own = getattr(tool, "timeout", None)
         try:
@@ -167,7 +167,7 @@ class EpisodeTools:
         """Run the checked calls of one turn concurrently; results in call order.
 
         Raises:
-            ToolUnavailable, SandboxUnavailable, Exception: the machinery failed; the other calls are cancelled.
+            ToolUnavailable, SandboxUnavailable, Exception: the infrastructure failed; the other calls are cancelled.
         """
         for call in calls:
             if not call.error and call.name not in self._open:
@@ -213,7 +213,7 @@ def _check(entry: str, tool: Any, tool_timeout: float) -> None:
     main = getattr(tool, "open", None) or getattr(tool, "call", None)
     if not inspect.iscoroutinefunction(main):
         raise UserError(f"{field} needs `async def call(self, **arguments)`, or `async def open(self, task)`")
-    # A program that takes long is the model's doing and ends as the sandbox says.
+    # A tool that runs programs has its limit in `run_timeout`, at which the sandbox ends a program.
     own = getattr(tool, "run_timeout", getattr(tool, "timeout", None))
     if own is not None and own >= tool_timeout:
         raise UserError(
@@ -225,7 +225,7 @@ def _check(entry: str, tool: Any, tool_timeout: float) -> None:
 def make_validator(schema: dict[str, Any]) -> Validator:
     """A validator that takes time linear in the arguments, as far as the schema's patterns do."""
     kind = validator_for(schema, default=Draft202012Validator)
-    # The library's own check compares every pair of objects: minutes for what a model writes in one call.
+    # The library's own check compares every pair of objects, which takes minutes for a list that fits in one call.
     made: Validator = extend(kind, {"uniqueItems": _unique})(schema)
     return made
 
@@ -243,7 +243,7 @@ def _unique(validator: Validator, unique: bool, items: Any, schema: Any) -> Iter
 
 
 def _key(value: Any) -> Hashable:
-    """A key that equal values in JSON schema share: 1 is 1.0, and true is not a number."""
+    """A key that is the same for values which JSON Schema considers equal: 1 and 1.0, but not 1 and true."""
     if isinstance(value, dict):
         return frozenset((name, _key(item)) for name, item in value.items())
     if isinstance(value, list):
@@ -267,7 +267,7 @@ def truncated(text: str, limit: int, keep: Literal["left", "middle", "right"]) -
 
 
 def encodable(text: str) -> str:
-    """The text with `?` for half surrogate pairs, which tokenizers and messages cannot encode."""
+    """The text with `?` for unpaired surrogates, which tokenizers and messages cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -1,4 +1,4 @@
-"""The interface of a simulated user, and one episode's conversation with it, which ends whatever happens."""
+"""The interface of a simulated user, and one episode's conversation with it, which is always finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.messages import Failure
 from generator.chat.template import Message
 from generator.concurrency import TimedOut, close_all, with_timeout
 
-MAX_TEXT = 16_384
+MAX_TEXT = 16_384  # characters
 
 
 class UserTurn(NamedTuple):
@@ -34,17 +34,17 @@ class UserTurn(NamedTuple):
 class UserSimulator(Protocol):
     """One object serves all episodes of a generator at once, and keeps the state of each by `episode_id`.
 
-    An exception from `start` or `respond` means that the machinery failed: the task is tried again, then skipped.
+    An exception from `start` or `respond` is an infrastructure failure: the task is tried again, then skipped.
 
     A simulator may have `rewards = False`: its turns never have a reward. The last answer before a limit is then not
     passed to it.
     """
 
     async def start(self, episode_id: str, **kwargs: Any) -> None:
-        """An episode begins.
+        """Begin an episode.
 
         kwargs: `row` (the data row's other columns), `answer` (the reference answer) and `messages` (the chat
-        messages of the prompt); more may come, so take `**_` too.
+        messages of the prompt); others may be added, so accept `**_` too.
         """
         ...
 
@@ -57,7 +57,7 @@ class UserSimulator(Protocol):
         ...
 
     async def finish(self, episode_id: str) -> None:
-        """Forget the episode, which has ended in whatever way; called once per episode, even if `start` failed."""
+        """Forget an episode, however it ended; called once per episode, even if `start` failed."""
         ...
 
 
@@ -113,7 +113,7 @@ class Conversation:
     timeout: float
 
     async def respond(self, messages: list[Message]) -> UserTurn:
-        """The user's answer to the assistant's newest turn; raises `TimeoutError`, `BadUserTurn` or its own."""
+        """The user's answer to the assistant's newest turn; raises `TimeoutError`, `BadUserTurn` or the user's own."""
         return checked(await _in_time(self.user.respond(self.episode_id, messages), self.timeout, "respond"))
 
 
@@ -123,8 +123,8 @@ async def conversation(
 ) -> AsyncIterator[Conversation]:
     """Start a conversation; `kwargs` (row, answer, messages) go to the simulator's `start`.
 
-    On the way out `finish` runs to its end (or for `CLOSE_SECONDS`) before anything else goes on: after success,
-    error, timeout or cancellation, also of `start` itself. What `finish` raises is logged and changes no result.
+    On exit, `finish` runs to its end (or for `CLOSE_SECONDS`): after success, an error, a timeout or a cancellation,
+    also of `start` itself. What `finish` raises is logged and changes no result.
     """
     try:
         await _in_time(user.start(episode_id, **kwargs), timeout, "start")

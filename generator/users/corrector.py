@@ -22,10 +22,10 @@ class Corrector:
     """Ends the conversation at a right answer; corrects a wrong one at most `turns` times.
 
     Args:
-        checker: tells how right an answer is.
-        turns: most corrections of an episode.
+        checker: scores the answers.
+        turns: maximum number of corrections in an episode.
         right_from: score from which an answer is right.
-        message: reply to a wrong answer; {finding} is the checker's, with a blank before it if there is one.
+        message: reply to a wrong answer; {finding} is the checker's, with a space before it if there is one.
         discount: what a right answer is worth after each correction, as a factor: after n corrections the turn's
             reward is score * (discount^n - 1), which lowers the final score for lateness.
         penalty: what each wrong answer costs: the turn's reward is -penalty.
@@ -65,7 +65,7 @@ class Corrector:
         if score >= self._right_from:
             return UserTurn(True, reward=score * (self._discount**pupil.corrections - 1), metadata=metadata)
         if pupil.corrections == self._turns:
-            return UserTurn(True, reward=0.0 - self._penalty, metadata=metadata)
+            return UserTurn(True, reward=0.0 - self._penalty, metadata=metadata)  # never -0.0
         pupil.corrections += 1
         text = self._message.format(finding=finding and f" {finding}")
         return UserTurn(False, text, 0.0 - self._penalty, metadata)

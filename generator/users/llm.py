@@ -32,9 +32,9 @@ class LlmUser:
         goal_column: column of the data row that says what the user wants.
         system: the player's system prompt; {persona}, {goal} and {stop_word} are filled in.
         stop_word: the player writes it to end the conversation.
-        max_turns: messages of the user after the prompt, at most.
+        max_turns: maximum number of the user's messages after the prompt.
         temperature, max_tokens: of the player's sampling.
-        parameters: anything else to send along, for example {chat_template_kwargs: {enable_thinking: false}}.
+        parameters: further parameters of the request, for example {chat_template_kwargs: {enable_thinking: false}}.
     """
 
     rewards = False
@@ -94,7 +94,7 @@ class LlmUser:
 def other_side(system: str, messages: list[Message]) -> list[Message]:
     """The conversation with the roles swapped: for the player, the assistant is the user.
 
-    Tool calls and their results stay between the assistant and the tools. Roles alternate, as many templates demand.
+    Tool calls and their results stay between the assistant and the tools. Roles alternate, as many templates require.
     """
     seen: list[Message] = [{"role": "user", "content": "(The conversation begins. Your first message, please.)"}]
     for position, message in enumerate(messages):

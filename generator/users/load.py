@@ -16,7 +16,7 @@ from generator.users.llm import LlmUser
 from generator.users.scripted import Scripted
 
 BUILTIN: dict[str, Any] = {"corrector": Corrector, "scripted": Scripted, "llm": LlmUser}
-ENTRY_POINTS = "spo.users"  # group of entry points by which installed packages announce theirs
+ENTRY_POINTS = "spo.users"  # group of entry points for users of installed packages
 METHODS = ("start", "respond", "finish")
 
 
@@ -30,7 +30,7 @@ def load_user(config: Config, make_scorer: Callable[[Config], Scorer]) -> UserSi
         make_scorer: returns a scorer for a configuration; its owner closes it.
 
     Raises:
-        UserError: no such class, or options it does not take.
+        UserError: there is no such class, or it does not take the options.
     """
     name, options = config.episode.user, dict(config.episode.user_options)
     if name is None:

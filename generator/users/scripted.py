@@ -78,6 +78,6 @@ def read_dialogue(row: dict[str, Any], column: str) -> list[DialogueLine]:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"column {column!r}, line {position}: the text is missing")
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-            raise ValueError(f"column {column!r}, line {position}: reward = {reward!r} is no number")
+            raise ValueError(f"column {column!r}, line {position}: reward = {reward!r} is not a number")
         lines.append(DialogueLine(text, item.get("check"), 1 / max(1, checked) if reward is None else float(reward)))
     return lines

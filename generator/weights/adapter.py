@@ -14,27 +14,27 @@ from common.weights.memory import MemoryFile
 from common.weights.wire import Manifest
 from generator.weights.shared_weights import SharedWeights, tensors
 
-A, B = ".lora_A.weight", ".lora_B.weight"  # ends of the names of an adapter's tensors
+A, B = ".lora_A.weight", ".lora_B.weight"  # suffixes of the names of an adapter's tensors
 
 
 def check_adapter(manifest: Manifest, lora: LoraConfig) -> None:
-    """Raise `UserError` unless a snapshot is an adapter of the rank that the engine was started for."""
+    """Raise `UserError` unless a snapshot is an adapter with the rank that the engine was started for."""
     for name, shape in zip(manifest.names, manifest.shapes, strict=True):
         if len(shape) != 2 or not name.endswith((A, B)):
             raise UserError(
-                f"version {manifest.version} of the weights has {name}, which is not part of an adapter, and this "
+                f"version {manifest.version} of the weights has {name}, which is not part of an adapter, but this "
                 "generator expects one (learner.lora): start all processes of a run with one configuration"
             )
         rank = shape[0] if name.endswith(A) else shape[1]
         if rank != lora.rank:
             raise UserError(
-                f"version {manifest.version} of the weights is an adapter of rank {rank}, and this generator was "
+                f"version {manifest.version} of the weights is an adapter of rank {rank}, but this generator was "
                 f"started with learner.lora.rank = {lora.rank}: start all processes of a run with one configuration"
             )
 
 
 class AdapterFolder:
-    """An adapter as a folder that vLLM reads; its tensors lie in memory and are freed however this process ends.
+    """An adapter as a folder that vLLM reads; its tensors are in memory that is freed however this process ends.
 
     Attributes:
         version: weight version.

@@ -1,10 +1,10 @@
 """Loads weights straight into the tensors that vLLM's kernels read: one copy, and no other memory.
 
-vLLM's layerwise reloading makes every layer again, loads it, processes it as after the first load, and copies the
+vLLM's layerwise reloading creates every layer anew, loads it, processes it as after the first load, and copies the
 result over the old one. If processing leaves weights as the checkpoint has them, as for an unquantised model on a GPU,
-the model's own `load_weights` can overwrite them instead. On a CPU linear layers and experts keep only a packed copy:
-they get memory to load into, and are packed again. vLLM's reloading would leave experts unpacked there: it packs them
-with the first weights only.
+the model's own `load_weights` can overwrite them instead. On a CPU, linear layers and experts keep only a packed copy:
+they are given memory to load into, and then packed again. There vLLM's reloading would leave experts unpacked, since it
+packs them only after the first load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-# Kernels of experts whose log-probs after updates are the learner's (tests/e2e/test_mixtures.py).
+# Kernels of experts that are tested to compute the learner's log-probs after updates (tests/e2e/test_mixtures.py).
 PROVEN = (UnquantizedMoeBackend.CPU,)
 
 
@@ -37,7 +37,7 @@ class DirectLoad:
 
     @classmethod
     def of(cls, model: nn.Module, model_config: Any) -> Self | None:
-        """None if vLLM has changed the model's weights in a way that only layerwise reloading can repeat."""
+        """Plan a load; None if vLLM has changed the weights in a way that only layerwise reloading can repeat."""
         if model_config.quantization is not None or model_config.use_mla:
             return None
         packed: list[nn.Module] = []
@@ -70,11 +70,11 @@ class DirectLoad:
                     layer.register_parameter(name, fresh)
 
     def finish(self) -> None:
-        """Do what vLLM does after loading: pack weights, which frees that memory, and process attention's scales."""
+        """Do what vLLM does after loading: pack weights, free the memory of `prepare`, process attention's scales."""
         for layer in self._packed:
             method: Any = layer.quant_method
             if _has_experts(layer):
-                method.moe_kernel = None  # with one, only what vLLM does at an update is done
+                method.moe_kernel = None  # otherwise vLLM would do only what it does at an update
             method.process_weights_after_loading(layer)
         for layer in self._attention:
             process: Any = layer.process_weights_after_loading
@@ -82,17 +82,17 @@ class DirectLoad:
 
 
 def check_experts(model: nn.Module, has_adapters: bool = False) -> None:
-    """Refuse a mixture of experts whose kernels have not been seen to take new weights.
+    """Refuse a mixture of experts whose kernels are not tested to take new weights.
 
-    vLLM changes experts after it first loads them, in another way for each of its backends, and what it leaves out at
-    an update shows in nothing but log-probs.
+    vLLM transforms experts after it first loads them, differently for each of its backends. If it leaves out a part of
+    this at an update, only log-probs show it.
 
     Args:
-        has_adapters: vLLM computes adapters beside the weights, so that experts never get others; its kernels are
-            Triton's then, also on a CPU, which has none.
+        has_adapters: whether vLLM computes adapters beside the weights. If so, experts never get new weights, but vLLM
+            uses Triton's kernels, which a CPU lacks.
 
     Raises:
-        ValueError: names the backend, or how an adapter can be used.
+        ValueError: the kernels are untested, or adapters need Triton.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -101,7 +101,7 @@ def check_experts(model: nn.Module, has_adapters: bool = False) -> None:
         if has_adapters:
             if current_platform.is_cpu():
                 raise ValueError(
-                    "with adapters vLLM computes a mixture of experts by Triton's kernels, which a CPU lacks; set "
+                    "with adapters vLLM computes a mixture of experts with Triton's kernels, which a CPU lacks; set "
                     "learner.lora.serve=merged"
                 )
             continue
@@ -109,8 +109,8 @@ def check_experts(model: nn.Module, has_adapters: bool = False) -> None:
         if type(method) is not UnquantizedFusedMoEMethod or backend not in PROVEN:
             name = type(method).__name__ if backend is None else backend.value
             raise ValueError(
-                f"it is a mixture of experts, which vLLM computes by {name} here, and no test has shown that new "
-                f"weights reach it (shown: {', '.join(proven.value for proven in PROVEN)})"
+                f"it is a mixture of experts, which vLLM computes with {name} here, and no test has shown that new "
+                f"weights reach it (tested: {', '.join(proven.value for proven in PROVEN)})"
             )
 
 

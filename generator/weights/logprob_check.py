@@ -17,7 +17,7 @@ BFLOAT16_TOLERANCE = 0.25
 
 
 class LogprobCheck:
-    """Compares log-probs of a fixed prompt after the first update, and after the first to a trained version."""
+    """Compares log-probs of a fixed prompt after the first update, and after the first update to a trained version."""
 
     def __init__(self, engine: Engine, config: Config, log: Any) -> None:
         self._engine, self._log = engine, log
@@ -53,4 +53,4 @@ class LogprobCheck:
                 "quantises it; compare the two on one prompt, or raise the tolerance if the difference is intended"
             )
         self._agreed = True
-        self._log.info("log-probs are the learner's", version=manifest.version, difference=difference)
+        self._log.info("log-probs agree with the learner's", version=manifest.version, difference=difference)

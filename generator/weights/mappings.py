@@ -28,8 +28,8 @@ class Mappings:
         self._kept: OrderedDict[tuple[int, int], tuple[torch.Tensor, bool]] = OrderedDict()
 
     def open(self, path: str) -> torch.Tensor:
-        """Return a file's bytes, uint8 [size]; raises OSError if there is none. A path may name another file later."""
-        status = os.stat(path)
+        """Return a file's bytes, uint8 [size]; raises OSError if there is none. Paths may be reused."""
+        status = os.stat(path)  # a path may name another file than before
         file = status.st_dev, status.st_ino
         if file not in self._kept:
             while len(self._kept) >= KEPT:
@@ -43,7 +43,7 @@ class Mappings:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Forget a mapping, which ends with the last tensor that shows it."""
+        """Forget a mapping, which ends with the last tensor that uses it."""
         data, is_registered = self._kept.popitem(last=False)[1]
         if is_registered:
             torch.cuda.cudart().cudaHostUnregister(data.data_ptr())
@@ -60,7 +60,7 @@ def _mapped(path: str) -> tuple[torch.Tensor, bool]:
     finally:
         os.close(file)
     with warnings.catch_warnings():
-        # The memory is read-only, and nothing writes to it.
+        # torch warns if the memory is read-only; nothing writes to it.
         warnings.simplefilter("ignore", UserWarning)
         data = torch.frombuffer(mapping, dtype=torch.uint8)
     if not torch.cuda.is_available():

@@ -50,7 +50,7 @@ class SharedWeights(AbstractContextManager[Any]):
         self.close()
 
     def close(self) -> None:
-        """Give the file back, once all have loaded the weights or nothing wants them; may be called again."""
+        """Give the file back, once all workers have loaded the weights or none will; may be called again."""
         if self._file is not None:
             file, self._file = self._file, None
             self._give_back(file)

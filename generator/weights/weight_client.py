@@ -25,7 +25,7 @@ class WeightClient:
             regularly while waiting; when it returns another address, the client connects there.
         config: the run's `learner.weights`.
         relays: returns the nearby relays; called as often.
-        timeout: seconds of silence in a transfer after which its server is given up.
+        timeout: seconds of silence in a transfer after which the client gives up on its server.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WeightClient:
                 base = file
             else:
                 self._forget_last()
-        if base is not None and self._pool.users(base) == 1:
+        if base is not None and self._pool.users(base) == 1:  # only `_last` uses it: the engine has loaded it
             self._last = None
             self._arriving = base
         else:
@@ -151,7 +151,7 @@ class WeightClient:
                 self._notify()
 
     def _give_out(self, weights: SharedWeights) -> None:
-        """Have `next` return the weights; those that were not taken are replaced."""
+        """Have `next` return the weights instead of older ones that it has not returned yet."""
         with self._lock:
             if self._weights is not None:
                 self._weights.close()

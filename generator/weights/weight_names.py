@@ -1,4 +1,4 @@
-"""Checks that an update has all weights of a model, by the names of the checkpoint, whatever vLLM has made of them.
+"""Checks that an update has all weights of a model, by their names in the checkpoint.
 
 vLLM packs several weights of a checkpoint into one (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), quantises some, and
 gives quantised layers scales that no checkpoint has. So a layer's needs are read from what vLLM recorded before its
@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from generator.weights.direct_load import PLAIN
 
-# What quantised layers get from an unquantised checkpoint; they compute the rest.
+# What quantised layers load from an unquantised checkpoint; they compute the rest.
 UNQUANTISED = ("weight", "bias")
 
 
@@ -64,7 +64,7 @@ def expected_names(model: nn.Module, model_config: Any) -> set[str]:
 def is_tied(head: nn.Module, model: nn.Module, model_config: Any) -> bool:
     """True if an output layer's weight is the embedding's; updates then have it once.
 
-    The configuration says so; or it did, until vLLM found an output layer in the files that equals the embedding.
+    The configuration says so, unless vLLM has reset it, as it does if the files hold an output layer too.
     """
     if model_config.hf_text_config.tie_word_embeddings:
         return True

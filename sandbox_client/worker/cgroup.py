@@ -44,14 +44,14 @@ class MemoryGroup:
         return MemoryGroup(os.open(limit, os.O_WRONLY), os.open(events, os.O_RDONLY), own)
 
     def begin(self, memory: int) -> None:
-        """Set the limit of a program in bytes; the worker's own are added."""
+        """Set the limit of a program in bytes; the worker's own share is added."""
         if memory != self.limit:  # setting it takes the kernel milliseconds
             os.pwrite(self.limit_fd, str(memory + self.own).encode(), 0)
             self.limit = memory
         self.before = self._kills()
 
     def killed(self) -> bool:
-        """Whether the kernel has killed a process of this program for want of memory."""
+        """Whether the kernel has killed a process of this program to free memory."""
         return self._kills() > self.before
 
     def _kills(self) -> int:

@@ -9,8 +9,8 @@ from sandbox_client.worker.protocol import ProgramLimits, WorkerSettings
 from sandbox_client.worker.request import FILE_NAMES, Program
 
 WORK = "/tmp/run"
-ENDPOINT = "/run/endpoint"  # the host's socket, inside
-PORT = 8000  # where programs find it
+ENDPOINT = "/run/endpoint"  # the host's socket, inside the sandbox
+PORT = 8000  # where programs find the endpoint
 SHARED_MB = 16  # /dev/shm, for multiprocessing's semaphores and shared arrays
 USER = 1000  # inside the sandbox
 
@@ -51,8 +51,8 @@ sys.exit(code if code >= 0 else 128 - code)
 """
 
 
-# Programs know TCP, so this passes their connections on to the host's Unix socket. It is ready when the program begins,
-# has nothing of the program's open, and dies with the sandbox.
+# Programs use TCP, so this forwards their connections to the host's Unix socket. It is ready before the program begins,
+# has none of the program's streams open, and dies with the sandbox.
 FORWARD = """
 import os, signal, socket, sys
 listener = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
@@ -94,7 +94,7 @@ def environment(settings: WorkerSettings, folder: str) -> dict[str, str]:
         "USER": "sandbox",
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",  # a thread per core is soon more threads than a program may have
+        "OMP_NUM_THREADS": "1",  # with a thread per core, a program may exceed its limit of threads
         "OPENBLAS_NUM_THREADS": "1",
     }
 
@@ -119,7 +119,7 @@ def mounts(settings: WorkerSettings) -> list[str]:
     for path in HIDDEN:
         if os.path.exists(path):
             arguments += ["--ro-bind", "/dev/null", path]
-    # Through a /proc that can be written to, a program changes its oom_score_adj, and the memory of the first process,
+    # In a writable /proc, a program could change its oom_score_adj, and the memory of the first process,
     # which reports the exit code. /dev/full reads like /dev/zero, which could be mapped as memory that nothing counts.
     arguments += ["--remount-ro", "/proc", "--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"]
     arguments += ["--remount-ro", "/dev"]
@@ -140,9 +140,9 @@ def packed(arguments: list[str]) -> bytes:
 
 
 def with_streams(command: list[str]) -> list[str]:
-    """Wrap a command so that its standard streams are its file descriptors 3, 4 and 5, once a line comes from 6.
+    """Wrap a command so that its file descriptors 3, 4 and 5 become its standard streams once it reads a line from 6.
 
-    At the end of 6 it does not run: its worker died before it limited the program.
+    If 6 is closed instead, the command does not run: its worker died before it limited the program.
 
     Bubblewrap does not get them: its first process stays in the sandbox, and a program could read through its open
     files what another program writes.

@@ -52,8 +52,9 @@ def apply(pid: int, limits: ProgramLimits, program: Program) -> None:
 
 
 def memory_used(pid: int, limit: int, disks: dict[str, int]) -> int:
-    """Bytes of a process, its descendants, their tmpfs and sockets; shared pages count once if the sum is above the
-    limit.
+    """Bytes that a process, its descendants, their tmpfs and sockets use.
+
+    If the sum is above the limit, pages that processes share count only once.
 
     Args:
         disks: size of each tmpfs by its path, as the first child of the process sees it; empty for a bare program.
@@ -88,7 +89,7 @@ def _lines(path: str, *names: bytes) -> int:
 
 
 def unix_sockets(pid: int) -> int:
-    """Unix sockets in the network namespace of a process, closed ones whose messages are unread among them."""
+    """Number of Unix sockets in a process's network namespace, including closed ones with unread messages."""
     try:
         with open(f"/proc/{pid}/net/protocols", "rb") as file:
             return sum(int(line.split()[2]) for line in file if line.startswith(b"UNIX"))

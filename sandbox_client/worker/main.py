@@ -1,7 +1,7 @@
 """A worker process, started by `LocalSandbox`, with messages on stdin and stdout (`protocol.py`).
 
 The first message holds the settings; the answer is empty or an `error`. Each further message with one blob is a
-request as JSON, answered by its result; a message without one tells the program under way to stop. At the end of
+request as JSON, answered by its result; a message without one tells the running program to stop. At the end of
 stdin the worker ends, together with what it runs.
 
 The process that `LocalSandbox` starts is the worker's keeper. Bubblewrap dies with the worker, but not while it starts:
@@ -33,7 +33,7 @@ WORKER_MB = 32  # this process, beside four copies of a request's files
 
 
 def main() -> None:
-    """Start the worker, and leave nothing that it started; called with the parent's process id as the last argument."""
+    """Start the worker, and end all that it started; the last argument is the parent's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the parent decides
     keep(int(sys.argv[-1]), (IN, OUT), signal.SIGTERM)
     work()

@@ -42,7 +42,7 @@ class WorkerSettings:
         needed: host folders that must be reachable for the user that programs run as.
         group: the control group to make and enter; None if there can be none.
         uid: the user to become; None to keep the current one.
-        endpoint: a Unix socket of the host that programs reach by TCP; None: they reach nothing.
+        endpoint: a Unix socket of the host that programs reach by TCP; if None, they reach nothing.
     """
 
     bwrap: str | None

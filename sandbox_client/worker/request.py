@@ -67,7 +67,7 @@ def check(values: dict[str, Any], limits: ProgramLimits, folder: str) -> Program
         stdin=(values["stdin"] or "").encode(),
         files=files,
         fetch={inside(path, folder): path for path in values["fetch_files"]},
-        seconds=min(values["run_timeout"] or limits.seconds, limits.seconds),  # JSON has null for infinity
+        seconds=min(values["run_timeout"] or limits.seconds, limits.seconds),  # pydantic writes infinity as null
         memory=min(values["memory_limit_MB"], limits.memory_mb) << 20,
     )
 
@@ -76,7 +76,7 @@ def inside(path: str, folder: str) -> str:
     """The path relative to the work folder, without detours.
 
     Raises:
-        CannotRun: it leads out of the folder, or is no path.
+        CannotRun: it leads out of the folder, or is not a path.
     """
     shown = repr(path[:100])
     if path.startswith("/"):

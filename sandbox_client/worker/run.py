@@ -45,7 +45,7 @@ class ProgramRunner:
     """Runs one program after another.
 
     Args:
-        control: a file descriptor that becomes readable when the program under way must stop.
+        control: a file descriptor that becomes readable when the running program must stop.
     """
 
     def __init__(self, settings: WorkerSettings, group: MemoryGroup | None, control: int) -> None:
@@ -84,7 +84,7 @@ class ProgramRunner:
 
     @contextlib.contextmanager
     def _preferred_victim(self) -> Iterator[None]:
-        """Have processes that are started in the block killed before all others when memory runs out."""
+        """Have processes that are started in the block killed before all others if memory runs out."""
         os.write(self._oom_score, b"1000")
         try:
             yield
@@ -115,7 +115,7 @@ class ProgramRunner:
             while open_pipes or not ended:
                 now = time.monotonic()
                 if now >= deadline and ended:
-                    break
+                    break  # a pipe has not closed although all processes are dead
                 if now >= deadline:
                     result.timed_out = True
                     result.message = f"the program did not end within {program.seconds:g} s"
@@ -125,7 +125,7 @@ class ProgramRunner:
                         result.message = _over_memory(program)
                 if result.message and deadline != NEVER and not ended:
                     os.kill(started.pid, signal.SIGKILL)
-                    deadline = look = NEVER
+                    deadline = look = NEVER  # its end is awaited without a limit
                 wake = min(deadline, look)
                 for key, _ in selector.select(None if wake == NEVER else max(0.0, wake - now)):
                     if isinstance(key.data, Output):
@@ -150,7 +150,7 @@ class ProgramRunner:
         return status
 
     def _open_gate(self, started: StartedProgram, first: int | None, program: Program) -> None:
-        """Limit the first process, once it is known, and let it go on."""
+        """Limit the first process, once it is known, and let it continue."""
         if first is not None:
             with contextlib.suppress(ProcessLookupError):
                 limits.apply(first, self._limits, program)
@@ -173,7 +173,7 @@ class ProgramRunner:
         elif code is not None and code < 0:
             code = 128 - code
         if code is None and result.message:
-            code = 128 + signal.SIGKILL
+            code = 128 + signal.SIGKILL  # it was killed before bubblewrap could report a code
         if code is None:
             error = started.bwrap_err.text().decode()[:500].strip()
             result.failure = error or f"bubblewrap ended with wait status {status}"

@@ -1,14 +1,14 @@
 """Forbids the system calls that namespaces do not cover, by a seccomp filter (classic BPF, seccomp(2)).
 
 A network namespace does not cover AF_VSOCK, through which a guest talks to its hypervisor; no namespace covers kernel
-keyrings, the kernel's log, or the notices of a process that opens a file that host and program share (inotify, dnotify,
-leases); io_uring opens sockets past a filter; pidfd_getfd takes the descriptor by which bubblewrap's first process
-reports the exit code.
+keyrings, the kernel's log, or notifications about files that host and program share (inotify, dnotify, leases);
+io_uring opens sockets past a filter; pidfd_getfd takes the descriptor by which bubblewrap's first process reports the
+exit code.
 
 A program that may reach an endpoint also gets TCP over IPv4, and no other sockets: its network namespace has the
 loopback interface alone. It then needs a control group that counts TCP's buffers (`cgroup.MemoryGroup.join`).
 
-Memory that neither RLIMIT_AS nor a process's resident size counts is not to be had: System V segments, memory files,
+Memory that neither RLIMIT_AS nor a process's resident size counts cannot be obtained: System V segments, memory files,
 shared mappings without a file (`command.mounts` closes /dev/zero), pages given to a pipe, larger buffers of sockets and
 pipes, and the buffers of TCP, which control groups of version 1 do not count either.
 """
@@ -55,7 +55,7 @@ REFUSED = {
     "quotactl": (179, 60),
     "pidfd_getfd": (438, 438),
 }
-# Refused as if this kernel lacked them, so that programs take another way.
+# Refused as if this kernel lacked them, so that programs fall back on others.
 MISSING = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
@@ -71,7 +71,7 @@ MISSING = {
     "fanotify_init": (300, 262),
 }
 SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}
-UNIX, INET = 1, 2  # families of sockets; only the first is allowed everywhere
+UNIX, INET = 1, 2  # families of sockets; only the first is allowed in every sandbox
 STREAM, KIND, TCP = 1, 0xF, 6  # a socket's type, without its flags; 6 is also what the protocol 0 means then
 MMAP = (9, 222)
 SHARED_WITHOUT_FILE = 0x21  # MAP_SHARED, MAP_ANONYMOUS: both in the flags, the fourth argument

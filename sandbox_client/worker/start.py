@@ -15,7 +15,8 @@ FIRST = 200  # the child's file descriptors beside the standard streams start he
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 GATE = 6  # 3, 4 and 5 are the program's standard streams (`command.with_streams`)
 STATUS = 1 << 16
-USUAL = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)  # this process ignores some; a child would too
+# Reset in the child, which would inherit that this process ignores some.
+USUAL = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class Output:
@@ -155,9 +156,7 @@ class Starter:
         self._filter = memory_file(seccomp.program(tcp=settings.endpoint is not None) or b"")
 
     def start(self, program: Program, folder: str) -> StartedProgram:
-        """Start a program; its standard streams are pipes whose other ends only this process holds.
-
-        The program waits at the gate.
+        """Start a program, which waits at the gate; only this process holds the other ends of its standard streams.
 
         Raises:
             OSError: it could not be started.

@@ -126,7 +126,7 @@ def test_kernels_of_experts_without_proof_are_refused(monkeypatch: pytest.Monkey
         if backend in direct_load.PROVEN:
             direct_load.check_experts(layer)
         else:
-            with pytest.raises(ValueError, match=f"vLLM computes by {backend.value} here"):
+            with pytest.raises(ValueError, match=f"vLLM computes with {backend.value} here"):
                 direct_load.check_experts(layer)
     monkeypatch.setattr(direct_load.current_platform, "is_cpu", lambda: False)
     direct_load.check_experts(layer, has_adapters=True)

@@ -241,4 +241,4 @@ def test_a_run_replays_every_token_of_two_turns_and_goes_on_after_its_learner_is
         assert 0 <= step["router/load_min"] <= step["router/load_min_mean"] < 1 < step["router/load_max_mean"]
         assert 0 < step["router/entropy"] < np.log(8)
     generator = (tmp_path / "runs" / "replay" / "logs" / "generator-1.log").read_text()
-    assert "log-probs are the learner's" in generator
+    assert "log-probs agree with the learner's" in generator

@@ -146,7 +146,7 @@ def test_each_source_is_judged_its_own_way_once_and_groups_stay_whole(tmp_path: 
     trained = Counter(episode["prompt_id"] for episode in json_lines(*folder.glob("rollouts/*")))
     assert all(size % GROUP == 0 for size in trained.values())
     checked = (folder / "logs" / "generator-1.log").read_text()
-    assert re.search(r"log-probs are the learner's.*version=[1-9]", checked), "the engine has the learner's adapter"
+    assert re.search(r"log-probs agree with.*version=[1-9]", checked), "the engine has the learner's adapter"
     assert {path.name for path in (folder / "checkpoints" / f"step_{STEPS}").iterdir()} >= {"adapter", "hf"}
 
     for name in ("openai", "anthropic", "code", "corrector"):

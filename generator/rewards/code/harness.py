@@ -64,7 +64,7 @@ class Examiner:
     def limited(self, task: Any, *arguments: Any) -> tuple[bool, str]:
         """Run a task within the time of one test; returns whether it passed, and if not, why.
 
-        Only reaching the end of the task passes it. The reason is for people: the program names its exceptions.
+        Only reaching the end of the task passes it. The reason is for people only: the program chooses its exceptions.
         """
         seconds = min(self.job["timeout"], self.stop_at - time.monotonic())
         passed, reason = False, ""
@@ -139,7 +139,7 @@ class Examiner:
         module = sys.modules[PROGRAM] = types.ModuleType(PROGRAM)
         vars(module).update({name: values[name] for name in names if name in values})
         if self.job["entry_point"]:
-            # Without it a test would call Python's own.
+            # Otherwise a test would call a builtin of this name.
             namespace.setdefault(self.job["entry_point"], None)
 
     def report(self, line: str) -> None:
@@ -149,12 +149,12 @@ class Examiner:
 def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except BaseException:  # the test that needs it will say so
+    except BaseException:  # the test that needs it will fail and name it
         return None
 
 
 def _described(error: BaseException) -> str:
-    """An exception in words; its text may be the program's, which is asked for it."""
+    """An exception as text, for which the program may have to be asked."""
     name = type(error).__name__
     if isinstance(error, AssertionError):
         return name
@@ -165,7 +165,7 @@ def _described(error: BaseException) -> str:
 
 
 def _unbind(source: str, namespace: dict[str, Any], programs: dict[str, Any]) -> None:
-    """Remove the program's values of names that a failed test would have bound: later tests mean the test's own."""
+    """Remove the program's values of names that a failed test would have bound: later tests mean that test's."""
     for symbol in symtable.symtable(source, "<test>", "exec").get_symbols():
         name = symbol.get_name()
         bound = symbol.is_assigned() or symbol.is_imported()

@@ -149,7 +149,7 @@ class Peer:
             value = self.encode(self.do(operation, arguments, named))
             after = {place: self.encode(places[place]) for place in before}
             reply = ["answer", value, [[place, x] for place, x in after.items() if x != before[place]]]
-        except self.caught as error:  # the program may exit, its process goes on
+        except self.caught as error:  # the program may call exit; its process continues
             try:
                 text = str(error)[:500]
             except BaseException:
@@ -289,7 +289,7 @@ class Peer:
 
 
 def _become(target: Any, value: Any) -> None:
-    """Replace a container's content by that of the other end's copy."""
+    """Replace a container's content with that of the other end's copy."""
     if isinstance(target, (list, bytearray)):
         target[:] = value
     elif isinstance(target, deque):

@@ -1,4 +1,4 @@
-"""Reads the tests of a program in the forms in which data sets have them, into runs or Python statements."""
+"""Reads a program's tests, in the forms that data sets use, as runs or as Python statements."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Assertions:
     entry_point: str | None
 
 
-# How the tests of a function call it. JSON has no tuples, and no numbers as keys. The program's class `Solution` comes
-# first, as in the data sets' own code; `globals` asks for names that Python may have too.
+# How tests call a function. JSON has neither tuples nor numbers as keys, so a tuple equals a list, and keys of digits
+# become numbers. A class `Solution` takes precedence, as in the data sets' own code. `globals` leaves out builtins.
 _CALLS = """
 def as_numbers(pairs):
     return {{int(key): value for key, value in pairs.items()}} if pairs and all(map(str.isdecimal, pairs)) else pairs
@@ -61,7 +61,7 @@ def as_expected(value, expected):
 
 
 def read_tests(tests: Any, tolerance: float | None = None) -> Streams | Assertions:
-    """The plan of some tests, whose forms `run_code_tests` names; raises `ValueError` if they are in none of them."""
+    """Read tests in one of the forms that `run_code_tests` lists; raises `ValueError` for any other form."""
     shown = repr(tests)[:100]
     tests, text = _loaded(tests), tests
     if _is_list(tests) and tests and all(isinstance(test, Mapping) for test in tests):
@@ -69,7 +69,7 @@ def read_tests(tests: Any, tolerance: float | None = None) -> Streams | Assertio
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         if not (_is_list(inputs) and _is_list(outputs) and len(inputs) == len(outputs) > 0):
-            raise ValueError(f"tests = {shown}: inputs and outputs must be lists of one length above 0")
+            raise ValueError(f"tests = {shown}: inputs and outputs must be lists of the same length, not 0")
         if (name := tests.get("fn_name")) is not None:
             return _calls(name, inputs, outputs, tolerance)
         return Streams([(_text(x), _text(y)) for x, y in zip(inputs, outputs, strict=True)])
@@ -127,7 +127,7 @@ def _calls(name: Any, inputs: Sequence[Any], outputs: Sequence[Any], tolerance: 
     """Tests that call a function, or a method of the class `Solution`, and compare what it returns.
 
     Raises:
-        ValueError: the name is not one, or an input is no list of arguments.
+        ValueError: the name is not an identifier, or an input is not a list of arguments.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"tests: fn_name = {name!r} is not the name of a function")

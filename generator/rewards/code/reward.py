@@ -22,12 +22,12 @@ class Code(Builtin):
     Args:
         sandbox: where programs run.
         tests: column of the data row that holds the tests; by default the reference answer does.
-        partial: false: 1 if all tests pass, else 0.
+        partial: if false, the score is 1 if all tests pass, else 0.
         language: of the program.
         tolerance: numbers in outputs may differ by this, relative or absolute.
-        timeout: seconds a test may take.
+        timeout: seconds that a test may take.
         memory_mb: memory of a test in MiB.
-        concurrency: tests of one program at a time.
+        concurrency: number of tests of one program that run at a time.
 
     Raises:
         SandboxUnavailable: by `score`, if the sandbox fails; that says nothing about the program.

@@ -35,7 +35,7 @@ sys.modules["generator.rewards.code.harness"].main(TEXT)
 HARNESS = f"TEXT = {_TEXT!r}\nexec(TEXT)\n"
 START_SECONDS = 10.0  # for the harness to start and to write its verdict
 
-# A line of its own: an opening with its language, or a closing, where group 1 is empty.
+# A line with a fence only: an opening one with its language, or a closing one, whose group 1 is empty.
 _FENCE = re.compile(r"^[ \t]{0,3}```(python3?|py|)[ \t\r]*$", re.IGNORECASE | re.MULTILINE)
 
 
@@ -166,7 +166,7 @@ async def run_code_tests(
             a plain list: Python statements run in one sandbox after the code, of which imports, definitions and
             assignments do not count, and test functions are called. Or any of these as text, in JSON or in Python.
             `entry_point` (optional) is a name that the program defines even if a builtin has it too.
-        tolerance: numbers in outputs may differ by this, relative or absolute; None: outputs are text.
+        tolerance: numbers in outputs may differ by this, relative or absolute; if None, outputs are text.
         stop_at_failure: start no more runs once a test has failed.
 
     Raises:
@@ -174,7 +174,7 @@ async def run_code_tests(
         ValueError: the tests are in no known form.
     """
     plan = _plan(tests, tolerance)
-    # Half of a surrogate pair cannot be sent; as source it is an error anyway.
+    # An unpaired surrogate cannot be sent; in a program it is an error anyway.
     code = code.encode("utf-8", "replace").decode()
     run = _Run(sandbox, code, language, tolerance, stop_at_failure, limits or CodeLimits())
     if isinstance(plan, Streams):

@@ -172,7 +172,7 @@ def twice(folder: Path) -> list[str]:
     ("command", "settings", "says"),
     [
         (lambda _: ["no-such-program"], {}, "there is no program 'no-such-program' in the sandbox"),
-        (twice, {}, "two files of one name"),
+        (twice, {}, "two files have the same name"),
         (lambda _: ["python"], {"sandbox": {"url": "http://127.0.0.1:1"}}, "leave sandbox.url out"),
     ],
 )

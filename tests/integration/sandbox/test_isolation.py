@@ -171,7 +171,7 @@ def test_missing_limits_are_found(loop: asyncio.Runner, monkeypatch: pytest.Monk
     for words in ("take processes: 9 processes", "take disk: a file of more than 8 MB"):
         assert words in str(caught.value)
     monkeypatch.setattr("sandbox_client.isolation.TIMEOUT", 2.0)
-    with pytest.raises(UserError, match="the sandbox leaks: memory together: processes were to hold more than the 128"):
+    with pytest.raises(UserError, match="the sandbox leaks: memory together: processes tried to hold more than the"):
         asyncio.run(check_isolation(Unbounded()))  # type: ignore[arg-type]
 
 

@@ -141,7 +141,7 @@ async def test_errors_have_the_shape_of_their_dialect() -> None:
     assert anthropic["error"]["message"].startswith("prompt is too long: ")
     refused = await Client(rig.layer, "/v1/messages", "x", {}).reply()
     assert refused == (401, {"type": "error", "error": {"type": "authentication_error",
-                             "message": "the API key is of no session here"}})  # fmt: skip
+                             "message": "the API key belongs to no session of this endpoint"}})  # fmt: skip
 
 
 @in_event_loop

@@ -106,7 +106,7 @@ def test_a_failed_agent_says_nothing_about_the_model(episode: dict[str, Any], ro
 async def test_requests_with_a_key_of_no_task_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([2, 5])
     monkeypatch.setattr(PretendEndpoint, "strangers", property(lambda _: next(counts)))
-    with pytest.raises(AgentFailed, match="never called the model; meanwhile 3 requests came with a key of no task"):
+    with pytest.raises(AgentFailed, match="never called the model; meanwhile 3 requests came with an unknown key"):
         await run_agent(agent_config())
 
 

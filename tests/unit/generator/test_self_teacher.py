@@ -97,7 +97,7 @@ def test_markup_in_what_is_told_is_text_and_infinite_scores_are_a_failed_attempt
     rig = Rig(fake_broker, engine, teacher={"context": "{hint}"}, data=data)
     header = one(rig, row={"hint": "<|im_end|>"})
     assert (header.status, engine.calls, len(engine.read)) == ("set_aside", 2, 2)
-    assert "as its own teacher, are not finite" in header.reason
+    assert "the self-teacher's scores of a response are not finite" in header.reason
     assert (engine.read[0] == TOKENIZER.convert_tokens_to_ids("<|im_end|>")).sum() == 2  # of the prompt, of the answer
 
 

@@ -199,7 +199,7 @@ def read(dialogue: Any) -> Callable[[], Any]:
     [
         (read(None), "column 'dialogue'.*as a list, got nothing"),
         (read(["a", {"check": 4}]), "line 2: the text is missing"),
-        (read([{"text": "a", "reward": "much"}]), "line 1: reward = 'much' is no number"),
+        (read([{"text": "a", "reward": "much"}]), "line 1: reward = 'much' is not a number"),
         (lambda: talk(player(), "4", row={"goal": " "}), "column 'goal' must say"),
     ],
 )

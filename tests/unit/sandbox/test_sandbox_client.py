@@ -200,6 +200,6 @@ def test_a_sandbox_is_ready_after_one_program(monkeypatch: pytest.MonkeyPatch) -
     assert requests >= 1
     assert [line["event"] for line in log] == [
         "waiting for the sandbox",
-        "the sandbox gave no result within sandbox.wait; going on",
+        "the sandbox gave no result within sandbox.wait; continuing",
     ]
     assert "status 503: full" in log[1]["reason"]
