@@ -67,7 +67,7 @@ def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.weighs_loss:
         yield f"each token's loss is multiplied by {what}, C = {limit:g}"
     else:
-        yield f"{what}, C = {limit:g}, is measured only: the loss already has the ratio pi_theta / pi_rollout"
+        yield f"{what}, C = {limit:g}, is only measured: the loss already contains the ratio pi_theta / pi_rollout"
     if correction.rollout_is_batch_normalize:
         of = "tokens" if level == "token" else "rows"
         yield f"the weights are divided by their mean over all {of} of the batch, on all ranks, at its start"

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from common.config.section import Section
 from common.network import is_tcp
 
-# Fields of requests that ask for another distribution than the recorded one, and that an agent can do without.
+# Request fields that would change the sampling distribution, and that an agent can do without.
 Ignorable = Literal[
     "tool_choice", "response_format", "thinking", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "min_p", "min_tokens", "top_logprobs",

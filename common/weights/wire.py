@@ -6,8 +6,8 @@ deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk it
 at once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes. The manifest has the
 checksums of the chunks and one of its own.
 
-A snapshot's name is `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it. The version alone
-does not tell: a learner that resumes from a checkpoint publishes a version number again, with other weights.
+A snapshot's name is `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it. The version
+alone does not identify it: a learner that resumes from a checkpoint publishes the same version with other weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.messages import InvalidMessage, Message, Texts, Version, first_probl
 from common.unpack import Buffer, Unreadable, unpack
 
 CHUNK_BYTES = 8 << 20  # of each chunk but the last
-CREDIT = 8  # chunks that a client asks for ahead
+CREDIT = 8  # chunks that a client requests ahead
 ALIGNMENT = 64  # bytes; tensors start at a multiple of it, so that any dtype can be viewed in place
 
 ITEM_SIZE = {
@@ -73,11 +73,13 @@ class Poll(_Versioned):
     """Asks for the manifest of a snapshot that supersedes the client's, as soon as there is one."""
 
     kind: Literal["poll"] = "poll"
-    have: SnapshotName | Literal[""] = Field("", description="Snapshot the client has; empty: none.")
+    have: SnapshotName | Literal[""] = Field("", description="Snapshot that the client has; empty if it has none.")
     deltas: bool = Field(False, description="Deltas from it are worth making: the client would ask for them.")
 
 
 class Hello(_Versioned):
+    """Asks for a `Welcome`, to find out whether the server is there."""
+
     kind: Literal["hello"] = "hello"
 
 
@@ -89,7 +91,7 @@ class Fetch(_Versioned):
 
 
 class ScoredPrompt(NamedTuple):
-    """A prompt [T] and the log-probs of its tokens but the first, each given those before it [T - 1]."""
+    """A prompt [T] and the log-probs of all its tokens but the first, each given the tokens before it [T - 1]."""
 
     token_ids: list[int]
     logprobs: list[float]
