@@ -85,7 +85,7 @@ def evaluation_figures(run: Evidence) -> str:
     results = {result["version"]: result for result in run.redis.evaluations}
     missing = {version for version in results if version >= run.folder.since["validation_data"] or version == 0}
     alone = (missing - run.folder.answers.keys()) | (run.folder.answers.keys() - results.keys())
-    wrong = [f"version {version} is in one of Redis and the folder" for version in alone]
+    wrong = [f"version {version} is in only one of Redis and the folder" for version in alone]
     for version in results.keys() & run.folder.answers.keys():
         result, answers = results[version], run.folder.answers[version]
         published = dict(result.get("figures", {}))
@@ -170,7 +170,7 @@ def kept_all(run: Evidence) -> str:
 def ages(run: Evidence) -> str:
     """No token of a batch is older than `sampler.max_staleness` allows, or newer than the batch.
 
-    Newer may be one of a version that was lost: the learner had made it, and went back to the batch or before.
+    A token may be newer if its version was lost: the learner had published it, then went back to the batch or before.
     """
     oldest = run.config.sampler.max_staleness
     wrong = []

@@ -22,7 +22,7 @@ def commits(run: Evidence) -> str:
 
 
 def restoration(run: Evidence) -> str:
-    # Its last commit is that of a round, which sends tasks.
+    # The last commit of a restoration is that of a round, which sends tasks.
     early = run.journal[: max(run.start.commits - 1, 0)]
     return some(task_id for entry in early for task_id in (*entry.dispatched, *entry.counted))
 
@@ -112,7 +112,7 @@ def balance(run: Evidence) -> str:
 
 
 def versions(run: Evidence) -> str:
-    """The learner goes from version to version. It may start again from any that was made, also where Redis has lost
+    """The learner goes from version to version. It may start again from any that was made, even if Redis has lost
     the announcement and only metrics.jsonl has it.
     """
     made = set(run.folder.metrics.series("batch/samples", "learner").versions.tolist())
@@ -120,12 +120,12 @@ def versions(run: Evidence) -> str:
     for step in run.redis.steps:
         if version < 0:
             if step.version < run.start.version:
-                return f"the first is {step.version}, and the counts begin at {run.start.version}"
+                return f"the first is {step.version}, but the counts begin at {run.start.version}"
         elif step.metrics:
             if step.version not in (version, version + 1):
                 return f"version {step.version} was announced after {version}"
         elif skipped := [number for number in range(newest + 1, step.version + 1) if number not in made]:
-            return f"the learner started at version {step.version}, and version {skipped[0]} was never made"
+            return f"the learner started at version {step.version}, but version {skipped[0]} was never made"
         version = step.version
         newest = max(newest, version)
     return ""
@@ -141,7 +141,11 @@ def ahead(run: Evidence) -> str:
         if version > max(batches, run.start.version):
             return f"in commit {entry.sequence} version {version} is there, with {batches} batches"
         batches += len(entry.batches)
-    return "" if version <= run.trained else f"the sampler knows version {version}, the learner {run.trained}"
+    return (
+        ""
+        if version <= run.trained
+        else f"the sampler knows version {version}, but the learner announced {run.trained}"
+    )
 
 
 def last_step(run: Evidence) -> str:

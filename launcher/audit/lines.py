@@ -44,7 +44,7 @@ def audit(config: Config, redis: RedisRecords, log: Any) -> list[AuditLine]:
     checks = journal_lines.LINES | file_lines.LINES | token_lines.LINES
     lines = [AuditLine(name, check(evidence)) for name, check in checks.items()]
     if evidence.start.commits:
-        begin = f"from version {evidence.start.version} on, where the run went on without its Redis"
+        begin = f"from version {evidence.start.version} on, where the run continued without its Redis"
         lines[0] = replace(lines[0], note=begin)
     problem, note = score_again(evidence)
     return [*lines, AuditLine(REWARDS, problem, note)]

@@ -130,7 +130,7 @@ function onConnection(kind, words = "") {
   Object.assign(state, { connection: kind, made: words });
   element.className = `connection ${kind}`;
   // Only a run that goes on is live.
-  const live = state.runs.some((run) => run.state === "going on") ? "live" : "connected";
+  const live = state.runs.some((run) => run.state === "running") ? "live" : "connected";
   const text = kind === "lost" ? `connection lost, trying again ${words}` : words || live;
   if (element.textContent !== text) element.textContent = text;
 }

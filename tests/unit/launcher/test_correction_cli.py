@@ -128,7 +128,7 @@ EXPLAINED: list[tuple[dict[str, Any], int, str, str]] = [
     ({"correction": {"preset": "bypass_ppo_clip"}}, 4, "extra forward passes", "none"),
     ({"kl_coef": 0.1}, 1, "extra forward passes", "the reference policy"),
     ({"correction": {"m2_threshold": 0.04}}, 1, "rejection", "until the mean of the others is below 0.04"),
-    ({"correction": {"m2_threshold": 0.04}}, 1, "extra forward passes", "what compares all tokens"),
+    ({"correction": {"m2_threshold": 0.04}}, 1, "extra forward passes", "a comparison of all tokens"),
     ({"loss": "kl_cov", "loss_options": {"coef": 2}}, 1, "loss", "plus 2 |log r| for the share 0.0002 of tokens"),
     ({"loss": "dro", "loss_options": {"beta": 3}}, 1, "loss", "dro: -(A log pi_theta - 3 / 2 (log pi_theta"),
     ({"aggregation": "prompt-mean"}, 1, "loss", "the mean over prompts"),
