@@ -116,7 +116,7 @@ def with_url(config: Config, url: str) -> Config:
 
 
 def secret_environment(config: Config) -> dict[str, str]:
-    """Variables for the secret settings, which `config.yaml` leaves out, or which this process's environment would override.
+    """Variables for secret settings that `config.yaml` leaves out, or that this process's environment would override.
 
     Only its own account can read the environment of a process.
     """

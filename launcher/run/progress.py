@@ -121,7 +121,7 @@ class Progress:
 
     @property
     def samples_left_out(self) -> tuple[int, int]:
-        """Samples that could not be trained on because their tokens were gone or unusable, and samples of all batches."""
+        """Samples that could not be trained on, with tokens that were gone or unusable, and samples of all batches."""
         return sum(lost for lost, _ in self.left_out.values()), sum(whole for _, whole in self.left_out.values())
 
     @property
