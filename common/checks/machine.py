@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-UNBOUNDED = 1 << 60  # cgroup v1 writes a larger number where there is no limit
+UNBOUNDED = 1 << 60  # cgroup v1 writes a larger number if there is no limit
 
 
 @dataclass(frozen=True, slots=True)

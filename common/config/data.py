@@ -86,7 +86,7 @@ def misspelt_set(path: str) -> str | None:
 
 
 def matching_files(path: str | Sequence[str]) -> list[str]:
-    """The files that a path with `*`, `?` or `[` matches, sorted; any other path alone; of a list, those of all items.
+    """The files that a pattern (`*`, `?`, `[`) matches, sorted; any other path as it is; of a list, those of all items.
 
     Raises:
         UserError: one of them matches nothing.
@@ -155,8 +155,8 @@ def _check_template_options(options: dict[str, Any] | None) -> dict[str, Any] | 
 class DataSource(Section):
     """One of several data sets, as an item of the list `data.train` or `data.heldout`.
 
-    It may also have any key of `data` from `config` to `template_options`. If it is null, its value is that
-    of the set, if that is known by name, or else of the section `data`.
+    It may also have any key of `data` from `config` to `template_options`. One that is null takes its value from the
+    set, if that is known by name, or else from the section `data`.
     """
 
     path: str | tuple[str, ...] = Field(

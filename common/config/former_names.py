@@ -78,7 +78,7 @@ def _off(fields: Fields) -> Fields:
 
 
 def _level(fields: Fields) -> Fields:
-    """`rollout_is: true` with `rollout_is_level`; by token where no level is given."""
+    """`rollout_is: true` with `rollout_is_level`; by token if no level is given."""
     is_switch = isinstance(fields.get("rollout_is"), bool)
     if not is_switch and "rollout_is_level" not in fields:
         return {}

@@ -104,7 +104,7 @@ class Manifest(Message):
 
     kind: Literal["manifest"] = "manifest"
     snapshot: SnapshotName
-    base: SnapshotName | Literal[""] = Field("", description="The snapshot its deltas are from; empty: it has none.")
+    base: SnapshotName | Literal[""] = Field("", description="The snapshot its deltas are from; empty if it has none.")
     version: Version
     total_bytes: Offset
     chunk_bytes: int = Field(..., ge=1, le=MAX_SNAPSHOT)
@@ -116,7 +116,7 @@ class Manifest(Message):
         ..., description="Bytes from the start of the snapshot."
     )
     check_token_ids: Annotated[list[Index], Field(fail_fast=True)] = Field(
-        default_factory=list, description="A fixed prompt [T]; empty: there is none."
+        default_factory=list, description="A fixed prompt [T]; empty if there is none."
     )
     check_logprobs: Annotated[list[float], Field(fail_fast=True)] = Field(
         default_factory=list, description="Log-probs of its tokens but the first by the learner [T - 1]."
@@ -174,7 +174,7 @@ class Welcome(Message):
     kind: Literal["welcome"] = "welcome"
     path: list[str] = Field(..., description="Relays from here up to the learner, this one first.")
     handover: Annotated[str, Field(pattern=r"^([0-9a-f-]{1,80}\.sock)?$")] = Field(
-        "", description="Unix socket that hands over shared memory (`common.weights.handover`); empty: there is none."
+        "", description="Unix socket that hands over shared memory (`common.weights.handover`); empty if there is none."
     )
     token: str = Field("", max_length=100, description="Required by that socket.")
 

@@ -141,11 +141,7 @@ def ahead(run: Evidence) -> str:
         if version > max(batches, run.start.version):
             return f"in commit {entry.sequence} version {version} is there, with {batches} batches"
         batches += len(entry.batches)
-    return (
-        ""
-        if version <= run.trained
-        else f"the sampler knows version {version}, but the learner announced {run.trained}"
-    )
+    return "" if version <= run.trained else f"the sampler knows version {version}, but the learner {run.trained}"
 
 
 def last_step(run: Evidence) -> str:

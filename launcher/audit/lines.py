@@ -54,7 +54,7 @@ def figures(redis: RedisRecords) -> dict[str, Any]:
     return {
         "commits": len(redis.journal),
         "tasks": sum(len(entry.dispatched) for entry in redis.journal),
-        # By the counter, since the journal begins anew after a Redis that was older than the newest checkpoint.
+        # By the counter, because the journal starts again if Redis came back older than the newest checkpoint.
         "samples trained on": redis.counters.get("batched", 0),
         "starts of the learner": sum(not step.metrics for step in redis.steps),
     }

@@ -211,7 +211,7 @@ def _policy(context: Context) -> Finding:
     policy = load_policy(config, weights=False)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.named_weights())
-    adapter = f", of which the {trained:,} of an adapter are trained" if policy.has_adapter else ""
+    adapter = f", of which {trained:,} (an adapter) are trained" if policy.has_adapter else ""
     if not config.algorithm.has_critic:
         return ok(f"{config.model.path}: {parameters:,} parameters{adapter}")
     from learner.critic import check_vocabulary, load_value_model, with_critics_path

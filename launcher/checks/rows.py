@@ -62,7 +62,7 @@ class SourceReport:
         columns: how many rows have each column.
         too_long: prompts with more tokens than `data.max_prompt_tokens`; None if tokens are not counted.
         hints: what was probably not meant, with the setting that helps.
-        ids: ids of the usable rows, each with its column (None: the id is a hash of the prompt).
+        ids: ids of the usable rows, each with its column (None if the id is a hash of the prompt).
     """
 
     key: str

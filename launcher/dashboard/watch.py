@@ -74,10 +74,8 @@ class Watch:
             known = {run.folder.path for run in self.runs.values()}
             for run in (Run(folder) for folder in folders if folder.path not in known and folder.name not in self.runs):
                 await asyncio.to_thread(run.update_metrics)
-                self.runs = {
-                    **self.runs,
-                    run.name: run,
-                }  # a new mapping, because other threads iterate over the old one
+                # A new mapping, because other threads iterate over the old one.
+                self.runs = {**self.runs, run.name: run}
                 self._follow_both(run)
                 async with self._changed:
                     self._changed.notify_all()

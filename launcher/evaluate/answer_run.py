@@ -87,8 +87,8 @@ def answer_here(
     """Get the answers that the file lacks; starts no process if it lacks none.
 
     Args:
-        generators: how many to start here; None: as many as this machine has room for. Others may join if `redis` is a
-            running server.
+        generators: how many to start here; None means as many as this machine has room for.
+            Others may join if `redis` is a running server.
         redis: `embedded`, or the address of a running server.
         view: opens the display, given how many answers are wanted.
 

@@ -31,7 +31,7 @@ from launcher.layout.teachers import (
     teacher_servers,
 )
 
-BUSY = 2 << 30  # bytes that other processes hold of a GPU that counts as in use; a desktop takes less
+BUSY = 2 << 30  # bytes: a GPU counts as in use if other processes hold this much of it; a desktop takes less
 LARGE = 5e7  # from this number of parameters on, the learner has a thread for each core
 
 
@@ -245,7 +245,7 @@ class _Plan:
         most = 1 if any(gpu.is_slice for gpu in gpus) else len(gpus) - self.size
         if most < 1:
             raise UserError(
-                f"a generator takes {self.size} GPUs (generator.engine), but of {len(gpus)} one must be left"
+                f"a generator takes {self.size} GPUs (generator.engine), but one of {len(gpus)} must be left"
             )
         group = self.config.learner.sequence_parallel
         ways = [count for count in range(group, most + 1, group) if wanted is None or len(gpus) - count == wanted]

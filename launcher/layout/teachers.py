@@ -76,7 +76,7 @@ def give_gpus(
     if named is None and total and len(free) - total < rest:
         left = ", one of them for learner and generators" if rest else ""
         raise UserError(
-            f"{taken} GPU{'s'[: total != 1]}, but {len(free)} are free{left}: lower the parallel "
+            f"{taken} GPU{'s'[: total != 1]}, but only {len(free)} are free{left}: lower the parallel "
             "sizes in teacher.engine, or serve the teacher on another machine and name it by teacher.url"
         )
     own = list(free[len(free) - total :] if named is None else named)

@@ -191,7 +191,7 @@ class PhaseTimer:
     _since: float = 0.0
 
     def enter(self, name: str | None) -> None:
-        """Count the time from now on for phase `name` (None: for no phase)."""
+        """Count the time from now on for phase `name`, or for no phase if it is None."""
         now = time.monotonic()
         if self.current is not None:
             self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
