@@ -52,9 +52,9 @@ class AgentConfig(Section):
     )
     train: Literal["connected", "quoting", "all"] = Field(
         "connected",
-        description="Conversations to train on. `connected`: the longest, and those connected with it: what the model "
-        "said in one was sent in the other, or both have a message or the task in common, and the same instructions. "
-        "`quoting`: the instructions may differ, as those of a request for a title do. `all`: every conversation.",
+        description="Conversations to train on (docs/agents.md). `connected`: the one with the most requests, and those "
+        "connected with it: what the model said in one was sent in the other, or both have the same instructions and "
+        "share a message or the task. `quoting`: instructions may differ, as for a title. `all`: every one.",
     )
     ignore: list[Ignorable] = Field(
         [],

@@ -230,17 +230,17 @@ def advantages(run: Evidence) -> str:
 
 
 LINES = {
-    "every line of the run folder is whole": whole_lines,
+    "every line of the run folder can be read": whole_lines,
     "metrics.jsonl has the reward of each batch": batch_metrics,
     "metrics.jsonl has each step of the learner": step_metrics,
     "each token of a step had its teacher's score": scores,
-    "each evaluation has each answer once, of its version": answers_once,
-    "each evaluation's figures are those of its answers": evaluation_figures,
+    "each evaluation has each answer once, all of its version": answers_once,
+    "each evaluation's figures follow from its answers": evaluation_figures,
     "the last version was evaluated, and no evaluation is left open": evaluations_made,
     "each training episode is kept once": kept_once,
     "kept episodes have the journal's rewards and the tracker's values": kept_as_counted,
     "all episodes that should be kept are there": kept_all,
     "no kept sample was too old for its batch": ages,
     "training data has the kept samples of each batch": training_data,
-    "advantages are those of the rewards and the values": advantages,
+    "advantages follow from the rewards and the values": advantages,
 }

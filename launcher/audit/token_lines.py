@@ -177,6 +177,6 @@ LINES = {
     "the learner trained on the tokens that were sampled": sampled,
     "log-probs of generator and learner agree under the same weights": agreement,
     "each kept token has its teacher's score": teachers,
-    "a critic's returns and advantages are those of its values": critics_returns,
+    "a critic's returns and advantages follow from its values": critics_returns,
     "a critic learned in each step": critics_metrics,
 }

@@ -34,7 +34,7 @@ FORMS = (
 AT_ONCE = 8  # rows
 MAX_NAMED = 5  # rows that a message names
 START_ROWS = 16  # of each source, tried before a run
-EITHER = "right only if the reward ignores the reference (data.answer_column: null says so)"
+EITHER = "this is right only if the reward ignores the reference (then set data.answer_column: null)"
 
 
 @dataclass(frozen=True, slots=True)
