@@ -54,7 +54,7 @@ class AgentConfig(Section):
         "connected",
         description="Conversations to train on (docs/agents.md). `connected`: the one with the most requests, and those "
         "connected with it: what the model said in one was sent in the other, or both have the same instructions and "
-        "share a message or the task. `quoting`: instructions may differ, as for a title. `all`: every one.",
+        "share a message or the task. `quoting`: instructions may differ, as for a title. `all`: all.",
     )
     ignore: list[Ignorable] = Field(
         [],
