@@ -52,9 +52,10 @@ class AgentConfig(Section):
     )
     train: Literal["connected", "quoting", "all"] = Field(
         "connected",
-        description="Conversations to train on (docs/agents.md). `connected`: the one with the most requests, and those "
-        "connected with it: what the model said in one was sent in the other, or both have the same instructions and "
-        "share a message or the task. `quoting`: instructions may differ, as for a title. `all`: all.",
+        description="Conversations to train on (docs/agents.md). `connected`: the one with the most requests, and "
+        "those connected with it: what the model said in one was sent in the other, or both have the same "
+        "instructions and share a message or the task. `quoting`: the instructions may differ, as those of a request "
+        "for a title do. `all`: every conversation.",
     )
     ignore: list[Ignorable] = Field(
         [],
