@@ -24,7 +24,7 @@ ENV_PREFIX = "SPO__"
 SUFFIXES = (".yaml", ".yml")
 MOST_REPEATED = 100_000  # values that all aliases together may expand to
 # YAML's numbers, in which `_` may only stand between groups of three digits.
-NUMBERS = {
+NUMBER_PATTERNS = {
     "tag:yaml.org,2002:int": r"[-+]?(?:0x[0-9a-fA-F]+|0o?[0-7]+|[1-9][0-9]{0,2}(?:_[0-9]{3})+|[1-9][0-9]*|0)",
     "tag:yaml.org,2002:float": r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|"
     r"\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
@@ -41,7 +41,7 @@ class ConfigLoader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in NUMBERS]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in NUMBER_PATTERNS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -82,7 +82,7 @@ class ConfigLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-for _tag, _pattern in NUMBERS.items():
+for _tag, _pattern in NUMBER_PATTERNS.items():
     ConfigLoader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
 
 

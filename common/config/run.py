@@ -18,7 +18,7 @@ from common.config.data import DataConfig, Source
 from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfig
 from common.config.learner import LearnerConfig
 from common.config.sampler import EvalConfig, SamplerConfig
-from common.config.section import LOCAL, NUMBERS, Section
+from common.config.section import LOCAL, NUMBERS_AS_TEXT, Section
 from common.config.teacher import TeacherConfig
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -40,19 +40,19 @@ class RunConfig(Section):
         "installed packages. null: the folder of the YAML file.",
         json_schema_extra=LOCAL,
     )
-    learner_gpus: Annotated[str | None, NUMBERS] = Field(
+    learner_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = Field(
         None,
         description="GPUs of the learner under `spo run`, one rank on each, in torch's numbering: `0-3` or `0,2`. "
         "null: half of them, or the nearest number with which it fits (docs/gpu.md).",
         json_schema_extra=LOCAL,
     )
-    generator_gpus: Annotated[str | None, NUMBERS] = Field(
+    generator_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = Field(
         None,
         description="GPUs of the generators under `spo run`; each generator takes as many as `generator.engine` "
         "requires. null: the others.",
         json_schema_extra=LOCAL,
     )
-    teacher_gpus: Annotated[str | None, NUMBERS] = Field(
+    teacher_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = Field(
         None,
         description="GPUs of the teachers under `spo run`; each server takes as many as `teacher.engine` requires. "
         "null: the last ones.",

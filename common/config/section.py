@@ -34,7 +34,9 @@ def _as_word(value: Any) -> Any:
 
 ON_OFF = BeforeValidator(_as_word)  # for text that may be `on` or `off`, which YAML reads as true and false
 # For text such as `0,2`, because YAML reads a single `0` as a number.
-NUMBERS = BeforeValidator(lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+NUMBERS_AS_TEXT = BeforeValidator(
+    lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+)
 
 
 class Section(BaseModel):
