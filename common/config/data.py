@@ -246,7 +246,9 @@ class DataConfig(Section):
     config: str | None = Field(
         None, description="Configuration of a Hugging Face dataset, `load_dataset`'s second argument."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of a source whose rows are generated.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of generated rows, such as those of `reasoning_gym:NAME`."
+    )
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field(
         "answer", description="Column with the reference answer; null: there are no answers, and no reward needs them."
@@ -257,7 +259,7 @@ class DataConfig(Section):
     id_column: str | None = Field(None, description="Column with a unique id; by default a hash of the prompt.")
     system_prompt: str | None = Field(None, description="System message put before prompts that are plain text.")
     prompt_markup: bool = Field(
-        False, description="Markup in prompts (`<|im_end|>`, `<think>`) counts as such; false: it is text."
+        False, description="Whether markup in prompts (`<|im_end|>`, `<think>`) is read as markup; false: as text."
     )
     template_options: dict[str, Any] = Field(
         default_factory=dict,

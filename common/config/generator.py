@@ -75,8 +75,8 @@ class EpisodeConfig(SourceSection):
     )
     turn_rewards: Literal["sum", "last", "mean", "ignore"] = Field(
         "sum",
-        description="How a simulated user's rewards for single turns join the final score: their sum, the last or the "
-        "mean is added to it, and the result is clipped to `sampler.tracker.reward_range`.",
+        description="How a simulated user's rewards for single turns join the final score: their sum, the last one, "
+        "their mean or nothing is added to it, and the result is clipped to `sampler.tracker.reward_range`.",
     )
     reward: str | dict[str, float] = Field(
         "exact",
@@ -153,7 +153,7 @@ class GeneratorConfig(Section):
         description="Tries before a task whose engine, tools, user or reward fails is skipped.",
     )
     retry_pause: float = Field(
-        5.0, ge=0, description="Seconds until such a task is tried again; twice as long after each further failure."
+        5.0, ge=0, description="Seconds until a failed task is tried again; doubled after each further failure."
     )
     keep_prefix: Literal["none", "episodes"] = Field(
         "none",

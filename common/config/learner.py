@@ -124,8 +124,8 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     attention: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = Field(
         "auto",
-        description="Attention over packed sequences; `auto` takes the first that can be used: `varlen`, torch's own "
-        "on a GPU, `flash_attention_2` if flash-attn is installed, `sdpa`. The log says which, and why.",
+        description="Attention over packed sequences; `auto` takes the first that can be used of `varlen` (torch's "
+        "own, on a GPU), `flash_attention_2` (if flash-attn is installed) and `sdpa`. The log says which, and why.",
     )
     kernels: Literal["torch", "liger"] = Field(
         "torch",
@@ -134,7 +134,7 @@ class LearnerConfig(Section):
     )
     router_replay: Literal["none", "rollout"] = Field(
         "none",
-        description="Which experts of a mixture tokens go through when they are trained on. `none`: those that the "
+        description="Experts of a mixture through which tokens pass in training. `none`: those that the "
         "learner's routers choose; `rollout`: those that vLLM chose (docs/mixtures.md).",
     )
     router_balance: float = Field(

@@ -84,7 +84,8 @@ class RunConfig(Section):
         ge=1,
         description="Size of each of `rollouts/`, `validation_data/` and `training_data/` in MiB, beyond which files "
         "of the oldest weight versions are removed; those of the newest version and of the first evaluation stay. "
-        "`metrics.jsonl` with `metrics.old.jsonl`, and each process's files in `tensorboard/`, may take a sixteenth.",
+        "`metrics.jsonl` with `metrics.old.jsonl` may take a sixteenth of it, and so may each process's files in "
+        "`tensorboard/`.",
     )
 
     @property
@@ -110,7 +111,7 @@ class ModelConfig(Section):
 
     path: str = Field(..., description="Model folder or Hugging Face name; the learner and vLLM load the same.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="Type the generators compute in and the weights are sent in."
+        "bfloat16", description="Type in which generators compute and weights are sent."
     )
     head_dtype: Literal["float32", "model"] = Field(
         "float32",

@@ -45,7 +45,7 @@ class RunTrackerConfig(TrackerConfig):
 
 
 class SelectionConfig(Section):
-    """Which prompts come next: each with the weight spread / N_eff^gamma + epsilon."""
+    """Which prompts come next: they are drawn with weight spread / N_eff^gamma + epsilon."""
 
     criterion: Criterion = Field(
         "std",
@@ -70,14 +70,14 @@ class DriftConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """From raw advantages r - v to what the learner multiplies with."""
+    """How the raw advantages r - v are normalised."""
 
-    token_weighted: bool = Field(False, description="z-score weighted by model tokens (SPO++, arXiv 2608.24870).")
+    token_weighted: bool = Field(False, description="Weight the z-score by model tokens (SPO++, arXiv 2608.24870).")
     clip: float | None = Field(
         None,
         gt=0,
-        description="Normalised advantages are cut to [-clip, clip]; null: not at all. The one other reward among 63 "
-        "equal ones has 7.9 (docs/algorithms.md).",
+        description="Normalised advantages are cut to [-clip, clip]; null: not at all. A reward that differs from "
+        "63 equal ones has 7.9 (docs/algorithms.md).",
     )
 
 

@@ -75,8 +75,8 @@ class TeacherConfig(SourceSection):
         0,
         ge=0,
         le=256,
-        description="Compare policy and teacher on the teacher's k likeliest tokens and all others together; 0: on the "
-        "sampled token.",
+        description="Compare policy and teacher on the teacher's k likeliest tokens and all others together; 0: only "
+        "on the sampled token.",
     )
     form: Literal["advantage", "loss"] = Field(
         "advantage",
