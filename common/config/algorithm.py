@@ -87,8 +87,8 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to a frozen reference policy; 0: none is loaded.")
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"] = Field(
         "k3",
-        description="Estimator of the KL to the reference; k3 is clamped to [-10, 10], and low_var_kl is another name for "
-        "it; k1+ and k3+ have the value of k1 and k3 and the gradient of k2.",
+        description="Estimator of the KL to the reference; k3 is clamped to [-10, 10], and low_var_kl is another name "
+        "for it; k1+ and k3+ have the value of k1 and k3 and the gradient of k2.",
     )
     reference: str | None = Field(None, description="Model folder of the reference policy; null: `model.path`.")
     ess_lr: Literal["none", "sqrt", "linear"] = Field(

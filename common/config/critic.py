@@ -16,8 +16,8 @@ class CriticConfig(Section):
 
     model: str | None = Field(
         None,
-        description="Model folder or Hugging Face name that the critic starts from, with the policy's tokenizer, such as "
-        "the folder `critic` of a checkpoint; null: `model.path`.",
+        description="Model folder or Hugging Face name that the critic starts from, with the policy's tokenizer, such "
+        "as the folder `critic` of a checkpoint; null: `model.path`.",
     )
     lr: float | None = Field(
         None, gt=0, description=f"The critic's learning rate, which is constant; null: {LR_RATIO:g} times `learner.lr`."
