@@ -111,7 +111,7 @@ def adapters(context: Context) -> Finding | None:
     if lora is None or lora.serve == "merged" or build is None:
         return None
     return warning(
-        f"{build} has no kernels for adapters, with which generation takes at least twice as long; set "
+        f"{build} has no kernels for adapters, so generating with one takes at least twice as long; set "
         "learner.lora.serve=merged"
     )
 

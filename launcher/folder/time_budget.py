@@ -243,7 +243,7 @@ def _scoring(metrics: Metrics, begin: float, end: float) -> float:
 
 
 def _about_staleness(metrics: Metrics) -> str:
-    """What more staleness would do: it helps unless the correction already masks much of the samples."""
+    """What more staleness would do: it helps unless the correction already masks too many tokens."""
     shares = metrics.series(masking.METRIC, "learner").values.tolist()
     if masking.recent_warning(shares, "masked"):
         return "Older samples would not help: the correction already masks too many of their tokens."
