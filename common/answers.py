@@ -14,7 +14,7 @@ TOLERANCE = 1e-9  # relative to the end of the range, and absolute near 0
 
 
 def normal_answer(answer: Any) -> Any:
-    """A number or a boolean as text; text, lists and mappings as they are.
+    """A number or a boolean as text; text, lists and mappings unchanged.
 
     The number 79 of any type (int, float, numpy's) and the text "79" are all "79". Floats are written out in full
     (1e-05 is "0.00001"), booleans as Python writes them ("True", "False").
@@ -33,7 +33,7 @@ def answer_text(answer: Any) -> str:
 
 
 def is_missing(answer: Any) -> bool:
-    """True if there is nothing to compare with: null, not a number, blank text, an empty list or mapping."""
+    """True if there is nothing to compare with: null, NaN, blank text, an empty list or mapping."""
     if isinstance(answer, str):
         return not answer.strip()
     if isinstance(answer, float | np.floating):
@@ -67,7 +67,7 @@ def _decimal(number: float) -> str:
 
 
 def in_range(reward: float, low: float, high: float) -> float:
-    """The reward, set to an end of the range if it differs from it by rounding alone.
+    """The reward, set to an end of the range if it differs from it only by rounding.
 
     Weights such as .05, .55, .3 and .1 are not exact in binary, so a perfect answer might get
     1.0000000000000002, which is outside the range, or 0.9999999999999999, which is not the full reward.

@@ -6,8 +6,8 @@ such clients would block the server. A connection without an authorized request 
 more than `MOST_UNADMITTED` wait, so is the one that has waited longest. A real client sends its request at once, so it
 is never that one.
 
-Admitted connections are bounded too, of each owner and in all, or one client could use up the files that this process
-may open: of too many, the one is cut off that has waited longest for its next request.
+Admitted connections are bounded too, for each owner and in total, or one client could use up the files that this
+process may open: if there are too many, the one that has waited longest for its next request is cut off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 PATIENCE = 10.0  # seconds from the connection to the end of an authorized request's headers
 MOST_UNADMITTED = 128
 MOST_ADMITTED = 4096
-HEADER_BYTES = 16 << 10  # of one request, and at most one read of the socket more
+HEADER_BYTES = 16 << 10  # per request; at most one more read of the socket is kept
 
 
 class ServerWithoutSignals(uvicorn.Server):
@@ -42,7 +42,7 @@ class Connections:
     Args:
         patience: seconds a connection may take to be admitted.
         most_waiting: connections that may wait to be admitted.
-        most_of_owner: admitted connections of one owner; None: as many as of all.
+        most_of_owner: admitted connections of one owner; None means `most`.
         most: admitted connections of all owners.
     """
 
@@ -93,7 +93,7 @@ class Connections:
 class GuardedProtocol(HttpToolsProtocol):
     """HTTP/1.1 on a connection that is not admitted until the application calls `admit` of the request's state.
 
-    The parser keeps headers, and trailers behind a body, however long they are; here they are bounded.
+    The parser keeps headers, and trailers after a body, however long they are; here they are bounded.
     """
 
     def __init__(self, connections: Connections, *, app_state: dict[str, Any], **options: Any) -> None:

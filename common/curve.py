@@ -69,7 +69,7 @@ def _load(folder: str | Path, file: str) -> tuple[bytes, bytes | None]:
     if not all(map(_is_key, (public, secret) if secret is not None else (public,))):
         raise _unusable(folder, path)
     if secret is not None and zmq.curve_public(secret) != public:
-        raise _unusable(folder, path, "its two keys are no pair")
+        raise _unusable(folder, path, "its two keys are not a pair")
     return public, secret
 
 

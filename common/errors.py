@@ -43,7 +43,7 @@ def reports_user_errors(app: Callable[[], None]) -> Callable[[], None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; its class where it has none."""
+    """The first line of an error's text; its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

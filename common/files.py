@@ -20,7 +20,7 @@ from common.errors import UserError, nearest
 METADATA = "checkpoint.json"  # written last: a checkpoint that has it is complete
 STEP = "step_"
 SOCKET_PATH = 107  # bytes: the longest path of a Unix socket
-SOCKET_ROOM = 64  # bytes for the names of this process's folder and of a socket in it, such as vLLM's of 36
+SOCKET_ROOM = 64  # bytes for the names of this process's folder and of a socket in it, such as vLLM's (36 bytes)
 SHORT_FOLDERS = ("/tmp", "/dev/shm")
 
 
@@ -65,7 +65,7 @@ def sync_folder(folder: Path) -> None:
 def own_folder() -> Path:
     """This process's folder among the temporary files: removed at its end or, if it is killed, by a later process.
 
-    It is locked for as long as the process, or one that it has forked, lives.
+    It stays locked as long as this process, or one that it forked, lives.
     """
     return _own_folder(tempfile.gettempdir())
 
@@ -104,13 +104,13 @@ def _own_folder(temporary: str) -> Path:
                 os.close(lock)
     while True:
         folder, process = Path(tempfile.mkdtemp(prefix=prefix, dir=temporary)), os.getpid()
-        with contextlib.suppress(FileNotFoundError):  # another process was faster than the lock
+        with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
             fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
             if folder.exists():
                 break
 
     def remove() -> None:
-        if os.getpid() == process:  # and not one that it has forked
+        if os.getpid() == process:  # not in a process that it forked
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)

@@ -31,7 +31,7 @@ REFUSED = {
     ),
     **dict.fromkeys(("codeio", "isomorphic_strings", "ransom_note"), "its problems differ between processes"),
 }
-# These evaluate answers too, but an answer that is no sum, product or quotient of numbers is wrong anyway.
+# These evaluate answers too, but an answer that is not a sum, product or quotient of numbers is wrong anyway.
 ARITHMETIC = re.compile(r"(?:[\d\s.+/()-]|\*(?!\*))*")
 ARITHMETIC_ANSWERS = ("countdown", "puzzle24")
 

@@ -77,7 +77,7 @@ def _end_of(kept: int) -> int:
 def kill_descendants(pid: int = 0) -> int | None:
     """Kill all that this process has started, wait until it is gone, and return the wait status of `pid`.
 
-    After `adopt_orphans`. For a sandbox the first process of the namespace ends when all others in there have.
+    To be called after `adopt_orphans`. In a sandbox, the namespace's first process ends only after all others in it.
     """
     status: int | None = None
     while True:

@@ -24,7 +24,7 @@ import structlog
 from common.errors import one_line, visible
 
 TIMELINE = "timeline"  # folder in the run folder
-MAX_BYTES = 8 << 20  # of a file; the one before is kept too
+MAX_BYTES = 8 << 20  # of a file; the previous one is kept too
 
 
 def setup(role: str, *, file: Path | None = None) -> Any:
@@ -92,7 +92,7 @@ def _rounded(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping
 
 
 class Timeline:
-    """Appends slices and instants to a file, one line each; a full disk loses lines, and stops nothing.
+    """Appends slices and instants to a file, one line each; a full disk loses lines but stops nothing.
 
     Args:
         folder: of the run; None writes nothing.
@@ -113,7 +113,7 @@ class Timeline:
             lane: the row that shows it; slices of a lane may overlap, as episodes do.
         """
         end = time.time() if end is None else end
-        # Where the clock was set back meanwhile, the length is 0, not negative.
+        # If the clock was set back meanwhile, the length is 0, not negative.
         fields = {"name": name, "start": round(start, 6), "end": round(max(start, end), 6), "lane": lane}
         self._write(fields | details)
 

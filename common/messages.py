@@ -94,7 +94,7 @@ class InvalidMessage(Exception):
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first problem of a message in one line; where there are very many, only their number."""
+    """The first problem of a message in one line; if there are very many, only their number."""
     if error.error_count() > 1000:
         return f"{error.error_count()} problems"
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
@@ -130,7 +130,7 @@ class Task(Message):
     task_id: str
     prompt_id: str
     kind: Kind = "train"
-    source: str = Field("", description="Name of the data source it comes from; empty: there is only one.")
+    source: str = Field("", description="Name of the data source it comes from; empty if there is only one.")
     prompt: str | list[dict[str, Any]]
     answer: Any = None
     row: dict[str, Any] = Field(default_factory=dict, description="Other columns of the data row, for rewards.")
@@ -138,7 +138,7 @@ class Task(Message):
     evaluation: str = Field("", description="The evaluation it belongs to, which one version of the weights answers.")
     keep: bool = Field(False, description="Send a record of the episode along, tokens included.")
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = Field(
-        None, description="Seed for sampling its first turn; each turn after it has the next number. None: any."
+        None, description="Seed for sampling its first turn; each later turn has the next number. None means any."
     )
 
 
@@ -151,10 +151,10 @@ class SampleHeader(Message):
     status: Literal["ok", "set_aside"] = "ok"
     reason: str = Field("", description="Why the episode ended (ok: an `Ending`), or why the task was skipped (text).")
     failure: Annotated[Failure, Field(strict=False)] | None = Field(
-        None, description="Kind of that reason; None where none was skipped, and from generators that sent no kind."
+        None, description="Why the task was skipped; None if it was not, or if the generator sent no kind."
     )
     reward: Reward = 0.0
-    answer: str = Field("", description="The final answer that the reward compared; only of evaluations.")
+    answer: str = Field("", description="The final answer that the reward compared; only in evaluations.")
     reward_parts: dict[str, Reward] = Field(
         default_factory=dict, max_length=MAX_PARTS, description="What the reward is made of, before weights."
     )
@@ -162,7 +162,7 @@ class SampleHeader(Message):
     row_tokens: Counts = Field(
         default_factory=list,
         max_length=MAX_TURNS,
-        description="Those of each row of the sample; empty: it has one row.",
+        description="Tokens of each row of the sample; empty if it has one row.",
     )
     model_tokens: Count = Field(0, description="Tokens the model sampled.")
     oldest_version: Version = 0
@@ -173,11 +173,11 @@ class SampleHeader(Message):
     turns: Count = 0
     tool_calls: Count = 0
     tool_errors: Count = Field(0, description="Tool calls that were answered with an error text.")
-    requests: Count = Field(0, description="An agent's requests that were taken, retries not counted; 0: our own loop.")
-    retries: Count = Field(0, description="Requests that got the reply to an earlier one again.")
-    refused: Count = Field(0, description="Requests that the endpoint did not take, those beyond a limit not counted.")
-    dropped: Count = Field(0, description="Requests without a reply, or whose reply nobody has read.")
-    prompt_tokens: Count = Field(0, description="Of the other requests; each prompt is counted whole.")
+    requests: Count = Field(0, description="Accepted requests of an agent, without retries; 0 without an agent.")
+    retries: Count = Field(0, description="Requests that got the reply to an earlier, identical one.")
+    refused: Count = Field(0, description="Requests that the endpoint refused, without those beyond a limit.")
+    dropped: Count = Field(0, description="Requests without a reply, or whose reply the agent did not read.")
+    prompt_tokens: Count = Field(0, description="Prompt tokens of the other requests; each prompt is counted in full.")
     kept_tokens: Count = Field(0, description="Those of them that are the ids of earlier turns.")
     seconds: Seconds = 0.0
     turn_rewards: Rewards = Field(
@@ -186,7 +186,7 @@ class SampleHeader(Message):
     turn_returns: Rewards = Field(
         default_factory=list,
         max_length=MAX_TURNS,
-        description="Reward from each assistant turn on, with `algorithm.turn_advantage: turn`; one a model span.",
+        description="Reward from each assistant turn on, with `algorithm.turn_advantage: turn`; one per model span.",
     )
     turn_tokens: Counts = Field(
         default_factory=list, max_length=MAX_TURNS, description="Tokens of each of those turns."
@@ -215,10 +215,10 @@ class SampleHeader(Message):
 class Batch(Message):
     """A manifest: which samples to train on, column by column ([B] each).
 
-    `turn_advantages` has a number for each assistant turn of each sample, and takes the place of `advantages`; None
-    unless `algorithm.turn_advantage` is `turn`. `row_tokens` has the tokens of each row of each sample, empty for a
-    sample of one row; None where all have one. `kept` marks the samples whose episodes are kept
-    (`episode.rollouts_every`); None where there are none.
+    `turn_advantages` has a number for each assistant turn of each sample, and replaces `advantages`; None unless
+    `algorithm.turn_advantage` is `turn`. `row_tokens` has the number of tokens of each row of each sample, empty for a
+    sample of one row; None if all have one. `kept` marks the samples whose episodes are kept
+    (`episode.rollouts_every`); None if there are none.
 
     `values` and `returns` are for a critic, None without `algorithm.baseline: critic` or `both`: the tracker's value of
     each sample's prompt, and its reward (one number) or what followed each of its turns, both rescaled to [0, 1].
@@ -256,6 +256,6 @@ class Step(Message):
     version: Version
     drift: Drift = Field(0.0, description="Mean |log-prob change| per token from the last version to this.")
     metrics: dict[str, float] = Field(
-        default_factory=dict, max_length=10_000, description="Empty where no batch was trained on."
+        default_factory=dict, max_length=10_000, description="Empty if no batch was trained on."
     )
     checkpoint: bool = False

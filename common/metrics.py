@@ -1,6 +1,6 @@
 """The metrics of a run: name, unit, meaning, and the panel of the page that draws each.
 
-`docs/metrics.md` is made from this table, and every reader of `metrics.jsonl` checks the names it asks for against it.
+`docs/metrics.md` is made from this table, and every reader of `metrics.jsonl` checks its names against it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCH = (
     Metric("source/…/samples", "", "samples of a data source since the last batch"),
     Metric("group/degenerate", "share", "samples in groups whose rewards are all equal", REWARD),
     Metric("advantage/min", "", "smallest advantage of the batch"),
-    Metric("advantage/max", "", "largest advantage"),
+    Metric("advantage/max", "", "largest advantage of the batch"),
     Metric("advantage/zero", "share", "advantages that are 0"),
     Metric("advantage/p…", "", "percentiles 10, 30, 50, 70 and 90 of the advantages"),
     Metric("tokens/mean", "tokens", "length of a sample, with its prompt", LENGTHS),
@@ -60,7 +60,7 @@ BATCH = (
     Metric("agent/dropped", "", "requests without a reply, or whose reply the agent did not read"),
     Metric("agent/kept_prompt_ids", "share", "tokens of an agent's prompts that are the ids of earlier turns"),
     Metric("episode/seconds_mean", "s", "duration of an episode", LENGTHS),
-    Metric("episode/seconds_max", "s", "the longest", LENGTHS),
+    Metric("episode/seconds_max", "s", "longest duration of an episode", LENGTHS),
     Metric("staleness/in_flight…", "versions", "age of a sample's oldest token when the sample is counted", STALENESS),
     Metric("staleness/in_queue…", "versions", "further age of that token when its batch closes", STALENESS),
     Metric("staleness/total", "versions", "the sum of both, as a histogram", STALENESS),
@@ -73,10 +73,10 @@ BATCH = (
     Metric("tracker/value_mean", "", "value p̂ before the reward is counted (`spo/p_hats`)"),
     Metric("tracker/first_sampled_ratio", "share", "samples of prompts that were answered for the first time"),
     Metric("tracker/variance_ratio", "share", "variance of the rewards that the baseline leaves (64 batches)", TRACKER),
-    Metric("tracker/variance_ratio_low", "share", "two standard errors below it", TRACKER),
-    Metric("tracker/variance_ratio_high", "share", "two standard errors above it", TRACKER),
+    Metric("tracker/variance_ratio_low", "share", "`variance_ratio` minus two standard errors", TRACKER),
+    Metric("tracker/variance_ratio_high", "share", "`variance_ratio` plus two standard errors", TRACKER),
     Metric("tracker/calibration_error", "", "mean difference of values and rewards, over 64 batches", TRACKER),
-    Metric("tracker/reward_where_value_is_…", "", "mean reward of prompts with such a value", TRACKER),
+    Metric("tracker/reward_where_value_is_…", "", "mean reward of prompts with this value", TRACKER),
     Metric("tracker/k", "", "strength of the prior `population`; left out if infinite"),
     Metric("tracker/mean_is_…", "", "1 for the mean that the prior `population` uses"),
     Metric("tracker/visited", "share", "prompts that were answered at least once", TRACKER),
@@ -96,7 +96,7 @@ BATCH = (
 STEP = (
     Metric("actor/loss", "", "the whole loss", OPTIMIZATION),
     Metric("actor/pg_loss", "", "the policy loss without penalties", OPTIMIZATION),
-    Metric("actor/entropy", "nats a token", "entropy of the policy", OPTIMIZATION),
+    Metric("actor/entropy", "nats/token", "entropy of the policy", OPTIMIZATION),
     Metric("actor/grad_norm", "", "norm of the gradient before clipping", OPTIMIZATION),
     Metric("actor/clip_low", "share", "tokens whose ratio was clipped below", OPTIMIZATION),
     Metric("actor/clip_high", "share", "tokens whose ratio was clipped above", OPTIMIZATION),
@@ -111,7 +111,9 @@ STEP = (
     Metric("router/entropy", "nats", "mean entropy of a router's choice"),
     Metric("router/balance", "", "balance loss without its coefficient; 1 for equal loads"),
     Metric("router/replayed", "share", "router replay: model tokens that have experts from the rollout"),
-    Metric("router/differs", "share", "layers of these tokens in which the learner would have chosen other experts"),
+    Metric(
+        "router/differs", "share", "layers of the replayed tokens in which the learner would have chosen other experts"
+    ),
     Metric("teacher/kl", "nats", "reverse KL of policy and [teacher](teacher.md), over scored tokens"),
     Metric("teacher/tokens", "share", "tokens left by rejection that the teacher scored"),
     Metric("teacher/weight", "", "current weight of the teacher"),
@@ -139,7 +141,7 @@ STEP = (
     Metric("tokens/total", "tokens", "tokens of the batch", THROUGHPUT),
     Metric("tokens/model", "tokens", "tokens of the batch that the model sampled"),
     Metric("tokens/per_second", "tokens/s", "tokens of the batch by the time of training"),
-    Metric("tokens/shared", "tokens", "tokens computed once for several rows (`learner.share_prefixes`)"),
+    Metric("tokens/shared", "tokens", "tokens of common prefixes, computed once for several rows"),
     Metric("seconds/wait", "s", "waiting for the batch", THROUGHPUT),
     Metric("seconds/payload", "s", "fetching and packing the batch's tokens", THROUGHPUT),
     Metric("seconds/critic", "s", "values of the critic, and its training", THROUGHPUT),
@@ -181,9 +183,9 @@ TIME = (
     Metric("generator/waiting_for_tasks_fraction", "share", "the last 5 seconds without any task", THROUGHPUT),
     Metric("generator/updates", "", "loads of new weights"),
     Metric("generator/pause_seconds", "s", "time that generation was paused for these loads"),
-    Metric("generator/pause_ms_per_update", "ms", "mean pause", THROUGHPUT),
+    Metric("generator/pause_ms_per_update", "ms", "mean pause per load of new weights", THROUGHPUT),
     Metric("generator/pull_seconds", "s", "transfer of weights, during which generation continues"),
-    Metric("generator/pull_ms_per_update", "ms", "mean transfer"),
+    Metric("generator/pull_ms_per_update", "ms", "mean duration of a transfer of weights"),
     Metric("relay/sent_mb", "MB", "weights sent by a relay"),
     Metric("relay/pull_seconds", "s", "transfer of weights to a relay"),
     Metric("process/cpu_seconds", "s", "CPU time of a process, without the processes that it has started", PROCESSES),

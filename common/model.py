@@ -26,9 +26,10 @@ MEANING = (
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file, for its fingerprint
 LFS = b"version https://git-lfs"
+# Bytes per number of safetensors' types.
 WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of a mixture's experts in a layer
-# Names of the context length in model configurations; where there are several, the least counts.
+# Names of the context length in model configurations; if there are several, the smallest counts.
 KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Kinds of rotary embeddings whose models state the length after scaling.
 ALREADY_SCALED = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
@@ -54,7 +55,8 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
     if not folder.is_dir():
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise UserError(
-                f"{key} = {path!r}: there is no such folder, and it is no Hugging Face name (owner/name){_hint(path)}"
+                f"{key} = {path!r}: there is no such folder, and it is not a Hugging Face name "
+                f"(owner/name){_hint(path)}"
             )
         if path.count("/") == 1 and folder.parent.is_dir():
             raise UserError(_not_there(folder, key))
@@ -105,7 +107,9 @@ def _without_config(folder: Path) -> str:
     if (folder / "adapter_config.json").exists():
         return "is an adapter (LoRA), not a model; merge it into its base model with merge_and_unload()"
     below = sorted(entry.parent.name for entry in folder.glob("*/config.json"))
-    return "has no config.json, so it is no model folder" + (f"; it has models in {', '.join(below)}" if below else "")
+    return "has no config.json, so it is not a model folder" + (
+        f"; it has models in {', '.join(below)}" if below else ""
+    )
 
 
 def _unreadable(file: Path, error: Exception) -> str:
@@ -163,7 +167,7 @@ def cached_folder(name: str) -> Path | None:
 
     try:
         config = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # a path, which is no name of the hub's
+    except ValueError:  # a path, which is not a name on the hub
         return None
     return Path(config).parent if isinstance(config, str) else None
 
@@ -172,8 +176,8 @@ def model_digests(folder: Path, missing: str = "", weights: bool = False) -> dic
     """Digests of the files in a model folder that give tokens their meaning.
 
     Args:
-        missing: stands for a file that is not there; by default such files are left out.
-        weights: samples of the weights too.
+        missing: digest of a file that is not there; if empty, such files are left out.
+        weights: whether to add digests of samples of the weights.
     """
     digests = {file.name: _sampled([file]) for file in _weight_files(folder)} if weights else {}
     for name in MEANING:
@@ -229,7 +233,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 def end_ids(path: str) -> tuple[int, ...]:
     """Ids of the tokens that end a text of a model, as its generation_config.json says, or else its config.json.
 
-    Empty where neither says so, or the model is neither a folder nor in the cache of the Hugging Face hub.
+    Empty if neither says so, or if the model is neither a folder nor in the cache of the Hugging Face hub.
     """
     folder = Path(path) if Path(path).is_dir() else cached_folder(path)
     if folder is None:
@@ -253,7 +257,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 
 def hub_answers() -> bool:
-    """Whether the Hugging Face hub, or what HF_ENDPOINT names, answers at once; False where HF_HUB_OFFLINE is set."""
+    """Whether the Hugging Face hub, or what HF_ENDPOINT names, answers at once; False if HF_HUB_OFFLINE is set."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -267,7 +271,7 @@ def hub_answers() -> bool:
 
 
 def download_failure(path: str, error: Exception) -> str | None:
-    """Why a model of the Hugging Face hub is not here, as one line; None where the error is about something else."""
+    """Why a model of the Hugging Face hub is not here, as one line; None if the error is about something else."""
     if Path(path).is_dir():
         return None
     text = str(error).lower()
@@ -276,10 +280,10 @@ def download_failure(path: str, error: Exception) -> str | None:
             f"model.path = {path!r} may not be downloaded by you: accept its licence on the hub, then `hf auth login`"
         )
     if any(words in text for words in UNKNOWN):
-        return f"model.path = {path!r} is no folder here and no model of the Hugging Face hub; check the name"
+        return f"model.path = {path!r} is neither a folder here nor a model of the Hugging Face hub; check the name"
     if any(words in text for words in UNREACHABLE):
         return (
-            f"model.path = {path!r} is no folder here, and the Hugging Face hub cannot be reached to download it; give "
-            "the path of a folder, or copy one here with `hf download`"
+            f"model.path = {path!r} is not a folder here, and the Hugging Face hub cannot be reached to download it; "
+            "give the path of a folder, or copy one here with `hf download`"
         )
     return None

@@ -25,7 +25,7 @@ def read_header(path: Path) -> Header:
 
 
 def contradiction(folder: Path, config: Mapping[str, Any], tokenizer: bool) -> str | None:
-    """How files of a model folder contradict one another, with a fix; None if none is found to.
+    """How files of a model folder contradict one another, with a fix; None if they do not.
 
     Args:
         config: content of its config.json.
@@ -65,7 +65,7 @@ def _indexed(folder: Path, index: Path) -> tuple[Header, str | None]:
 
 
 def _without_head(names: Header, config: Mapping[str, Any], sizes: Mapping[str, Any]) -> str | None:
-    """Whether a causal model that keeps its output layer apart lacks it. Models with other names are not judged."""
+    """A line about a causal model that lacks its untied output layer. Models with other names are not judged."""
     tied = config.get("tie_word_embeddings", sizes.get("tie_word_embeddings"))
     is_causal = any("ForCausalLM" in str(name) for name in config.get("architectures") or ())
     has_embedding = any(name.endswith(EMBEDDING) for name in names)
@@ -85,16 +85,16 @@ def lacks(names: list[str]) -> str:
 
 
 def _other_vocabulary(names: Header, sizes: Mapping[str, Any]) -> str | None:
-    """Whether the embeddings have another number of rows than config.json says."""
+    """A line about embeddings with another number of rows than config.json says."""
     rows = [tensor.get("shape", [0])[0] for name, tensor in names.items() if name.endswith(EMBEDDING)]
     size = sizes.get("vocab_size")
     if len(rows) != 1 or not isinstance(size, int) or rows[0] == size:
         return None
-    return f"{EMBEDDING} has {rows[0]} rows, and its config.json says vocab_size = {size}; take both from one model"
+    return f"{EMBEDDING} has {rows[0]} rows, but its config.json says vocab_size = {size}; take both from one model"
 
 
 def _tokens_beyond(folder: Path, sizes: Mapping[str, Any]) -> str | None:
-    """Whether the tokenizer makes ids for which the model has no embedding.
+    """A line about ids that the tokenizer makes, but for which the model has no embedding.
 
     A special token that neither the chat template nor the tokenizer's settings name is never made.
     """
@@ -114,8 +114,8 @@ def _tokens_beyond(folder: Path, sizes: Mapping[str, Any]) -> str | None:
         return None
     tokens = listed([f"{text!r} (id {number})" for number, text in beyond])
     return (
-        f"the tokenizer has {tokens}, and the model has embeddings for ids below {size}: take the tokenizer of this "
-        "model, or enlarge the model with resize_token_embeddings()"
+        f"the tokenizer has {tokens}, but the model has embeddings only for ids below {size}: take the tokenizer of "
+        "this model, or enlarge the model with resize_token_embeddings()"
     )
 
 
@@ -131,6 +131,6 @@ def _settings(folder: Path) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """The first names of a list, and how many there are more."""
+    """The first names of a list, and the number of the others."""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more

@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_REASON = 300  # characters of a server's text that reach a message
 REMEDIES = {
     errno.EADDRINUSE: "; choose another --port, or 0 for any that is free",
-    errno.EADDRNOTAVAIL: "; --host is no address of this machine: 0.0.0.0 stands for all that it has",
+    errno.EADDRNOTAVAIL: "; --host is not an address of this machine: 0.0.0.0 stands for all that it has",
     errno.EACCES: "; ports below 1024 belong to the administrator: choose another --port",
 }
 
@@ -35,12 +35,12 @@ NO_PROXY = ("no_proxy", "NO_PROXY")  # clients read one of them, most prefer the
 def without_proxy_on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables by which clients reach this machine's own servers directly, and others as the user has set.
 
-    Where only one of the variables is set, the other gets its entries too: it would hide them otherwise.
+    If only one of the variables is set, the other gets its entries too, because it would hide them otherwise.
     """
     variables = {}
     for name, other in (NO_PROXY, NO_PROXY[::-1]):
         own = [entry.strip() for entry in (environ.get(name) or environ.get(other, "")).split(",") if entry.strip()]
-        # `*` stands for all hosts, for some clients only where it stands alone.
+        # `*` stands for all hosts, for some clients only if it stands alone.
         variables[name] = "*" if "*" in own else ",".join([*own, *(host for host in LOOPBACK if host not in own)])
     return variables
 
@@ -103,7 +103,7 @@ def check_bind(bind: str, curve_dir: str | None, option: str) -> None:
 
 
 def without_password(url: str) -> str:
-    """An address as it may be shown: its password is replaced by stars, also where the address is malformed."""
+    """An address as it may be shown: its password is replaced by stars, also if the address is malformed."""
     return re.sub(r"([?&](?:ssl_)?password=)[^&]*", r"\1***", re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url))
 
 
@@ -174,7 +174,7 @@ class Retries:
         """The result of the first attempt that does not raise `RetryableError` or `TimeoutError`.
 
         Args:
-            seconds: for all attempts and the pauses between them; None: no limit.
+            seconds: for all attempts and the pauses between them; None if there is no limit.
 
         Raises:
             RetriesExhausted: all attempts failed.
@@ -207,7 +207,7 @@ async def read_at_most(chunks: AsyncIterator[bytes], limit: int) -> bytes:
 
 
 def retry_after(value: str) -> float:
-    """Seconds of a Retry-After header: a number or a date; 0 where it is neither."""
+    """Seconds of a Retry-After header: a number or a date; 0 if it is neither."""
     with contextlib.suppress(ValueError, OverflowError):
         return max(0.0, float(int(value)))
     with contextlib.suppress(ValueError, TypeError, OverflowError):

@@ -46,13 +46,13 @@ class Payload:
         logprobs: log pi_rollout of the model tokens, in order, float32 [M].
         version_spans: (weight version, start, end) over the model tokens, int32 [V, 3], covering all M; no version is
             negative.
-        row_lengths: tokens of each row, int32 [R], each at least 1; empty: one row.
+        row_lengths: tokens of each row, int32 [R], each at least 1; empty if there is one row.
         experts: ids of the experts that the engine chose in each layer for the first tokens of each row, uint8 or
-            uint16 [E, layers, k]; those of layers without experts count nothing.
-        expert_lengths: how many tokens of each row have experts, int32 [R]; empty: none, as with every dense model.
+            uint16 [E, layers, k]; those of layers without experts have no meaning.
+        expert_lengths: how many tokens of each row have experts, int32 [R]; empty if no token has.
         teacher_logprobs: a teacher's log-probs at each model token, float32 [M, K]: of that token (K = 1), or of the
-            teacher's K likeliest in its place; empty: it was not scored.
-        teacher_ids: ids of the likeliest tokens, int32 [M, K]; empty where the scores are of the model's own tokens.
+            teacher's K likeliest in its place; empty if it was not scored.
+        teacher_ids: ids of the likeliest tokens, int32 [M, K]; empty if the scores are of the model's own tokens.
     """
 
     token_ids: np.ndarray
@@ -78,7 +78,7 @@ class Payload:
         return np.repeat(self.version_spans[:, 0], lengths)
 
     def expert_sums(self) -> list[int]:
-        """`expert_sums` of each model token: of the experts of the state that predicts it."""
+        """`expert_sums` of each model token, at the position that predicts it [M]."""
         return [
             number
             for row in self.rows()
@@ -126,9 +126,9 @@ def expert_sums(experts: np.ndarray, known: np.ndarray, places: np.ndarray) -> l
 
 
 def encode_payload(payload: Payload) -> bytes:
-    """Pack a payload: about 4 bytes a token and 4 more a model token; experts have one or two for each id.
+    """Pack a payload: about 4 bytes per token and 4 more per model token; experts take one or two bytes per id.
 
-    A teacher's scores have 4 bytes a model token, or 8 for each of its likeliest ones.
+    A teacher's scores take 4 bytes per model token, or 8 for each of its likeliest tokens.
     """
     arrays = [
         np.ascontiguousarray(payload.token_ids, TOKEN).data.cast("B"),
@@ -161,7 +161,7 @@ def decode_payload(data: bytes) -> Payload:
         schema, tokens, spans, logprobs, versions, rows = values[:6]
         parts = values[6] if len(values) > 6 else {}
         if schema != SCHEMA:
-            raise InvalidMessage(f"Payload: schema {schema!r}, this process reads {SCHEMA}")
+            raise InvalidMessage(f"Payload: schema {schema!r}, but this process reads {SCHEMA}")
         payload = Payload(
             np.frombuffer(tokens, TOKEN),
             np.frombuffer(spans, TOKEN).reshape(-1, 2),
@@ -284,7 +284,7 @@ def _check_expert_lengths(payload: Payload) -> None:
 
 
 def pack_record(episode: dict[str, Any]) -> bytes:
-    """An episode as a record; one that is too long loses first its tokens, then the ends of its texts.
+    """An episode as a record; if it is too long, it loses first its tokens, then the ends of its texts.
 
     `left_out` names what was lost. Values that JSON cannot represent become text (NaN and infinity: null); arrays of
     numbers become lists.

@@ -22,11 +22,11 @@ FOLDERS: list[Path] = []  # with modules of the user's own
 
 
 def use_modules(folder: Path) -> None:
-    """Add a folder to the module search path, behind the installed packages."""
+    """Add a folder to the module search path, after the installed packages."""
     if folder not in FOLDERS:
         FOLDERS.append(folder)
-    # The finder of an editable installation looks after all of `sys.path`: in a process that begins with this path, a
-    # folder's own `common.py` would be found before our package.
+    # The finder of an editable installation is asked after all of `sys.path`. So our own path is added first, or a
+    # `common.py` in the user's folder would hide our package.
     for place in (str(Path(__file__).parents[1]), str(folder)):
         if place not in sys.path:
             sys.path.append(place)
@@ -102,7 +102,7 @@ def check_options(
     fixed: Mapping[str, Any] = {},
     also: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Options for a class or function, each converted to the type that the signature names, where it names one.
+    """Options for a class or function, each converted to the type that the signature names, if it names one.
 
     Args:
         field: configuration key to blame.
@@ -122,7 +122,7 @@ def check_options(
         if name not in fixed and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if taken := [name for name in options if name in fixed]:
-        raise UserError(f"{field}: {taken[0]!r} is no option; allowed: {', '.join([*also, *allowed]) or 'none'}")
+        raise UserError(f"{field}: {taken[0]!r} is not an option; allowed: {', '.join([*also, *allowed]) or 'none'}")
     try:
         signature.bind(*arguments, **{**options, **fixed})
     except TypeError as error:

@@ -91,7 +91,7 @@ def _refuse(error: Any) -> NoReturn:
 
 
 def _override_hint(option: str) -> str:
-    """How to set the key that an unknown option names; empty where it names none."""
+    """How to set the key that an unknown option names; empty if it names none."""
     from common.config import Config
     from common.config.section import keys_of
 

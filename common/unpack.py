@@ -41,7 +41,7 @@ def unpack(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUE
 def check(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> None:
     """Raise `Unreadable` for more bytes, values or depth than allowed, and for data that ends too early."""
     if len(data) > max_bytes:
-        raise Unreadable(f"{len(data):,} bytes, where at most {max_bytes:,} are allowed")
+        raise Unreadable(f"{len(data):,} bytes, but at most {max_bytes:,} are allowed")
     # Data is at most as deep as it has containers, and a few of them in a short message cannot claim much.
     short = len(data) <= min(_SHORT, max_values)
     if not short or len(bytes(data).translate(None, _NO_CONTAINER)) > MAX_DEPTH:

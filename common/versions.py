@@ -73,7 +73,7 @@ def _redis_server(broker: Broker) -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that SPO runs from, with `-dirty` where files differ from it; None outside of one."""
+    """Commit of the checkout that SPO runs from, with `-dirty` if files differ from it; None outside of a checkout."""
     if not (SOURCE / ".git").exists():
         return None
     command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

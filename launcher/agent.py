@@ -30,14 +30,14 @@ def agent() -> None:
 @app.command("try")
 def try_(
     config: ConfigArgument,
-    row: Annotated[int, typer.Option(min=0, help="Which of the training prompts that have an agent, from 0.")] = 0,
-    messages: Annotated[bool, typer.Option("--messages", help="Also show what was said.")] = False,
+    row: Annotated[int, typer.Option(min=0, help="Number of a training prompt that has an agent, from 0.")] = 0,
+    messages: Annotated[bool, typer.Option("--messages", help="Also show the messages.")] = False,
     override: OverrideOption = None,
 ) -> None:
     """Play one task of data.train by episode.agent, and show its requests, its rows, its answer and its reward.
 
-    The model is model.path as it is, on this machine; nothing else is started. Exit code 1: the attempt failed, and in
-    a run would be tried again.
+    The model is model.path as it is, on this machine; nothing else is started. Exit code 1 if the attempt failed; a
+    run would try it again.
 
     - `spo agent try my.yaml`
     - `spo agent try my.yaml --row 7 -o episode.max_seconds=600`
@@ -64,9 +64,7 @@ def _task(config: Config, row: int, log: Any) -> Task:
     agents = [one.name for one in config.data.sources("train") if config.for_source(one).episode.agent is not None]
     places = [i for i in range(len(prompts)) if prompts.source(i) in agents]
     if row >= len(places):
-        raise UserError(
-            f"--row {row}: data.train has {len(places)} prompts with an agent; the last is {len(places) - 1}"
-        )
+        raise UserError(f"--row {row}: data.train has {len(places)} prompts with an agent, which are numbered from 0")
     return prompts.task(places[row], f"row-{row}", keep=True)
 
 
@@ -102,7 +100,7 @@ async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
 
 
 async def played(runner: Any, task: Task) -> dict[str, Any]:
-    """See `play`."""
+    """Run an attempt at a task; see `play`."""
     attempt = await runner.begin(task)
     about: dict[str, Any] = {"failed": ""}
     try:

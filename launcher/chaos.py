@@ -33,7 +33,7 @@ class ChaosOptions:
 def chaos(
     task: Annotated[str, typer.Option(help="Which quickstart: `arithmetic`, or `agent`.")] = "arithmetic",
     teacher: Annotated[
-        bool, typer.Option("--teacher", help="Have a teacher score every answer, and harm it too.")
+        bool, typer.Option("--teacher", help="Let a teacher score every answer; faults hit it too.")
     ] = False,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long to inject faults, from the first step on.")] = 2.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the faults and of the run.")] = 0,
@@ -52,8 +52,8 @@ def chaos(
 
     All processes are real. They are killed and frozen; their connections to Redis are cut, held and slowed down;
     replies are lost; Redis is killed, its log cut, its memory and disk filled; generators come and go;
-    strangers call; the power fails. Then the run is checked against the journal of the sampler's commits. Exit code 1:
-    the counts do not agree. Needs a source checkout.
+    strangers call; the power fails. Then the run is checked against the journal of the sampler's commits. Exit code 1
+    if the counts do not agree. Needs a source checkout.
 
     - `spo chaos`
     - `spo chaos --minutes 15 --seed 3 --threshold 0.9`

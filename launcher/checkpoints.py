@@ -29,7 +29,7 @@ def fork(
 ) -> None:
     """Make a new run that starts from a checkpoint of another: weights, optimizer, value tracker and step number.
 
-    Any setting of the new run may differ, even data and reward. The first run stays as it is.
+    Any setting of the new run may differ, even data and reward. The other run is not changed.
 
     - `spo fork runs/maths runs/maths-2 -o learner.lr=5e-7 -o run.steps=800`
     - `spo fork runs/maths runs/harder --step 200 -o data.train=harder.jsonl`

@@ -38,7 +38,7 @@ from launcher.status import dead, status
 from launcher.trace import trace
 from launcher.values import command as values
 
-# What other trainers call the same.
+# Other trainers' names for our commands.
 SYNONYMS = {"train": "run", "start": "run", "resume": "run", "evaluate": "eval"}
 
 
@@ -172,7 +172,7 @@ GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Check": [
         ("doctor", doctor, "Check this machine and a run's services before a start."),
         ("config", config_, "Print the resolved configuration with every key."),
-        ("agent", agent.app, "Play one task by the agent of a configuration, and show what it asked."),
+        ("agent", agent.app, "Play one task with a configuration's agent, and show its requests."),
         ("audit", audit, "Check that a run lost nothing and counted nothing twice."),
         ("chaos", chaos, "Run under faults and check that nothing is lost or counted twice."),
         ("correction", correction.app, "Explain off-policy corrections, and the one a run uses."),

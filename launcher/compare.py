@@ -59,7 +59,9 @@ def compare(
     threshold: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="Count samples up to this held-out accuracy; by default the highest that all reached."
+            min=0,
+            max=1,
+            help="Count samples up to this held-out accuracy; by default the highest that all runs reached.",
         ),
     ] = None,
 ) -> None:
@@ -189,7 +191,7 @@ def compared(runs: Sequence[Run], by: Sequence[str], threshold: float | None) ->
 
     Args:
         by: see `group_runs`.
-        threshold: held-out accuracy to count samples to; None: the highest that all runs have reached.
+        threshold: held-out accuracy to count samples to; None means the highest that all runs have reached.
 
     Raises:
         UserError: no run has a key of `by`.

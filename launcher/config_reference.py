@@ -18,11 +18,11 @@ from common.config.shared import may_change
 
 HEAD = """# Configuration
 
-One YAML file for the whole run. Any key can be given on the command line (`-o learner.lr=1e-6`, several times)
-and from the environment (`SPO__LEARNER__LR=1e-6`); the command line wins. Unknown keys are errors. `spo config FILE`
+One YAML file for the whole run. Any key can be set on the command line (`-o learner.lr=1e-6`, several times)
+and in the environment (`SPO__LEARNER__LR=1e-6`); the command line wins. Unknown keys are errors. `spo config FILE`
 prints the resolved configuration. Keys marked *local* describe the machine a process runs on and may differ between
 the processes of a run; all others must agree. Those marked *May change* can be given another value when a run is
-started again ([how](operations.md#changing-a-run)); before its first step all can.
+started again ([how](operations.md#changing-a-run)); before the run's first step, all can.
 
 This page is generated: `spo docs-config > docs/configuration.md`.
 """
@@ -33,7 +33,7 @@ def reference() -> str:
 
 
 def _names() -> Iterator[str]:
-    yield "\n## Names of other trainers\n\nNames that are refused with a hint, whatever their section.\n\n"
+    yield "\n## Names of other trainers\n\nNames that are refused with a hint, in any section.\n\n"
     yield "| trainer | name | here |\n|---|---|---|\n"
     for trainer, names in NAMES.items():
         for name, today in sorted(names.items()):

@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Plain = Annotated[bool, typer.Option("--plain", help="Plain text, one field a line (as without a terminal).")]
+Plain = Annotated[bool, typer.Option("--plain", help="Plain text, one field per line (as without a terminal).")]
 HOW = "set one with -o algorithm.correction.preset=NAME; see spo correction show NAME for details"
 
 

@@ -36,12 +36,12 @@ def episodes(
         bool, typer.Option("--tokens", help="With --show: also show every token, its log-prob and version.")
     ] = False,
     reward: Annotated[str, typer.Option(metavar="TEST", help="Reward, such as '<0.5', '>=1' or 0.")] = "",
-    min_tokens: Annotated[int | None, typer.Option(min=0, help="At least so many tokens, with the prompt.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=0, help="At most so many tokens, with the prompt.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="At least this many tokens, with the prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=0, help="At most this many tokens, with the prompt.")] = None,
     prompt: Annotated[str, typer.Option(metavar="ID|TEXT", help="The prompt's id, or words in it.")] = "",
     source: Annotated[str, typer.Option(metavar="NAME", help="Data source, if there are several.")] = "",
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why the episode ended, or words of the reason.")] = "",
-    error: Annotated[bool, typer.Option("--error", help="Only skipped ones, or with a failed tool call.")] = False,
+    error: Annotated[bool, typer.Option("--error", help="Only skipped episodes, or with a failed tool call.")] = False,
     step: Annotated[str, typer.Option(metavar="N|N-M", help="Weight version at dispatch.")] = "",
     sort: Annotated[
         str, typer.Option(help="step, reward, turns, tokens, sampled, seconds or prompt; -NAME: descending.")
@@ -155,7 +155,7 @@ def _cut(text: str, style: str) -> Text:
 
 
 def plain_listing(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The same table as tab-separated lines, in which only prompt and response are shortened."""
+    """The table of `listing` as tab-separated lines, in which only prompt and response are shortened."""
     yield "\t".join(COLUMNS)
     for row in rows:
         yield "\t".join(_cells(row))

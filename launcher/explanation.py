@@ -67,7 +67,7 @@ def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.weighs_loss:
         yield f"each token's loss is multiplied by {what}, C = {limit:g}"
     else:
-        yield f"{what}, C = {limit:g}, is measured only: the loss already has the ratio pi_theta / pi_rollout"
+        yield f"{what}, C = {limit:g}, is only measured: the loss already contains the ratio pi_theta / pi_rollout"
     if correction.rollout_is_batch_normalize:
         of = "tokens" if level == "token" else "rows"
         yield f"the weights are divided by their mean over all {of} of the batch, on all ranks, at its start"
@@ -88,7 +88,7 @@ def _rejection(algorithm: AlgorithmConfig) -> Iterator[str]:
     if not correction.masks and correction.m2_threshold is None:
         yield "none"
     elif correction.skyrl is not None:
-        yield "each rule sees what the rule before it kept; the loss keeps the denominator it had before rejection"
+        yield "each rule sees only what earlier rules kept; the loss keeps the denominator from before rejection"
     else:
         yield "the loss is divided by the tokens (or rows) that are left; if none is left, the step is skipped"
     if algorithm.negative_max_prob < 1:
@@ -116,7 +116,7 @@ def mask_words(mask: Mask, ratio: str) -> str:
         "max": f"rows with any token whose {ratio} {leaves} are dropped ({name} = {formula} above {limit})",
         "sum": f"rows whose sum of {name} = {formula} exceeds {limit} are dropped; one token alone does when its "
         f"{ratio} {leaves}",
-        "mean": f"rows whose mean {name} = {formula} exceeds {limit} are dropped; where all tokens are alike, those "
+        "mean": f"rows whose mean {name} = {formula} exceeds {limit} are dropped; if all tokens are alike, those "
         f"whose {ratio} {leaves}",
     }[mask.level]
 
@@ -178,9 +178,9 @@ def _passes(config: Config) -> Iterator[str]:
         covers = "the first mini-batch" if passes else "the batch"
         passes.append(f"the weights' mean, over {covers}")
     if algorithm.correction.m2_threshold is not None or spec_of(algorithm.loss).compares:
-        passes.append("what compares all tokens of a mini-batch, once each, unless one rank has it in one micro-batch")
+        passes.append("a comparison of all tokens of each mini-batch, unless one rank has it in one micro-batch")
     if algorithm.kl_coef:
-        passes.append("the reference policy, once a mini-batch")
+        passes.append("the reference policy, once per mini-batch")
     yield from passes or ["none"]
 
 

@@ -17,7 +17,7 @@ Generators = Annotated[
 ]
 LearnerGpus = Annotated[
     str | None,
-    typer.Option(metavar="0-3", help="GPUs of the learner, a rank on each; by default chosen by a model of the step."),
+    typer.Option(metavar="0-3", help="GPUs of the learner, a rank on each; by default half, or as near to it as fits."),
 ]
 GeneratorGpus = Annotated[
     str | None, typer.Option(metavar="4-7", help="GPUs of the generators; by default the others.")

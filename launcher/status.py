@@ -69,7 +69,7 @@ def dead(
 
 def show(config: Config) -> RenderableType:
     progress, gone = _progress(config)
-    state = "finished" if progress.finished else "going on" if progress.processes else "no process is alive"
+    state = "finished" if progress.finished else "running" if progress.processes else "no process is alive"
     heading = f"run {config.run.name}: step {progress.version}/{progress.steps}, {state}"
     if gone is not None and progress.processes:
         heading += f"; {gone_line(gone)}"

@@ -73,7 +73,7 @@ class Context:
     """A process that is about to start, and its machine.
 
     Attributes:
-        run_config: the run's configuration; None where only the machine is checked.
+        run_config: the run's configuration; None if only the machine is checked.
         available: the needs that are met here.
     """
 
@@ -124,7 +124,7 @@ class Check:
     """One entry of the list.
 
     Attributes:
-        find: returns the findings, or None where the check does not apply. A `UserError` that it raises is a problem.
+        find: returns the findings, or None if the check does not apply. A `UserError` that it raises is a problem.
     """
 
     name: str

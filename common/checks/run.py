@@ -26,7 +26,7 @@ def learner_steps(context: Context) -> Finding | None:
     if context.config.run.has_learner:
         return None
     return problem(
-        f"run.steps = 0 is a run without a learner, in which there is no work for a {context.role}; set it to 1 or "
+        f"run.steps = 0 is a run without a learner, which needs no {context.role}; set it to 1 or "
         "more, or use `spo values estimate` or `spo eval`, which need generators only"
     )
 
@@ -57,7 +57,7 @@ def _unusable(source: Source) -> str | None:
 
 
 def _unusable_file(name: str, several: bool) -> str | None:
-    """Why a path is no file that can be read.
+    """Why a path cannot be read as a file; None if it can, or if it is a name on the Hugging Face hub.
 
     Args:
         several: whether it is one of several files, each of which must exist.
@@ -70,9 +70,9 @@ def _unusable_file(name: str, several: bool) -> str | None:
             "sources, [{path: …}, …]"
         )
     if near is not None:
-        return f" is no file, no folder and no known set; did you mean {near}?"
+        return f" is neither a file, a folder nor a known set; did you mean {near}?"
     if path.suffix in NOT_READ:
-        return f"{named}: give a file *.jsonl, a JSON object a line, or *.parquet"
+        return f"{named}: give a file *.jsonl, with one JSON object per line, or *.parquet"
     if path.suffix not in FILES:
         return None  # a dataset of the Hugging Face hub
     try:

@@ -24,7 +24,7 @@ from common.streams.broker import NOEVICTION, Broker, Memory, connect
 from common.streams.connection import risks
 
 MAX_SKEW = 2.0  # seconds; with more, logs of different machines are hard to compare
-NEARLY_FULL = 0.8  # part of maxmemory in use
+NEARLY_FULL = 0.8  # share of maxmemory in use
 TIMEOUT = 5.0  # seconds for the sandbox to answer
 # SPO's tools and rewards that run programs. Users' own may do so too; a generator checks those when it starts.
 RUN_PROGRAMS = {"code_interpreter", "code"}
@@ -91,10 +91,10 @@ def _run(broker: Broker, config: Config) -> Finding:
         return problem(str(error), name)
     if changes:
         listed = ", ".join(map(str, changes))
-        return warning(f"{broker.run!r} has another configuration, which a start changes: {listed}", name)
+        return warning(f"{broker.run!r} has another configuration, which starting a process changes: {listed}", name)
     if broker.finished():
         return warning(
-            f"run {broker.run!r} is finished: a process that starts leaves at once; raise run.steps, or choose another "
+            f"run {broker.run!r} is finished: a process that starts exits at once; raise run.steps, or choose another "
             "run.name",
             name,
         )
@@ -109,7 +109,7 @@ def _clock(broker: Broker) -> Finding:
     seconds, micros = broker.redis.time()
     after = time.time()
     server = seconds + micros / 1e6
-    # Redis read its clock between the two: only a time outside of them shows a difference.
+    # Redis read its clock between the two, so only a time outside them shows a difference.
     skew = server - min(max(server, before), after)
     if abs(skew) > MAX_SKEW:
         return warning(
@@ -130,7 +130,7 @@ def _address(broker: Broker) -> str:
 
 
 def sandbox(context: Context) -> Finding | None:
-    """Ask /health, then /metrics with our token."""
+    """Whether the sandbox at `sandbox.url` answers, accepts our token, and isolates programs."""
     config = context.config
     url = config.sandbox.url
     if url is None:
@@ -142,7 +142,7 @@ def sandbox(context: Context) -> Finding | None:
     try:
         status, body = _get(f"{base}/health", None, direct=True)
         if status != 200:
-            return finding(f"{shown} answers /health with {status}; it is stopping, or is no spo-sandbox")
+            return finding(f"{shown} answers /health with {status}; it is stopping, or is not an spo-sandbox")
         isolated = json.loads(body).get("isolated")
         status, _ = _get(f"{base}/metrics", token, direct=True)
     except (OSError, ValueError, AttributeError) as error:
@@ -150,18 +150,18 @@ def sandbox(context: Context) -> Finding | None:
         return finding(f"{shown} does not answer ({reason}); start it (spo-sandbox), or set sandbox.url")
     if status == 401:
         reason = "the given one is wrong" if token else "none is given"
-        return problem(f"{shown} asks for a token, and {reason}: name its file as sandbox.token_file")
+        return problem(f"{shown} asks for a token, but {reason}: name its file as sandbox.token_file")
     if status == 403:
         return problem(
-            f"{shown} has no token, so it answers only as localhost or 127.0.0.1; name it so, or give it one"
+            f"{shown} has no token, so it answers only at localhost or 127.0.0.1; use that name, or give it a token"
         )
     if not isolated:
-        return warning(f"{base} runs programs without isolation: start it without -o isolated=false")
-    return ok(f"{base} isolates programs" + (", and accepts the token" if token else ""))
+        return warning(f"{shown} runs programs without isolation: start it without -o isolated=false")
+    return ok(f"{shown} isolates programs" + (", and accepts the token" if token else ""))
 
 
 def teacher_servers(context: Context) -> Iterator[Finding]:
-    """Ask the server of each teacher that is named by its address for its models."""
+    """Whether each server at a `teacher.url` answers, and serves the model."""
     for teacher in context.config.teachers_in_use().values():
         if teacher.url is not None:
             yield _teacher_server(context, teacher, teacher.url)
@@ -172,7 +172,7 @@ def _teacher_server(context: Context, teacher: TeacherConfig, url: str) -> Findi
     if teacher.api_key_env is not None:
         key = context.machine.environ.get(teacher.api_key_env)
         if not key:
-            return problem(f"teacher.api_key_env names {teacher.api_key_env}, and there is no such variable here")
+            return problem(f"teacher.api_key_env names {teacher.api_key_env}, but there is no such variable here")
     shown = without_password(url)
     try:
         status, body = _get(f"{url}/models", key, direct=is_loopback_url(url))
@@ -187,7 +187,9 @@ def _teacher_server(context: Context, teacher: TeacherConfig, url: str) -> Findi
     if not names:
         return problem(f"{shown}/models answers with {status} and no model; teacher.url is an address up to /v1")
     if teacher.url_model is not None and teacher.url_model not in names:
-        return problem(f"{shown} serves {', '.join(names)}; teacher.url_model = {teacher.url_model!r} is none of them")
+        return problem(
+            f"{shown} serves {', '.join(names)}; teacher.url_model = {teacher.url_model!r} is not among them"
+        )
     return ok(f"{shown} serves {teacher.url_model or names[0]}")
 
 
@@ -206,7 +208,7 @@ def _token(config: Config, context: Context) -> str | None:
 
 
 def _get(url: str, token: str | None, *, direct: bool) -> tuple[int, bytes]:
-    """Status and body, from the server itself or by the environment's proxy; raises `OSError` if there is no answer."""
+    """Status and body, directly or through the environment's proxy; raises `OSError` if there is no answer."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if direct else None))

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from common.config.section import Section
 from common.network import is_tcp
 
-# Fields of requests that ask for another distribution than the recorded one, and that an agent can do without.
+# Request fields that would change the sampling distribution, and that an agent can do without.
 Ignorable = Literal[
     "tool_choice", "response_format", "thinking", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "min_p", "min_tokens", "top_logprobs",
@@ -52,9 +52,10 @@ class AgentConfig(Section):
     )
     train: Literal["connected", "quoting", "all"] = Field(
         "connected",
-        description="Conversations to train on. `connected`: the longest, and those connected with it: what the model "
-        "said in one was sent in the other, or both have a message or the task in common, and the same instructions. "
-        "`quoting`: the instructions may differ, as those of a request for a title do. `all`: every conversation.",
+        description="Conversations to train on (docs/agents.md). `connected`: the one with the most requests, and "
+        "those connected with it: what the model said in one was sent in the other, or both have the same "
+        "instructions and share a message or the task. `quoting`: the instructions may differ, as those of a request "
+        "for a title do. `all`: every conversation.",
     )
     ignore: list[Ignorable] = Field(
         [],

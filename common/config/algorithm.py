@@ -37,9 +37,10 @@ class AlgorithmConfig(Section):
 
     method: Literal["spo", "grpo", "dr_grpo", "rloo", "none"] = Field(
         "spo",
-        description="The baseline of a reward. `spo`: the prompt's tracked value; `grpo`: the group's mean, divided by "
-        "its deviation; `dr_grpo`: the same, not divided (arXiv 2503.20783); `rloo`: the mean of the others in the "
-        "group; `none`: the batch's mean (REINFORCE). Without `spo` the tracker only keeps count: "
+        description="The baseline of a reward. `spo`: the prompt's tracked value; `grpo`: the group's mean; the "
+        "difference is divided by the group's standard deviation; `dr_grpo`: the same without the division (arXiv "
+        "2503.20783); `rloo`: the mean of the others in the group; `none`: the batch's mean (REINFORCE). With other "
+        "methods than `spo` the tracker only counts rewards: "
         "`sampler.selection.criterion` is `uniform` and `sampler.drift.mode` `constant`, unless set.",
     )
     baseline: Literal["tracker", "critic", "both"] = Field(
@@ -86,12 +87,14 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to a frozen reference policy; 0: none is loaded.")
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"] = Field(
         "k3",
-        description="Estimator of that KL; k3 is held within [-10, 10], and low_var_kl is another name for it; k1+ and "
-        "k3+ have the value of k1 and k3 and the gradient of k2.",
+        description="Estimator of the KL to the reference; k3 is clamped to [-10, 10], and low_var_kl is another name "
+        "for it; k1+ and k3+ have the value of k1 and k3 and the gradient of k2.",
     )
     reference: str | None = Field(None, description="Model folder of the reference policy; null: `model.path`.")
     ess_lr: Literal["none", "sqrt", "linear"] = Field(
-        "none", description="Scale the learning rate by the effective sample size of the weights (VCPO), or its root."
+        "none",
+        description="Multiply the learning rate by the effective sample size of the importance weights (`linear`), or "
+        "by its square root (`sqrt`, as in VCPO).",
     )
     negative_max_prob: float = Field(
         1.0,
@@ -120,12 +123,12 @@ class AlgorithmConfig(Section):
 
     @property
     def responses(self) -> int:
-        """How many responses of one prompt make a group; 1 where there are no groups."""
+        """Responses to one prompt that make a group; 1 without groups."""
         return self.group_size if self.method in GROUP_METHODS else 1
 
     @property
     def together(self) -> int:
-        """How many samples, one after another in a batch, the loss averages as one."""
+        """Number of consecutive samples of a batch that the loss averages as one."""
         return self.responses if self.aggregation == "prompt-mean" else 1
 
     @property
@@ -167,7 +170,7 @@ def _with_implied(data: Mapping[str, Any]) -> Mapping[str, Any]:
         if not any(name in fields for name in CHOICES):
             correction, fields = {"preset": RECOMMENDED, **correction}, {"preset": RECOMMENDED, **fields}
         elif not any(name in fields for name in ("preset", "rollout_is", "skyrl")):
-            # What is pasted here is a part of verl's YAML, which has null; `sequence` is the default of its class.
+            # The default of verl's YAML, from which such fields are pasted; verl's Python class has `sequence`.
             correction, fields = {"rollout_is": None, **correction}, {"rollout_is": None, **fields}
         name = fields.get("preset")
         implied = dict(find_preset(name).algorithm) if isinstance(name, str) else {}
@@ -179,7 +182,7 @@ def _with_implied(data: Mapping[str, Any]) -> Mapping[str, Any]:
         given, other = data.get(name), implied.get(name)
         if given is not None and given != other and other in ("rollout", "reinforce"):
             raise ValueError(
-                f"{name} = {given!r} contradicts correction, which has {other!r}; leave one of the two out"
+                f"{name} = {given!r} contradicts correction, which implies {other!r}; leave one of the two out"
             )
     if data.get("loss", implied.get("loss")) in MEAN_OF_MEANS:
         implied["aggregation"] = "seq-mean-token-mean"
@@ -187,7 +190,7 @@ def _with_implied(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _bypass(implied: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Add what verl's `bypass_mode` and `loss_type` say to what a preset implies, or take it away."""
+    """Apply verl's `bypass_mode` and `loss_type` to what a preset implies for `algorithm`."""
     if fields.get("bypass_mode", implied.get("proximal") == "rollout"):
         implied["proximal"] = "rollout"
         kind = fields.get("loss_type", implied.get("loss"))
@@ -203,7 +206,7 @@ def _bypass(implied: dict[str, Any], fields: Mapping[str, Any]) -> None:
 def weighs(loss: str, proximal: str) -> bool:
     """True if importance weights multiply a loss.
 
-    In bypass mode the ratio pi_theta / pi_rollout of most losses is the importance weight already.
+    In bypass mode the ratio pi_theta / pi_rollout of most losses is already the importance weight.
     """
     return proximal != "rollout" or not spec_of(loss).has_ratio
 
@@ -218,7 +221,7 @@ def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:
     for name in config.loss_options:
         if name not in options:
             allowed = f"allowed: {', '.join(options)}" if options else f"{loss!r} takes none; remove it"
-            raise ValueError(f"algorithm.loss_options.{name} is no option of loss {loss!r}; {allowed}")
+            raise ValueError(f"algorithm.loss_options.{name} is not an option of loss {loss!r}; {allowed}")
     for name, option in options.items():
         value: Any = config.loss_options.get(name, option.default)
         if value is None:

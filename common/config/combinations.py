@@ -1,4 +1,4 @@
-"""Rules for values that are valid alone and contradict one another; each message names the fix."""
+"""Rules for values that are valid alone but contradict one another; each message names the fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEED_ANSWERS = ("exact", "boxed", "boxed_think", "math")
 # Whether the rule is broken, and the message if it is.
 Rule = tuple[bool, str]
 
-# Values of vLLM's arguments with which no request is batched with another, or reuses what another has computed.
+# vLLM arguments under which no request is batched with another, or reuses what another has computed.
 ENGINE: dict[str, Any] = {"max_num_seqs": 1, "data_parallel_size": 1, "enable_prefix_caching": False}
 
 
@@ -64,7 +64,7 @@ def check_one_generator(config: Config, generators: int) -> None:
     """Raise `UserError` for more than one generator of a deterministic run."""
     if config.run.deterministic and generators > 1:
         raise UserError(
-            f"run.deterministic plays one task at a time, and {generators} generators were asked for; start one"
+            f"run.deterministic plays one task at a time, but {generators} generators were asked for; start one"
         )
 
 
@@ -73,8 +73,8 @@ def check_ranks(config: Config, ranks: int) -> None:
     size = config.learner.sequence_parallel
     if ranks % size:
         raise UserError(
-            f"learner.sequence_parallel = {size} does not divide the learner's ranks, of which there "
-            f"{'is 1' if ranks == 1 else f'are {ranks}'}: start a multiple of {size}, or lower it"
+            f"learner.sequence_parallel = {size} does not divide the number of the learner's ranks, {ranks}: start a "
+            f"multiple of {size}, or lower it"
         )
 
 
@@ -89,8 +89,8 @@ def _teacher_servers(config: Config) -> Iterator[Rule]:
         )
         yield (
             bool(url) and temperature != 1,
-            f"teacher.url = {url!r}: a server scores prompts at temperature 1, and generator.temperature = "
-            f"{temperature}; set that to 1, or set teacher.model, which `spo run` serves",
+            f"teacher.url = {url!r}: a server scores prompts at temperature 1, but generator.temperature = "
+            f"{temperature}; set it to 1, or set teacher.model, which `spo run` serves",
         )
 
 
@@ -151,8 +151,8 @@ def _run(config: Config) -> Iterator[Rule]:
     )
     yield (
         bool(learner.exact_every) and learner.zero_stage == 3,
-        "learner.exact_every goes back to earlier weights, which no rank has whole under learner.zero_stage=3; take a "
-        "stage up to 2, or leave it out",
+        "learner.exact_every loads earlier weights, which no rank has whole under learner.zero_stage=3; set that to 2 "
+        "or less, or learner.exact_every=0",
     )
     yield (
         learner.offload == "optimizer" and learner.zero_stage == 0,
@@ -165,9 +165,9 @@ def _run(config: Config) -> Iterator[Rule]:
     )
     yield (
         algorithm.has_critic and algorithm.method != "spo",
-        f"algorithm.baseline = {algorithm.baseline!r} beside algorithm.method = {algorithm.method!r}: a critic tells "
-        "the value of a single response, and takes the place of that method's baseline; set algorithm.method=spo, or "
-        "algorithm.baseline=tracker",
+        f"algorithm.baseline = {algorithm.baseline!r} beside algorithm.method = {algorithm.method!r}: a critic "
+        "estimates the value of a single response, and replaces the baseline of that method; set algorithm.method=spo, "
+        "or algorithm.baseline=tracker",
     )
     yield (
         algorithm.has_critic and learner.sequence_parallel > 1,
@@ -183,7 +183,7 @@ def _run(config: Config) -> Iterator[Rule]:
     yield (
         learner.router_replay == "rollout"
         and (config.run.deterministic or generator.engine.get("enable_prefix_caching") is False),
-        "learner.router_replay = 'rollout' needs vLLM's prefix cache, with which vLLM keeps the experts of tokens, and "
+        "learner.router_replay = 'rollout' needs vLLM's prefix cache, with which vLLM keeps the experts of tokens, but "
         f"{cache} switches it off; leave one of the two out",
     )
     if learner.lora is not None:
@@ -214,7 +214,7 @@ def _episode(config: Config, episode: EpisodeConfig) -> Iterator[Rule]:
     # Only the generator knows the names of tools that are not SPO's.
     yield (
         episode.call_format == "code" and (not episode.tools or "calculator" in episode.tools),
-        "episode.call_format = 'code' calls the code interpreter and nothing else; set episode.tools="
+        "episode.call_format = 'code' calls only the code interpreter; set episode.tools="
         f"[code_interpreter] (given: {episode.tools}), or episode.call_format=hermes",
     )
     for name in episode.tool_options:
@@ -225,11 +225,11 @@ def _episode(config: Config, episode: EpisodeConfig) -> Iterator[Rule]:
         )
     yield (
         bool(episode.user_options) and not episode.user,
-        "episode.user_options are given without episode.user; name one, or remove the options",
+        "episode.user_options are given without episode.user; name a user, or remove the options",
     )
     yield (
         config.algorithm.turn_advantage == "turn" and episode.turn_rewards != "sum",
-        "algorithm.turn_advantage = 'turn' adds up the rewards that follow a turn, and episode.turn_rewards = "
+        "algorithm.turn_advantage = 'turn' adds up the rewards that follow a turn, but episode.turn_rewards = "
         f"{episode.turn_rewards!r} does not; set it to sum, or algorithm.turn_advantage=episode",
     )
     weights = episode.reward_weights
@@ -241,7 +241,7 @@ def _episode(config: Config, episode: EpisodeConfig) -> Iterator[Rule]:
         )
     yield (
         "agent" in weights and episode.agent is None,
-        "episode.reward = 'agent' is the number that an agent gives, and episode.agent is null; name an agent, or "
+        "episode.reward = 'agent' is the number that an agent gives, but episode.agent is null; name an agent, or "
         "another reward",
     )
     for name in episode.reward_options:
@@ -258,20 +258,20 @@ def _answers(config: Config, source: Source) -> Iterator[Rule]:
     own, where = config.for_source(source), f"{source.key} has no answers (answer_column = null)"
     yield (
         source.answer_after is not None,
-        f"{where}, and answer_after = {source.answer_after!r} looks for them; remove one of the two",
+        f"{where}, but answer_after = {source.answer_after!r} looks for them; remove one of the two",
     )
     for name in own.episode.reward_weights:
         yield (
             name in NEED_ANSWERS or _reads_answers(name, own.episode.reward_options.get(name, {})),
-            f"{where}, and episode.reward = {name!r} compares with them; name the column, or another reward",
+            f"{where}, but episode.reward = {name!r} compares with them; name the column, or another reward",
         )
     yield (
         own.teacher.context is not None and "{answer}" in own.teacher.context,
-        f"{where}, and teacher.context names {{answer}}; name the column, or leave it out there",
+        f"{where}, but teacher.context names {{answer}}; name the column, or leave it out there",
     )
     yield (
         own.episode.user == "corrector",
-        f"{where}, and episode.user = 'corrector' compares with them; name the column, or another user",
+        f"{where}, but episode.user = 'corrector' compares with them; name the column, or another user",
     )
 
 
@@ -303,12 +303,13 @@ def _agent(config: Config, episode: EpisodeConfig, agent: AgentConfig) -> Iterat
     )
     yield (
         config.run.deterministic,
-        f"episode.agent = {agent.shown!r} contradicts run.deterministic: when an agent sends its requests is not known "
-        "before; play the task by tools of the episode, or set run.deterministic=false",
+        f"episode.agent = {agent.shown!r} contradicts run.deterministic: an agent's requests come at times that differ "
+        "from run to run; use the episode's own tools, or set run.deterministic=false",
     )
     yield (
         agent.environment is not None and "agent" not in episode.reward_weights,
-        f"episode.reward = {episode.reward!r} is not the environment's; set episode.reward=agent, or make it a part",
+        f"episode.reward = {episode.reward!r} leaves out the environment's; set episode.reward=agent, or make "
+        "agent a part of it",
     )
     low, high = config.sampler.tracker.reward_range
     yield (
@@ -319,7 +320,7 @@ def _agent(config: Config, episode: EpisodeConfig, agent: AgentConfig) -> Iterat
 
 
 def _teaching(config: Config) -> Iterator[Rule]:
-    """Rules of what the learner makes of a teacher's scores."""
+    """Rules of how the learner uses a teacher's scores."""
     teacher, in_use = config.teacher, config.teachers_in_use()
     yield (
         not teacher.reward and not in_use,
@@ -337,7 +338,7 @@ def _teacher(config: Config) -> Iterator[Rule]:
     """Rules of the teacher in the configuration of a source."""
     teacher, episode = config.teacher, config.episode
     names = [f"teacher.{key}" for key in TEACHER_KEYS if getattr(teacher, key) is not None]
-    yield len(names) > 1, f"{' and '.join(names)} are set, and a sample has one teacher; leave one of them"
+    yield len(names) > 1, f"{' and '.join(names)} are set, but a sample has one teacher; keep one of them"
     if teacher.context is None:
         return
     try:
@@ -347,7 +348,7 @@ def _teacher(config: Config) -> Iterator[Rule]:
     yield (
         config.generator.temperature != 1,
         f"generator.temperature = {config.generator.temperature} beside teacher.context: the generator's engine scores "
-        "at temperature 1, and would be compared with the policy at another; set it to 1, or set teacher.model",
+        "at temperature 1, which cannot be compared with the policy at another; set it to 1, or set teacher.model",
     )
     yield (
         episode.agent is not None,
@@ -357,9 +358,9 @@ def _teacher(config: Config) -> Iterator[Rule]:
 
 
 def _deterministic(config: Config) -> Iterator[Rule]:
-    """Rules that keep timing from deciding a result."""
+    """Rules that keep a result independent of timing."""
     needed: list[tuple[str, Any, Any, str]] = [
-        ("sampler.max_staleness", config.sampler.max_staleness, 0, "each batch is answered by the weights it trains"),
+        ("sampler.max_staleness", config.sampler.max_staleness, 0, "each batch is sampled by the weights it trains"),
         ("generator.max_concurrency", config.generator.max_concurrency, 1, "one task is played at a time"),
     ]
     needed += [
@@ -388,7 +389,7 @@ def _connections(config: Config) -> Iterator[Rule]:
             not url.startswith(("http://", "https://")),
             f"sandbox.url = {shown!r} must start with http:// or https://",
         )
-        yield not has_port(url), f"sandbox.url = {shown!r} has no valid port; 1 to 65535 are"
+        yield not has_port(url), f"sandbox.url = {shown!r} has no valid port (1 to 65535)"
     yield (
         weights.relay not in ("auto", "direct") and not is_tcp(weights.relay),
         f"learner.weights.relay = {weights.relay!r} must be auto, direct, or a relay's tcp://host:port",

@@ -25,16 +25,16 @@ REJECTION_MODES = (
     "seq_max_k2",
     "seq_max_k3",
 )
-# YAML's true would be read as 1.0 in them.
+# `true` is refused in them, because pydantic would read it as 1.0.
 THRESHOLDS = ("rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold", "m2_threshold")
-# Every stage sees what the ones before it have left, and no single token is clipped before a row is summed.
+# Each stage sees only the tokens that earlier stages kept, and log-ratios are not clamped before a row's are summed.
 SKYRL: dict[str, Any] = {"sees": "left", "bound": math.inf}
 
 
 class SkyRLCorrection(Section):
-    """SkyRL's `off_policy_correction`: outlier rows, then single tokens, then truncated weights, then whole rows.
+    """SkyRL's `off_policy_correction`: masks of outlier rows and of tokens, then weights, then masks of whole rows.
 
-    Every stage sees the mask the stage before it left. The loss keeps its denominator.
+    Each stage sees only the tokens that earlier stages kept. The loss keeps its denominator.
     """
 
     # docs/correction.md describes them.
@@ -70,7 +70,7 @@ class SkyRLCorrection(Section):
         return {name: getattr(self, name) for name in names}
 
     def stages(self) -> list[Stage]:
-        """Outlier rows, single tokens, weights, whole rows; each sees what the ones before it have left."""
+        """The stages in order: outlier rows, single tokens, weights, whole rows."""
         stages: list[Stage] = []
         low, high = self.outlier_token_is_threshold_low, self.outlier_token_is_threshold_high
         if low is not None or high is not None:
@@ -123,7 +123,7 @@ class CorrectionConfig(Section):
     )
     rollout_rs_threshold: float | str | None = Field(
         None,
-        description='Bounds of `rollout_rs`: one for all, or one each. For k1 a band of ratios `"0.5_2.0"`, or its '
+        description='Bounds of `rollout_rs`: one for all, or one for each. For k1 a band of ratios `"0.5_2.0"`, or its '
         "upper end; for k2 and k3 an upper bound.",
     )
     rollout_token_veto_threshold: float | None = Field(
@@ -193,7 +193,7 @@ class CorrectionConfig(Section):
             data = {"rollout_is": None, **data}
         for field in THRESHOLDS:
             if isinstance(data.get(field), bool):
-                raise ValueError(f"{field} = {str(data[field]).lower()} is no number; give the threshold itself")
+                raise ValueError(f"{field} = {str(data[field]).lower()} is not a number; give the threshold itself")
         return data
 
     @model_validator(mode="after")
@@ -216,12 +216,12 @@ class CorrectionConfig(Section):
 
     @property
     def reports_applied(self) -> bool:
-        """True if metrics of verl's weights are of the weights as applied, as since its #5722."""
+        """True if the metrics of weights describe the applied weights, as verl's do since its #5722."""
         return self.compatible_metrics == "2026-08"
 
     @property
     def renormalizes(self) -> bool:
-        """True if the loss is divided by what rejection leaves; SkyRL divides by the counts before."""
+        """True if the loss is divided by the counts after rejection; SkyRL divides by those before."""
         return self.skyrl is None
 
     @property
@@ -274,7 +274,7 @@ class CorrectionConfig(Section):
         for mode in modes:
             if mode not in REJECTION_MODES:
                 raise ValueError(
-                    f"rollout_rs = {self.rollout_rs!r}: {mode!r} is no mode; allowed: {', '.join(REJECTION_MODES)}, "
+                    f"rollout_rs = {self.rollout_rs!r}: {mode!r} is not a mode; allowed: {', '.join(REJECTION_MODES)}, "
                     "separated by commas"
                 )
         if self.rollout_rs_threshold is None:
@@ -284,11 +284,11 @@ class CorrectionConfig(Section):
             raise ValueError(
                 f"rollout_rs_threshold = {self.rollout_rs_threshold!r} is empty; give a number, or lower_upper"
             )
-        rules = list(dict.fromkeys(modes))  # a rule that is named twice is one, with one threshold, as in verl
+        rules = list(dict.fromkeys(modes))  # as in verl, a mode that is named twice counts once, with one threshold
         if len(bounds) not in (1, len(rules)):
             raise ValueError(
                 f"rollout_rs_threshold = {self.rollout_rs_threshold!r} has {len(bounds)} parts for {len(rules)} "
-                f"mode{'s' * (len(rules) > 1)} ({', '.join(rules)}); give one for all, or one each"
+                f"mode{'s' * (len(rules) > 1)} ({', '.join(rules)}); give one for all, or one for each"
             )
         bounds *= len(rules) // len(bounds)
         masks = {rule: self._mask(rule, bound) for rule, bound in zip(rules, bounds, strict=True)}
@@ -318,7 +318,7 @@ def _parts(text: str) -> list[str]:
 
 
 def parse_band(text: str, field: str, largest: float = sys.float_info.max) -> tuple[float | None, float]:
-    """Read `"upper"` or `"lower_upper"`, both above 0 and at most `largest`; None stands for no lower bound.
+    """Read `"upper"` or `"lower_upper"`, both above 0 and at most `largest`; None if there is no lower bound.
 
     Raises:
         ValueError: it is neither; the text names `field`.

@@ -18,7 +18,7 @@ from common.errors import UserError, nearest
 FILES = (".jsonl", ".parquet")
 NOT_READ = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".xlsx")  # refused with a hint
 CONTINUE = "continue_final_message"  # the template option by which the model continues an assistant's message
-# Arguments of a chat template's rendering that neither data nor an agent's requests set.
+# Arguments of the chat template that SPO sets itself: neither data nor an agent's requests may set them.
 DECIDED_VARIABLES = {
     "add_generation_prompt", "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
@@ -26,7 +26,7 @@ DECIDED_VARIABLES = {
 }  # fmt: skip
 Side = Literal["train", "heldout"]
 SIDES: tuple[Side, ...] = ("train", "heldout")
-SPLITS: dict[Side, str] = {"train": "train", "heldout": "test"}  # of a Hugging Face dataset, unless its source says
+SPLITS: dict[Side, str] = {"train": "train", "heldout": "test"}  # default splits of a Hugging Face dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class KnownSet:
         path: its name there.
         config: its configuration, `load_dataset`'s second argument.
         train_split, heldout_split: the split to train on, and the one to evaluate on.
-        answer_after: the answer is what follows the last of these marks.
+        answer_after: a mark; the answer is the text after its last occurrence.
     """
 
     path: str
@@ -86,7 +86,7 @@ def misspelt_set(path: str) -> str | None:
 
 
 def matching_files(path: str | Sequence[str]) -> list[str]:
-    """The files that a path with `*`, `?` or `[` matches, in order, or those of a list; any other path is itself.
+    """The files that a pattern (`*`, `?`, `[`) matches, sorted; any other path as it is; of a list, those of all items.
 
     Raises:
         UserError: one of them matches nothing.
@@ -112,10 +112,10 @@ class Source:
     Attributes:
         key: its place in the configuration, for messages: `data.train`, or `data.train[NAME]`.
         name: its name in tasks and metrics.
-        path: a list has several files, which are read as one.
+        path: if a tuple, several files that are read as one.
         weight: its share of the training tasks, relative to the other sources'.
-        answer_column: None: the rows have no answers.
-        answer_after: the answer is what follows the last of these marks; None: all of the column.
+        answer_column: None if the rows have no answers.
+        answer_after: a mark; the answer is the text after its last occurrence. If None, it is the whole column.
         episode, teacher: keys of these sections that differ for its tasks.
     """
 
@@ -148,7 +148,7 @@ class Source:
 def _check_template_options(options: dict[str, Any] | None) -> dict[str, Any] | None:
     for name in options or ():
         if name in DECIDED_VARIABLES:
-            raise ValueError(f"{name!r} is not the data's to set; give variables that the chat template reads")
+            raise ValueError(f"{name!r} is set by SPO itself; give variables that the chat template reads")
     return options
 
 
@@ -156,7 +156,7 @@ class DataSource(Section):
     """One of several data sets, as an item of the list `data.train` or `data.heldout`.
 
     It may also have any key of `data` from `config` to `template_options`. One that is null takes its value from the
-    set, where that is known by name, or else from the section `data`.
+    set, if that is known by name, or else from the section `data`.
     """
 
     path: str | tuple[str, ...] = Field(
@@ -183,7 +183,7 @@ class DataSource(Section):
     episode: dict[str, Any] = Field(
         default_factory=dict,
         description="Keys of the section `episode` that differ for this source's tasks: tools, reward, user, limits. "
-        "Each replaces the run's value as a whole.",
+        "Each replaces the whole value of the run.",
     )
     teacher: dict[str, Any] = Field(
         default_factory=dict,
@@ -227,8 +227,8 @@ Sources = Annotated[
 
 
 def _with_split(source: Any, split: str) -> Any:
-    """A source as it is written, with a split if it has none of its own and is no set known by name."""
-    # A path may be a list of files, which no mapping has as a key.
+    """An unchecked source with a split added, unless it has one or is a set known by name."""
+    # `in list(...)`, because a path may be a list of files, which cannot be hashed.
     if not isinstance(source, Mapping) or source.get("path") in list(KNOWN_SETS):
         return source
     return {"split": split, **{name: value for name, value in source.items() if name != "split" or value is not None}}
@@ -246,23 +246,25 @@ class DataConfig(Section):
     config: str | None = Field(
         None, description="Configuration of a Hugging Face dataset, `load_dataset`'s second argument."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of a source whose rows are generated.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of generated rows, such as those of `reasoning_gym:NAME`."
+    )
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field(
-        "answer", description="Column with the reference answer; null: there are none, and no reward needs one."
+        "answer", description="Column with the reference answer; null: there are no answers, and no reward needs them."
     )
     answer_after: str | None = Field(
-        None, min_length=1, description="The answer is what follows the last such mark in its column, e.g. `####`."
+        None, min_length=1, description="The answer is the text after the last such mark in its column, e.g. `####`."
     )
     id_column: str | None = Field(None, description="Column with a unique id; by default a hash of the prompt.")
     system_prompt: str | None = Field(None, description="System message put before prompts that are plain text.")
     prompt_markup: bool = Field(
-        False, description="Markup in prompts (`<|im_end|>`, `<think>`) counts as such; false: it is text."
+        False, description="Whether markup in prompts (`<|im_end|>`, `<think>`) is read as markup; false: as text."
     )
     template_options: dict[str, Any] = Field(
         default_factory=dict,
         description="Variables of the chat template, e.g. `{enable_thinking: false}`; with `continue_final_message: "
-        "true` the model continues a prompt's last message where that is the assistant's.",
+        "true` the model continues a prompt's last message if that is the assistant's.",
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are skipped and counted.")
 
@@ -270,7 +272,7 @@ class DataConfig(Section):
 
     @classmethod
     def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-        """With `train_split` and `heldout_split`, which were keys of this section, as `split` of the sources."""
+        """Turn the former keys `train_split` and `heldout_split` of this section into the `split` of each source."""
         fields, notes = dict(data), list[str]()
         for side, default in SPLITS.items():
             name = f"{side}_split"
@@ -290,7 +292,7 @@ class DataConfig(Section):
         return {name: value for name, value in self.template_options.items() if name != CONTINUE}
 
     def sources(self, side: Side) -> list[Source]:
-        """The data sets to train on, or to evaluate on; none where there is no held-out data."""
+        """The data sets to train on, or to evaluate on; empty if there is no held-out data."""
         value = self.train if side == "train" else self.heldout
         if value is None:
             return []
@@ -332,6 +334,6 @@ def source_name(item: DataSource) -> str:
     if Path(last).suffix in FILES:
         last = Path(last).stem
     if is_pattern(path):
-        # What all files share: `part-*.parquet` is `part`, and `maths/*.parquet` is `maths`.
+        # The part that all names share: `part-*.parquet` is `part`, and `maths/*.parquet` is `maths`.
         last = re.split(r"[*?[]", last)[0].rstrip("._-") or (folders or [""])[-1]
     return re.sub(r"[^A-Za-z0-9._-]", "-", last) or "data"

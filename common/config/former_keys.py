@@ -16,10 +16,10 @@ CLIPPED = ("ppo_clip", "gspo", "cispo", "clip_cov")
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A key that nothing took the place of.
+    """A key without a successor.
 
     Attributes:
-        default: the value it had where none was given.
+        default: its former default.
         today: what holds instead.
     """
 
@@ -32,9 +32,9 @@ class LossKey:
     """A key of `algorithm` that is an option of some losses now.
 
     Attributes:
-        default: the value it had where none was given.
+        default: its former default.
         option: its name in `algorithm.loss_options`.
-        losses: those that have it.
+        losses: those that have the option.
     """
 
     default: float
@@ -50,7 +50,7 @@ GONE: dict[str, dict[str, Gone]] = {
     },
     "WeightsConfig": {
         "chunk_mib": Gone(8, "a chunk has 8 MiB"),
-        "credit": Gone(8, "8 chunks are asked for ahead"),
+        "credit": Gone(8, "8 chunks are requested ahead"),
     },
     "LearnerConfig": {
         "betas": Gone([0.9, 0.999], "give them as learner.deepspeed={optimizer: {params: {betas: [...]}}}"),
@@ -58,7 +58,7 @@ GONE: dict[str, dict[str, Gone]] = {
         "share_prefixes": Gone(True, "common prefixes are computed once wherever attention can read them"),
     },
     "RunTrackerConfig": {
-        "prompt_features": Gone("ngrams", "the prior weighs what the prompts' text tells by its errors")
+        "prompt_features": Gone("ngrams", "the prior weights its prediction from the prompts' text by its past errors")
     },
     "DriftConfig": {"estimator": Gone("abs", "drift is the mean |then - now| of the tokens' log-probs")},
     "AdvantageConfig": {"baseline": Gone("arrival", "the baseline is the value when the reward is counted")},
@@ -72,7 +72,9 @@ GONE: dict[str, dict[str, Gone]] = {
         "keep_metrics_mb": Gone(256, "it follows from run.keep_mb: a sixteenth of it"),
     },
     "AlgorithmConfig": {"refill_limit": Gone(10, "at most 10 batches of samples are replaced for one batch")},
-    "EpisodeConfig": {"max_parallel_calls": Gone(32, "32 calls of a turn are run, and the model is told of others")},
+    "EpisodeConfig": {
+        "max_parallel_calls": Gone(32, "32 calls of a turn are run; the model is told that the others were not")
+    },
     "SandboxConfig": {
         "attempts": Gone(5, "a request is sent 5 times"),
         "timeout": Gone(30.0, "an answer may take 30 s beyond the program's own limits"),
@@ -103,7 +105,7 @@ def without_gone(section: str, data: Mapping[str, Any]) -> tuple[Fields, list[st
     former = {name: fields.pop(name) for name in data if name in gone}
     for name, value in former.items():
         if (list(value) if isinstance(value, tuple) else value) != gone[name].default:
-            raise ValueError(f"{name} = {value!r} is no key any more: {gone[name].today}; remove it")
+            raise ValueError(f"{name} = {value!r} is no longer a key: {gone[name].today}; remove it")
     return fields, idle(former)
 
 
@@ -150,9 +152,9 @@ def loss_keys(data: Mapping[str, Any], loss: str, is_built_in: bool) -> tuple[Fi
         if value == key.default:
             unchanged[name] = value
         elif not is_built_in:
-            raise ValueError(f"{name} = {value!r} is no key any more: make it an option of {loss!r}, in loss_options")
+            raise ValueError(f"{name} = {value!r} is no longer a key: make it an option of {loss!r}, in loss_options")
         elif loss not in key.losses:
-            notes.append(f"{name} = {value!r} has no effect on loss {loss!r}, and is no key any more; remove it")
+            notes.append(f"{name} = {value!r} has no effect on loss {loss!r}, and is no longer a key; remove it")
         elif options.get(key.option, value) != value:
             raise ValueError(
                 f"{name} = {value!r} is an older name for loss_options.{key.option} (given: {options[key.option]!r}); "
@@ -165,9 +167,10 @@ def loss_keys(data: Mapping[str, Any], loss: str, is_built_in: bool) -> tuple[Fi
 
 
 def idle(former: Mapping[str, Any]) -> list[str]:
-    """A line about former keys with values that hold today anyway; none if there are none."""
+    """A line about former keys whose values are those that hold today; empty if there are none."""
     if not former:
         return []
     keys = " and ".join(f"{name} = {value!r}" for name, value in former.items())
-    are = "are no keys" if len(former) > 1 else "is no key"
-    return [f"{keys} {are} any more, and without effect; remove {'them' if len(former) > 1 else 'it'}"]
+    if len(former) > 1:
+        return [f"{keys} are no longer keys, and have no effect; remove them"]
+    return [f"{keys} is no longer a key, and has no effect; remove it"]

@@ -26,7 +26,7 @@ PRESETS = {
     "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
     "sao": "sao_mask",
 }
-# SkyRL's names from before its block, fields of `trainer.algorithm` themselves.
+# SkyRL's names from before it had the block; they were fields of `trainer.algorithm`.
 BESIDE_BLOCK = ("use_tis", "tis_imp_ratio_cap")
 # verl's names in the correction for `algorithm.proximal: rollout` and for `algorithm.loss`, and their values.
 OF_ALGORITHM: dict[str, tuple[Any, ...]] = {"bypass_mode": (True, False), "loss_type": ("ppo_clip", "reinforce")}
@@ -38,7 +38,7 @@ def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     """The fields of a correction under today's names, and those of `OF_ALGORITHM`; a line for each former name.
 
     Raises:
-        ValueError: a former name is given beside today's, or has a value that means nothing today.
+        ValueError: a former name is given beside today's, or has a value without a meaning today.
     """
     fields, notes = dict(data), _of_algorithm(data)
     for read in (_off, _mode, _level, _band, _veto, _pure, _gradient, _bypass, _tis):
@@ -49,8 +49,8 @@ def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
             raise ValueError(f"{former} is an older name for {name} (given: {fields[name]!r}); give {name} alone")
         if former:
             fields |= today
-            say = ", ".join(f"{name}={value!r}" for name, value in today.items()) or "nothing"
-            notes.append(f"{former} is an older name; say {say}")
+            say = ", ".join(f"{name}={value!r}" for name, value in today.items())
+            notes.append(f"{former} is an older name; {f'say {say}' if say else 'remove it'}")
     return fields, notes
 
 
@@ -78,14 +78,14 @@ def _off(fields: Fields) -> Fields:
 
 
 def _level(fields: Fields) -> Fields:
-    """`rollout_is: true` with `rollout_is_level`; by token where no level is given."""
+    """`rollout_is: true` with `rollout_is_level`; by token if no level is given."""
     is_switch = isinstance(fields.get("rollout_is"), bool)
     if not is_switch and "rollout_is_level" not in fields:
         return {}
     level = fields.pop("rollout_is_level", "token")
     if level == "geometric":
         raise ValueError(
-            "rollout_is_level = 'geometric' is no level of weights today; allowed: token, sequence, or "
+            "rollout_is_level = 'geometric' is not a level of weights today; allowed: token, sequence, or "
             "rollout_rs=seq_mean_k1 to reject by the geometric mean"
         )
     return {"rollout_is": None if is_switch and not fields.pop("rollout_is") else level}
@@ -110,7 +110,7 @@ def _mode(fields: Fields) -> Fields:
         return {}
     mode, lower = fields.pop("rollout_is_mode", "truncate"), fields.pop("rollout_is_threshold_lower", None)
     if mode == "truncate":
-        return {}  # the lower end was one of reports alone
+        return {}  # the lower end was only reported
     upper = fields.get("rollout_is_threshold", 2.0)
     if mode not in ("mask", "clip") or isinstance(upper, bool) or not isinstance(upper, int | float) or upper <= 0:
         raise ValueError(

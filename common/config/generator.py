@@ -10,9 +10,9 @@ from pydantic import Field
 from common.config.agent import AgentConfig
 from common.config.section import LOCAL, Section, SourceSection
 
-MAX_CALLS = 32  # of one turn, in which a model could write thousands of short ones
-MOST_EPISODES = 512  # of a generator that chooses their number itself
-# Where a source has tools or a reward of its own, the run's options for others are left out.
+MAX_CALLS = 32  # calls of one turn that are run; a model could write thousands of short ones
+MOST_EPISODES = 512  # limit for a generator that chooses the number itself (`max_concurrency: auto`)
+# If a source names tools or a reward of its own, the run's options for the others are dropped.
 OPTIONS = {"tools": "tool_options", "reward": "reward_options"}
 
 
@@ -26,8 +26,8 @@ class EpisodeConfig(SourceSection):
     max_assistant_turns: int | None = Field(
         None,
         ge=1,
-        description="Assistant turns until the episode ends; null: no limit where tools, a user or an agent answer "
-        "them, as in verl; without these an episode is one turn.",
+        description="Assistant turns until the episode ends; null: no limit if tools, a user or an agent answer "
+        "them, as in verl; otherwise an episode is one turn.",
     )
     max_user_turns: int | None = Field(
         None, ge=0, description="Turns of tools and of the simulated user until the episode ends; null: no limit."
@@ -36,8 +36,8 @@ class EpisodeConfig(SourceSection):
     max_seconds: float | None = Field(
         None,
         gt=0,
-        description="Wall time until the episode ends as it stands, in seconds; null: no limit. Generation is cut; "
-        "tools under way end first.",
+        description="Seconds of wall time after which the episode ends as it is; null: no limit. Generation is cut "
+        "off; running tool calls finish first.",
     )
     call_format: str = Field(
         "hermes",
@@ -47,7 +47,7 @@ class EpisodeConfig(SourceSection):
     calls_in_thinking: bool | None = Field(
         None,
         description="Whether calls between <think> and </think> are run; null: only those of a call format that stops "
-        "the turn behind a call, as `code` does.",
+        "the turn after a call, as `code` does.",
     )
     tools: list[str] = Field(
         default_factory=list,
@@ -60,7 +60,7 @@ class EpisodeConfig(SourceSection):
     tool_timeout: float = Field(
         30.0, gt=0, description="Seconds until a tool call counts as failed and the task is tried again."
     )
-    max_tool_text: int = Field(256, ge=1, description="Longer tool results are cut, in characters.")
+    max_tool_text: int = Field(256, ge=1, description="Longer tool results are cut to this number of characters.")
     truncate: Literal["left", "middle", "right"] = Field(
         "middle",
         description="Part of a long tool result that is kept: `left` its head, `right` its tail, `middle` both.",
@@ -75,8 +75,8 @@ class EpisodeConfig(SourceSection):
     )
     turn_rewards: Literal["sum", "last", "mean", "ignore"] = Field(
         "sum",
-        description="How a simulated user's rewards for single turns join the final score: their sum, the last or the "
-        "mean is added to it, and the result is clipped to `sampler.tracker.reward_range`.",
+        description="How a simulated user's rewards for single turns join the final score: their sum, the last one, "
+        "their mean or nothing is added to it, and the result is clipped to `sampler.tracker.reward_range`.",
     )
     reward: str | dict[str, float] = Field(
         "exact",
@@ -110,7 +110,7 @@ class EpisodeConfig(SourceSection):
 
     @property
     def assistant_turns(self) -> int | None:
-        """Assistant turns until the episode ends; None: no limit."""
+        """Assistant turns until the episode ends; None if there is no limit."""
         is_answered = bool(self.tools) or self.user is not None or self.agent is not None
         return self.max_assistant_turns if self.max_assistant_turns is not None or is_answered else 1
 
@@ -120,7 +120,7 @@ class EpisodeConfig(SourceSection):
         return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
 
     def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """As its base has it; options of what the changes no longer name are dropped."""
+        """The base's result, without options of tools, rewards and users that the changes replace."""
         merged = super().merged(changes)
         for key, options in OPTIONS.items():
             if key in changes and options not in changes:
@@ -144,8 +144,8 @@ class GeneratorConfig(Section):
     temperature: float = Field(
         1.0,
         ge=0,
-        description="Sampling temperature of training responses, which are sampled from all tokens: "
-        "a cut distribution would bias every ratio.",
+        description="Sampling temperature of training responses, which are sampled from all tokens, "
+        "because a truncated distribution would bias every ratio.",
     )
     max_attempts: int = Field(
         3,
@@ -153,7 +153,7 @@ class GeneratorConfig(Section):
         description="Tries before a task whose engine, tools, user or reward fails is skipped.",
     )
     retry_pause: float = Field(
-        5.0, ge=0, description="Seconds until such a task is tried again; twice as long after each further failure."
+        5.0, ge=0, description="Seconds until a failed task is tried again; doubled after each further failure."
     )
     keep_prefix: Literal["none", "episodes"] = Field(
         "none",
@@ -165,7 +165,7 @@ class GeneratorConfig(Section):
         None,
         gt=0,
         description="Largest mean difference from the learner's log-probs of a fixed prompt that is accepted after the "
-        "first weight update; null: 0.02 where both compute in float32, else 0.25 (docs/operations.md).",
+        "first weight update; null: 0.02 if both compute in float32, else 0.25 (docs/operations.md).",
         json_schema_extra=LOCAL,
     )
     tool_parser: str = Field(
@@ -174,7 +174,8 @@ class GeneratorConfig(Section):
     )
     reasoning_parser: str | None = Field(
         None,
-        description="How it tells a reply's thinking from its text: a reasoning parser of vLLM; null: both are text.",
+        description="How the endpoint separates a reply's thinking from its text: a reasoning parser of vLLM; "
+        "null: it does not.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -193,7 +194,7 @@ class SandboxConfig(Section):
 
     url: str | None = Field(
         None,
-        description="A SandboxFusion-compatible server; null: isolated, on the generator's machine.",
+        description="A SandboxFusion-compatible server; null: programs run isolated on the generator's machine.",
         json_schema_extra=LOCAL,
     )
     token: str | None = Field(
@@ -202,7 +203,9 @@ class SandboxConfig(Section):
         "run's files.",
         json_schema_extra=LOCAL,
     )
-    token_file: str | None = Field(None, description="File with that token, instead.", json_schema_extra=LOCAL)
+    token_file: str | None = Field(
+        None, description="File with that token, in place of `token`.", json_schema_extra=LOCAL
+    )
     concurrency: int = Field(
         128, ge=1, description="Programs that one process runs at a time.", json_schema_extra=LOCAL
     )

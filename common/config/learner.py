@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from common.config.former_keys import offload, without_gone
 from common.config.section import LOCAL, ON_OFF, Section
 
-MAX_RANK = 512  # of vLLM's kernels
+MAX_RANK = 512  # the largest of vLLM's LoRA kernels
 ALL_LINEAR: Final = "all-linear"
 Deltas = Annotated[Literal["auto", "on", "off"], ON_OFF]
 
@@ -20,7 +20,7 @@ class LoraConfig(Section):
     are trained."""
 
     rank: int = Field(16, ge=1, le=MAX_RANK, description="Rank r of the adapter's matrices.")
-    alpha: int = Field(32, ge=1, description="The adapter's output is multiplied with alpha / rank.")
+    alpha: int = Field(32, ge=1, description="The adapter's output is multiplied by alpha / rank.")
     targets: Literal["all-linear"] | list[str] = Field(
         ALL_LINEAR,
         description="Linear layers that get an adapter, by the last part of their names, such as `[q_proj, v_proj]`; "
@@ -29,7 +29,8 @@ class LoraConfig(Section):
     serve: Literal["adapter", "merged"] = Field(
         "adapter",
         description="How generators use the adapter. `adapter`: vLLM computes it beside the frozen weights, as the "
-        "learner does; `merged`: generators add it to the weights (docs/lora.md). They pull only the adapter in both.",
+        "learner does; `merged`: generators add it to the weights (docs/lora.md). In both cases they pull only the "
+        "adapter.",
     )
 
     @field_validator("targets", mode="before")
@@ -54,7 +55,7 @@ class WeightsConfig(Section):
     )
     advertise: str | None = Field(
         None,
-        description="Address generators connect to, where it is not the bound one.",
+        description="Address that generators connect to, if it is not `bind`.",
         json_schema_extra=LOCAL,
     )
     curve_dir: str | None = Field(
@@ -64,7 +65,7 @@ class WeightsConfig(Section):
     )
     deltas: Deltas = Field(
         "auto",
-        description="Whether weights are pulled as lossless differences from the version before. `auto`: from other "
+        description="Whether weights are pulled as lossless differences from the previous version. `auto`: from other "
         "machines; `on`: from this one too, instead of through shared memory; `off`: always whole; a learner with "
         "`off` makes no differences.",
         json_schema_extra=LOCAL,
@@ -101,7 +102,7 @@ class LearnerConfig(Section):
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate over the peak (linear, cosine).")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
     grad_clip: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
-    mini_batches: int = Field(1, ge=1, description="Optimizer steps a batch is split into.")
+    mini_batches: int = Field(1, ge=1, description="Optimizer steps per batch, each on an equal part of it.")
     token_budget: int = Field(
         8192,
         ge=8,
@@ -123,17 +124,17 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     attention: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = Field(
         "auto",
-        description="Attention over packed sequences; `auto` takes the first that can be used: `varlen`, torch's own "
-        "on a GPU, `flash_attention_2` where flash-attn is installed, `sdpa`. The log says which, and why.",
+        description="Attention over packed sequences; `auto` takes the first that can be used of `varlen` (torch's "
+        "own, on a GPU), `flash_attention_2` (if flash-attn is installed) and `sdpa`. The log says which, and why.",
     )
     kernels: Literal["torch", "liger"] = Field(
         "torch",
-        description="What computes norms, rotary positions and gated layers; `liger`: fused kernels on a GPU (extra "
-        "`liger`).",
+        description="Implementation of norms, rotary positions and gated layers; `liger`: fused kernels on a GPU "
+        "(extra `liger`).",
     )
     router_replay: Literal["none", "rollout"] = Field(
         "none",
-        description="Which experts of a mixture tokens go through when they are trained on. `none`: those that the "
+        description="Experts of a mixture through which tokens pass in training. `none`: those that the "
         "learner's routers choose; `rollout`: those that vLLM chose (docs/mixtures.md).",
     )
     router_balance: float = Field(
@@ -189,7 +190,7 @@ class LearnerConfig(Section):
 
     @property
     def router_setting(self) -> str | None:
-        """A setting in use that only a mixture of experts can have, as key and value; None: there is none."""
+        """A setting in use that only a mixture of experts can have, as key and value; None if there is none."""
         for name in ("router_replay", "router_balance"):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:

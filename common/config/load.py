@@ -22,31 +22,32 @@ from common.plugins import use_modules
 
 ENV_PREFIX = "SPO__"
 SUFFIXES = (".yaml", ".yml")
-MOST_REPEATED = 100_000  # values that aliases may stand for
-NUMBERS = {
+MOST_REPEATED = 100_000  # values that all aliases together may expand to
+# YAML's numbers, in which `_` may only stand between groups of three digits.
+NUMBER_PATTERNS = {
     "tag:yaml.org,2002:int": r"[-+]?(?:0x[0-9a-fA-F]+|0o?[0-7]+|[1-9][0-9]{0,2}(?:_[0-9]{3})+|[1-9][0-9]*|0)",
     "tag:yaml.org,2002:float": r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|"
     r"\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
 }
-# What PyYAML says of a line that begins in the wrong column.
+# PyYAML's messages for a line that begins in the wrong column.
 INDENTATION = re.compile("expected <block end>|mapping values are not allowed|could not find expected")
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML without underscores in fractions: `0.5_2` is a band of ratios, which YAML 1.1 takes for 0.52.
+    """YAML in which `0.5_2`, a band of ratios, is text; YAML 1.1 reads it as the number 0.52.
 
-    A key that is given twice in a mapping is an error: one of the two values would silently be lost. Aliases that stand
-    for too many values, or for themselves, are errors too: a few lines of them could fill any memory.
+    A key that is given twice in a mapping is an error, because one of the two values would silently be lost. Aliases
+    that expand to too many values, or that contain themselves, are errors, because a few lines could fill any memory.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in NUMBERS]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in NUMBER_PATTERNS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._sizes: dict[yaml.Node, int] = {}  # values in each node, with those of the aliases in it
+        self._sizes: dict[yaml.Node, int] = {}  # number of values in each node, its aliases expanded
         self._repeated = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -58,9 +59,9 @@ class ConfigLoader(yaml.SafeLoader):
             children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
             self._sizes[node] = 1 + sum(self._sizes[child] for child in ([] if isinstance(children, str) else children))
             return node
-        self._repeated += self._sizes.get(node, MOST_REPEATED + 1)  # an anchor that is not complete has no size
+        self._repeated += self._sizes.get(node, MOST_REPEATED + 1)  # a node has no size yet if the alias is inside it
         if self._repeated > MOST_REPEATED:
-            problem = f"its aliases stand for more than {MOST_REPEATED:,} values"
+            problem = f"its aliases expand to more than {MOST_REPEATED:,} values"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=alias.start_mark)
         return node
 
@@ -75,18 +76,18 @@ class ConfigLoader(yaml.SafeLoader):
                 continue
             if key in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} stands on line {seen[key]} already", problem_mark=key_node.start_mark
+                    problem=f"key {key!r} is already on line {seen[key]}", problem_mark=key_node.start_mark
                 )
             seen[key] = line
         return super().construct_mapping(node, deep)
 
 
-for _tag, _pattern in NUMBERS.items():
+for _tag, _pattern in NUMBER_PATTERNS.items():
     ConfigLoader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text holds; raises `yaml.YAMLError`."""
+    """Parse a YAML text; raises `yaml.YAMLError`."""
     return yaml.load(text, ConfigLoader)
 
 
@@ -118,7 +119,7 @@ def _near_configuration(path: Path, error: Exception) -> str:
     inside = [file for file in sorted(path.glob("*.y*ml")) if file.is_file()] if path.is_dir() else []
     if inside:
         return f"; did you mean {' or '.join(map(str, inside[:3]))}?"
-    return "; give a YAML file, and no folder" if path.is_dir() else ""
+    return "; give a YAML file, not a folder" if path.is_dir() else ""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -149,7 +150,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a run's resolved configuration under today's keys; as they are if an earlier release had others."""
+    """The values of a run's saved configuration under today's keys; unchanged if this release cannot read them."""
     tree = read_tree(path)
     try:
         return parse_config(tree).model_dump(mode="json", by_alias=True)
@@ -158,7 +159,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set `section.key=value` in a configuration that is still a mapping; raises `UserError`."""
+    """Apply overrides `section.key=value` to an unchecked configuration; raises `UserError`."""
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
@@ -184,13 +185,13 @@ def _assign(tree: Any, keys: list[str], text: str, source: str) -> None:
         value = text
     for depth, key in enumerate(keys[:-1]):
         if isinstance(tree, dict) and tree.get(key) is None:
-            tree[key] = {}  # also where the file sets the section to null
+            tree[key] = {}  # also if the file sets the section to null
         child: Any = tree[key] if isinstance(tree, dict) else _item(tree, key)
         if not isinstance(child, dict | list):
             raise UserError(f"{source}: {'.'.join(keys[: depth + 1])} is a value, not a section")
         tree = child
     if isinstance(tree, list):
-        raise UserError(f"{source}: {'.'.join(keys[:-1])} is a list; name a key of one of its items, or set all of it")
+        raise UserError(f"{source}: {'.'.join(keys[:-1])} is a list; set a key of one of its items, or the whole list")
     tree[keys[-1]] = value
 
 

@@ -1,4 +1,4 @@
-"""The built-in policy losses: the options of each, and what the learner must know of it. Imports no torch."""
+"""The built-in policy losses: the options and properties of each. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Option:
     """A number that a loss reads from `algorithm.loss_options`.
 
     Attributes:
-        allowed: an interval, whose ends a bracket includes and a parenthesis does not.
-        default: None: it must be given.
+        allowed: an interval; a bracket includes its end, a parenthesis excludes it.
+        default: None if the option must be given.
     """
 
     allowed: str
@@ -29,15 +29,15 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """What a built-in loss reads and needs.
+    """The properties of a loss.
 
     Attributes:
-        formula: of a token's loss, with r = pi_theta / pi_old, A the advantage, and the options in braces; {clip} is
-            r held within [1 - low, 1 + high].
-        by_row: verl and its authors always average it by row.
-        has_ratio: its ratio pi_theta / pi_old is the importance weight where pi_old generated the tokens.
-        weighs_rows: it takes importance weights into a row's ratio itself, instead of being multiplied by them.
-        compares: it chooses tokens by comparing all tokens of a mini-batch.
+        formula: the loss of a token, with r = pi_theta / pi_old, A the advantage, and the options in braces; {clip} is
+            r clamped to [1 - low, 1 + high].
+        by_row: whether its authors, and verl, always average it by row.
+        has_ratio: whether it contains pi_theta / pi_old, which is the importance weight if pi_old generated the tokens.
+        weighs_rows: whether importance weights enter its row ratio, instead of multiplying the loss.
+        compares: whether it chooses tokens by comparing all tokens of a mini-batch.
     """
 
     formula: str
@@ -81,7 +81,7 @@ SPECS: dict[str, LossSpec] = {
         "-(A log pi_theta - {beta} / 2 (log pi_theta - log pi_old)^2)", {"beta": Option(POSITIVE)}, has_ratio=False
     ),
     "geo_mean": LossSpec(
-        "-A times the geometric mean of the row's r, of which each log is held within [-{low}, {high}]",
+        "-A times the geometric mean of the row's r, each log of which is clamped to [-{low}, {high}]",
         {"low": Option(POSITIVE, 0.4), "high": Option(POSITIVE, 0.4)},
         by_row=True,
         weighs_rows=True,
@@ -114,12 +114,12 @@ SPECS: dict[str, LossSpec] = {
         compares=True,
     ),
 }
-# Other names of losses.
+# Other names for losses.
 ALIASES = {"gpg": "reinforce"}
 LOSS_NAMES = tuple(SPECS)
 MEAN_OF_MEANS = tuple(name for name, spec in SPECS.items() if spec.by_row)
 
 
 def spec_of(loss: str) -> LossSpec:
-    """What the learner must know of a loss; of a user's own, that it has a ratio and is multiplied by weights."""
+    """The properties of a loss; a user's own counts as having a ratio, and is multiplied by importance weights."""
     return SPECS.get(loss, LossSpec("a loss of your own"))

@@ -1,4 +1,4 @@
-"""What settings of other trainers are called here: for the errors about unknown keys, and for docs/configuration.md."""
+"""Our names for settings of other trainers, for errors about unknown keys and for docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ _PACKED = "micro-batches are packed by tokens: learner.token_budget is their siz
 _MINI = "say learner.mini_batches, the number of optimizer steps of a batch, instead of their size"
 _ONCE = "each batch is trained on once; learner.mini_batches is its number of optimizer steps"
 _EPOCHS = "say run.steps: prompts are chosen by their values, not in epochs"
-_GROUP = (
-    "say algorithm.group_size, with algorithm.method=grpo or rloo; the default method, spo, needs one response a prompt"
-)
+_GROUP = "say algorithm.group_size, with algorithm.method=grpo or rloo; the default, spo, needs one response per prompt"
 _OVERLONG = "prompts longer than data.max_prompt_tokens are skipped and counted, never cut"
 _VLLM = "it is vLLM's: say generator.engine={{{0}: VALUE}}"
 _GPUS = "spo run divides the machine's GPUs; run.learner_gpus and run.generator_gpus choose them"
 _OPTION = "say algorithm.loss_options={{{0}: VALUE}}"
 _CLIP = "say algorithm.loss_options={low: VALUE, high: VALUE}"
 
-# By trainer; a name is shown with the first that has it. A value is one of our keys, or says what to do instead.
+# By trainer; a name that several have is shown with the first. A value is one of our keys, or says what to do instead.
 NAMES: dict[str, dict[str, str]] = {
     "verl": {
         "adv_estimator": "algorithm.method",
@@ -93,7 +91,7 @@ NAMES: dict[str, dict[str, str]] = {
         "num_iterations": _ONCE,
         "num_train_epochs": _EPOCHS,
         "per_device_eval_batch_size": "say generator.max_concurrency, the number of episodes at a time",
-        "per_device_train_batch_size": f"{_PACKED}; sampler.batch_size is the number of samples a step",
+        "per_device_train_batch_size": f"{_PACKED}; sampler.batch_size is the number of samples per step",
         "report_to": "run.log_to",
         "resume_from_checkpoint": "spo run continues the run of its folder by itself (--resume: without its Redis)",
         "reward_funcs": "episode.reward",

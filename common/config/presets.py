@@ -24,7 +24,7 @@ class Preset:
         formula: what it computes, in words.
         use: when to use it.
         source: paper or public description.
-        algorithm: what it sets in `algorithm` beside the correction, where nothing else is given.
+        algorithm: what it sets in `algorithm` beside the correction, unless other values are given.
     """
 
     name: str
@@ -50,7 +50,7 @@ SEQ_TIS = {"rollout_is": "sequence"}
 NO_WEIGHTS = {"rollout_is": None}
 GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
-# What they set in `algorithm`.
+# What bypass presets set in `algorithm`.
 BYPASS = {"proximal": "rollout"}
 POLICY_GRADIENT = {"proximal": "rollout", "loss": "reinforce"}
 
@@ -87,7 +87,8 @@ ALL = (
         "decoupled_geo_rs",
         {**NO_WEIGHTS, **GEO},
         f"PPO with ratio pi_theta / pi_old; {GEO_BAND}",
-        "Engines that differ slightly, nearly on-policy. The band is tight: stale rows are all dropped.",
+        "Nearly on-policy training with an engine that differs slightly from the learner. The band is tight: all stale "
+        "rows are dropped.",
         MASKED,
     ),
     Preset(
@@ -108,21 +109,22 @@ ALL = (
         "decoupled_k3_rs",
         {**NO_WEIGHTS, **K3_RS},
         f"PPO with ratio pi_theta / pi_old; {K3_BAND}",
-        "Rejection that counts deviations of both signs, where geometric means let them cancel.",
+        "Rejection that counts deviations of both signs, which cancel in a geometric mean.",
         f"{MASKED}; {K3}",
     ),
     Preset(
         "decoupled_k3_rs_seq_tis",
         {**SEQ_TIS, **K3_RS},
         f"{ROW_WEIGHT}; {K3_BAND}",
-        "The default. Outlier rows are dropped, the others weighted; its mean is within 0.02 of our study's best.",
+        "The default. Outlier rows are dropped, the others weighted; its mean result is within 0.02 of the best in our "
+        "study.",
         f"{MASKED}; {K3}",
     ),
     Preset(
         "decoupled_k3_rs_token_tis",
         {**TOKEN_TIS, **K3_RS},
         f"{TOKEN_WEIGHT}; {K3_BAND}",
-        "Responses of thousands of tokens, on which a product of ratios says little: weights by token instead.",
+        "Responses of thousands of tokens, for which a product of ratios has too much variance.",
         f"{MASKED}; {TRUNCATED}; {K3}",
     ),
     Preset(
@@ -137,7 +139,7 @@ ALL = (
         "bypass_ppo_clip_geo_rs",
         {**NO_WEIGHTS, **GEO},
         f"PPO, {ANCHOR}; {GEO_BAND}",
-        "As bypass_ppo_clip, nearly on-policy.",
+        "As bypass_ppo_clip, for nearly on-policy training.",
         MASKED,
         algorithm=BYPASS,
     ),
@@ -153,7 +155,7 @@ ALL = (
         "bypass_pg_is",
         SEQ_TIS,
         f"{GRADIENT} * min(product of the row's pi_theta / pi_rollout, 2); no clip",
-        "The plain off-policy policy gradient, for short responses and as a yardstick.",
+        "The plain off-policy policy gradient, for short responses and as a baseline for comparison.",
         f"REINFORCE with {TRUNCATED}",
         algorithm=POLICY_GRADIENT,
     ),
@@ -161,7 +163,7 @@ ALL = (
         "bypass_pg_geo_rs",
         {**NO_WEIGHTS, **GEO},
         f"{GRADIENT}; {GEO_BAND}",
-        "Policy gradient nearly on-policy: rows are used as they are, or not at all.",
+        "Policy gradient for nearly on-policy training: rows are used unweighted, or not at all.",
         MASKED,
         algorithm=POLICY_GRADIENT,
     ),
@@ -184,8 +186,8 @@ ALL = (
     Preset(
         "disabled",
         NO_WEIGHTS,
-        "nothing; the gap between the policies is measured only",
-        "A yardstick, and runs that are on-policy by design.",
+        "no correction; the difference between the policies is only measured",
+        "As a baseline for comparison, and for runs that are on-policy by design.",
         "-",
     ),
     Preset(
@@ -199,7 +201,7 @@ ALL = (
         "bypass_pg_token_icepop",
         {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
         f"{GRADIENT} * pi_theta / pi_rollout inside [0.5, 5], * 0 outside; no clip; the denominator stays",
-        "The policy gradient without the tokens on which policies disagree, and without a forward pass.",
+        "The policy gradient without the tokens on which the policies disagree, and without an extra forward pass.",
         "REINFORCE with IcePop, arXiv 2510.18855, as in verl",
         algorithm=POLICY_GRADIENT,
     ),
@@ -212,15 +214,16 @@ ALL = (
             "rollout_rs_threshold": "0.5_5.0",
         },
         "token loss * pi_old / pi_rollout inside [0.5, 5]; tokens outside contribute nothing",
-        "Single tokens on which two engines disagree (mixtures of experts), rather than stale ones.",
+        "Single tokens on which the engine and the learner disagree (as in mixtures of experts), rather than stale "
+        "tokens.",
         "IcePop, arXiv 2510.18855",
     ),
     Preset(
         "sao_mask",
         NO_WEIGHTS,
         "-A pi_theta / pi_rollout inside [0.5, 5]; tokens outside contribute nothing; no extra forward pass",
-        "SAO's mask alone; its results need its critic too: algorithm.baseline: critic. The worst of our own study at "
-        "staleness 16.",
+        "SAO's mask alone; to reproduce SAO, also use its critic (algorithm.baseline: critic). The worst preset of our "
+        "study at staleness 16.",
         "SAO, arXiv 2607.07508",
         algorithm={**BYPASS, "loss": "double_sided"},
     ),
@@ -228,7 +231,7 @@ ALL = (
         "vcpo",
         {**SEQ_TIS, "rollout_is_threshold": 8.0},
         f"{GRADIENT} * min(product of the row's pi_theta / pi_rollout, 8); learning rate * sqrt(effective sample size)",
-        "Many versions of staleness, where a few weights dominate a batch.",
+        "High staleness, with which a few weights dominate a batch.",
         "the step scaling of VCPO, arXiv 2602.17616 (without its baseline: SPO has its own)",
         algorithm={**POLICY_GRADIENT, "ess_lr": "sqrt"},
     ),
@@ -248,7 +251,7 @@ def read_arguments(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
     """Fields of the correction for a preset's arguments, which are fields or arguments of verl's function.
 
     Raises:
-        ValueError: the preset has nothing that the argument could bound.
+        ValueError: the preset has nothing that the argument could bound, or two arguments are one setting.
     """
     fields: dict[str, Any] = {}
     low, is_band, high = str(preset.fields.get("rollout_is_threshold", "")).partition("_")
@@ -269,7 +272,7 @@ def find_preset(name: str) -> Preset:
     """The preset of this name or alias.
 
     Raises:
-        ValueError: there is none; the text names the nearest.
+        ValueError: no preset has this name; the text suggests similar names.
     """
     preset = PRESETS.get(ALIASES.get(name, name))
     if preset is None:

@@ -51,14 +51,14 @@ class SentinelUrl:
         authority, _, path = rest.partition("/")
         tls = _tls(options) if f"{scheme}://" == TLS_SCHEME else None
         if options and tls is None:
-            raise ValueError(f"options (behind a ?) are for TLS only, with {TLS_SCHEME}")
+            raise ValueError(f"options (after a ?) are for TLS only, with {TLS_SCHEME}")
         login, _, hosts = authority.rpartition("@")
         user, _, password = login.partition(":")
         service, _, db = path.partition("/")
         if not service:
             raise ValueError("it names no SERVICE, the sentinels' name for the master")
         if not (db or "0").isdecimal():
-            raise ValueError(f"DB {db!r} is no number")
+            raise ValueError(f"DB {db!r} is not a number")
         return cls(
             tuple(_host_and_port(host) for host in hosts.split(",")),
             unquote(service),
@@ -73,7 +73,7 @@ def _tls(options: str) -> dict[str, str | bool]:
     values: dict[str, str | bool] = {}
     for name, value in parse_qsl(options, keep_blank_values=True):
         if name not in TLS_OPTIONS:
-            raise ValueError(f"option {name!r} is none of {', '.join(TLS_OPTIONS)}")
+            raise ValueError(f"option {name!r} is not one of {', '.join(TLS_OPTIONS)}")
         if name == "ssl_check_hostname":
             if value.lower() not in ("true", "false"):
                 raise ValueError(f"{name}={value} must be true or false")
@@ -89,12 +89,12 @@ def _host_and_port(text: str) -> tuple[str, int]:
         host, port = text, str(DEFAULT_PORT)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r} is no HOST:PORT")
+        raise ValueError(f"{text!r} is not HOST:PORT")
     return host, int(port)
 
 
 def check_queue(url: str, key: str = "broker.url") -> None:
-    """Raise `UserError` where the value of `key` cannot be an address of Redis."""
+    """Raise `UserError` if the value of `key` cannot be an address of Redis."""
     # An address without a scheme may have a password too.
     shown = without_password(url) if "://" in url else without_password(f"://{url}").removeprefix("://")
     if names_sentinels(url):
@@ -114,7 +114,7 @@ def check_queue(url: str, key: str = "broker.url") -> None:
 
 
 def _with_scheme(text: str) -> str:
-    """What a host, or the path of a socket, is as an address of Redis."""
+    """The address of Redis for a host, or for the path of a socket."""
     if text.startswith("/"):
         return f"unix://{text}"
     return f"redis://{text}" if "/" in text else f"redis://{text}/0"

@@ -1,4 +1,4 @@
-"""The whole configuration of a run, one pydantic model a section. Imports neither torch nor vllm.
+"""The whole configuration of a run, one pydantic model per section. Imports neither torch nor vllm.
 
 A field marked `local` describes the machine a process runs on, not the run: processes of one run may
 differ in it. Every other field must agree between all processes of a run.
@@ -18,13 +18,13 @@ from common.config.data import DataConfig, Source
 from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfig
 from common.config.learner import LearnerConfig
 from common.config.sampler import EvalConfig, SamplerConfig
-from common.config.section import LOCAL, NUMBERS, Section
+from common.config.section import LOCAL, NUMBERS_AS_TEXT, Section
 from common.config.teacher import TeacherConfig
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-# A tracker that only keeps count need not choose prompts, and is not worth a forward pass for drift.
+# Implied by methods that do not use the tracked values: they need no selection and no forward pass for drift.
 WITHOUT_BASELINE = {"sampler": {"drift": {"mode": "constant"}, "selection": {"criterion": "uniform"}}}
-# One task at a time, and each batch from the weights that train on it.
+# Implied by `run.deterministic`: one task at a time, and each batch sampled by the weights that it trains.
 SERIAL = {"sampler": {"max_staleness": 0}, "generator": {"max_concurrency": 1}}
 
 
@@ -36,38 +36,38 @@ class RunConfig(Section):
     output_dir: str = Field("runs", description="Where run folders are made.", json_schema_extra=LOCAL)
     modules: str | None = Field(
         None,
-        description="Folder of your own modules, for names of the form `module:object`; searched after all that is "
-        "installed. null: the folder of the YAML file.",
+        description="Folder of your own modules, for names of the form `module:object`; searched after "
+        "installed packages. null: the folder of the YAML file.",
         json_schema_extra=LOCAL,
     )
-    learner_gpus: Annotated[str | None, NUMBERS] = Field(
+    learner_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = Field(
         None,
-        description="GPUs of the learner under `spo run`, a rank on each, as torch numbers them: `0-3` or `0,2`. null: "
-        "half of them, or as many as the learner needs (docs/gpu.md).",
+        description="GPUs of the learner under `spo run`, one rank on each, in torch's numbering: `0-3` or `0,2`. "
+        "null: half of them, or the nearest number with which it fits (docs/gpu.md).",
         json_schema_extra=LOCAL,
     )
-    generator_gpus: Annotated[str | None, NUMBERS] = Field(
+    generator_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = Field(
         None,
-        description="GPUs of the generators under `spo run`, as many for each as `generator.engine` says; null: the "
-        "others.",
+        description="GPUs of the generators under `spo run`; each generator takes as many as `generator.engine` "
+        "requires. null: the others.",
         json_schema_extra=LOCAL,
     )
-    teacher_gpus: Annotated[str | None, NUMBERS] = Field(
+    teacher_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = Field(
         None,
-        description="GPUs of the teachers under `spo run`, as many for each process as `teacher.engine` says; null: "
-        "the last ones.",
+        description="GPUs of the teachers under `spo run`; each server takes as many as `teacher.engine` requires. "
+        "null: the last ones.",
         json_schema_extra=LOCAL,
     )
     steps: int = Field(
         100,
         ge=0,
         description="Learner steps (batches, and so weight versions) until the run ends; 0: there is no learner, and "
-        "generators answer `spo values estimate` and `spo eval` with `model.path` as it is.",
+        "generators answer `spo values estimate` and `spo eval` with the model as it is.",
     )
     seed: int = Field(0, ge=0, description="Seed of prompt selection, sampling and initialisation.")
     deterministic: bool = Field(
         False,
-        description="Play a serial schedule, one task after the other, whose result is the same bit for bit when it is "
+        description="Run one task after the other, so that a run gives the same result bit for bit when it is "
         "repeated, or killed and continued (docs/operations.md); implies `sampler.max_staleness: 0` and "
         "`generator.max_concurrency: 1`.",
     )
@@ -76,7 +76,7 @@ class RunConfig(Section):
     )
     log_to: list[TrackerName] = Field(
         ["tensorboard"],
-        description="Trackers that get what `metrics.jsonl` has (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, "
+        description="Trackers to which `metrics.jsonl` is copied (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, "
         "`trackio`.",
     )
     keep_mb: int = Field(
@@ -84,7 +84,8 @@ class RunConfig(Section):
         ge=1,
         description="Size of each of `rollouts/`, `validation_data/` and `training_data/` in MiB, beyond which files "
         "of the oldest weight versions are removed; those of the newest version and of the first evaluation stay. "
-        "`metrics.jsonl` with `metrics.old.jsonl`, and each process's files in `tensorboard/`, may have a sixteenth.",
+        "`metrics.jsonl` with `metrics.old.jsonl` may take a sixteenth of it, and so may each process's files in "
+        "`tensorboard/`.",
     )
 
     @property
@@ -110,12 +111,13 @@ class ModelConfig(Section):
 
     path: str = Field(..., description="Model folder or Hugging Face name; the learner and vLLM load the same.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="Type the generators compute in and the weights are sent in."
+        "bfloat16", description="Type in which generators compute and weights are sent."
     )
     head_dtype: Literal["float32", "model"] = Field(
         "float32",
         description="Type in which engine and learner compute logits from the last hidden state; `model`: that of the "
-        "weights. bfloat16 rounds logits of 16 to 32 to steps of 0.125, on each side on its own (docs/gpu.md).",
+        "weights. bfloat16 rounds logits between 16 and 32 to multiples of 0.125, differently on each side "
+        "(docs/gpu.md).",
     )
     max_model_len: int = Field(4096, ge=8, description="Longest prompt and response together, in tokens.")
     trust_remote_code: bool = Field(False, description="Let the model folder bring its own Python code.")
@@ -137,8 +139,8 @@ class BrokerConfig(Section):
     dead_after: float = Field(
         10.0,
         gt=0,
-        description="Seconds without a heartbeat until others take over; a process sends one in a tenth of this time, "
-        "and every second at least.",
+        description="Seconds without a heartbeat after which others take over; a process sends one every tenth of this "
+        "time, and at least every second.",
     )
 
     @property

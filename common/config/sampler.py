@@ -45,12 +45,12 @@ class RunTrackerConfig(TrackerConfig):
 
 
 class SelectionConfig(Section):
-    """Which prompts come next: weight spread / N_eff^gamma + epsilon."""
+    """Which prompts come next: they are drawn with weight spread / N_eff^gamma + epsilon."""
 
     criterion: Criterion = Field(
         "std",
         description="The spread. `std`: sqrt(v(1-v)); `posterior`: its expectation under Beta(v N_eff, (1-v) N_eff); "
-        "`thompson`: that of a value drawn from it; `uniform`: 1.",
+        "`thompson`: the spread of a value drawn from that distribution; `uniform`: 1.",
     )
     epsilon: float = Field(0.05, gt=0, description="Weight every prompt keeps, however sure its value.")
     gamma: float = Field(
@@ -70,27 +70,29 @@ class DriftConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """From raw advantages r - v to what the learner multiplies with."""
+    """How the raw advantages r - v are normalised."""
 
-    token_weighted: bool = Field(False, description="z-score weighted by model tokens (SPO++, arXiv 2608.24870).")
+    token_weighted: bool = Field(False, description="Weight the z-score by model tokens (SPO++, arXiv 2608.24870).")
     clip: float | None = Field(
         None,
         gt=0,
-        description="Normalised advantages are cut to [-clip, clip]; null: none is. One reward among 63 equal ones has "
-        "7.9 (docs/algorithms.md).",
+        description="Normalised advantages are cut to [-clip, clip]; null: not at all. A reward that differs from "
+        "63 equal ones has 7.9 (docs/algorithms.md).",
     )
 
 
 class SamplerConfig(Section):
     """Batches, admission and the value tracker."""
 
-    batch_size: int = Field(128, ge=1, description="Samples a learner step trains on.")
-    max_staleness: int = Field(4, ge=0, description="Most versions between a sample's oldest token and its batch.")
+    batch_size: int = Field(128, ge=1, description="Samples that a learner step trains on.")
+    max_staleness: int = Field(
+        4, ge=0, description="Maximum number of versions between a sample's oldest token and its batch."
+    )
     max_set_aside: int | None = Field(
         None,
         ge=1,
         description="Tasks that may be skipped in a row, with no answer between them, before the run stops with the "
-        "last one's reason; null: as many as may be outstanding, (max_staleness + 1) * batch_size, and 64 at least.",
+        "last one's reason; null: as many as may be outstanding, (max_staleness + 1) * batch_size, but at least 64.",
     )
     initial_values: str | None = Field(
         None,
@@ -104,22 +106,22 @@ class SamplerConfig(Section):
 
 
 class EvalConfig(Section):
-    """Held-out evaluations, each of one version of the weights, while training goes on."""
+    """Held-out evaluations, each of one version of the weights, while training continues."""
 
     every: int = Field(10, ge=0, description="Learner steps between evaluations; 0: only before and after training.")
-    before_training: bool = Field(True, description="Evaluate the version that training starts from too.")
+    before_training: bool = Field(True, description="Also evaluate the version that training starts from.")
     limit: int | None = Field(None, ge=1, description="Held-out prompts to use, of each data set; null: all.")
     samples: int = Field(
         1, ge=1, description="Responses per prompt, n; above 1, avg@n, maj@n and pass@k are also reported."
     )
     by_column: str | None = Field(
         None,
-        description="Column of the held-out data with at most 32 values, for each of which figures are also reported.",
+        description="Column of the held-out data with at most 32 values; metrics are also reported for each value.",
     )
     right_from: float | None = Field(
         None,
-        description="Reward from which a response counts as right, in accuracy and the figures made of it; null: the "
-        "upper end of `sampler.tracker.reward_range`, 1.0 by default.",
+        description="Reward from which a response counts as right, in accuracy and the metrics derived from it; null: "
+        "the upper end of `sampler.tracker.reward_range`, 1.0 by default.",
     )
     temperature: float = Field(0.6, ge=0, description="Sampling temperature of evaluation.")
     top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of evaluation.")

@@ -1,4 +1,4 @@
-"""The base of the configuration's sections, and messages for values that are wrong."""
+"""The base class of the configuration's sections, and messages about wrong values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from common.errors import UserError, nearest
 from common.network import without_password
 
 LOCAL: dict[str, Any] = {"local": True}
-SECRETS = ("sandbox.token",)  # no message shows their values
-# Names of the forms that `data.train` has; pydantic puts them into its paths.
+SECRETS = ("sandbox.token",)  # messages do not show their values
+# Names of the forms of `data.train`; pydantic inserts them into the locations of errors.
 FORMS = ("path", "files", "list")
 
 
@@ -33,12 +33,14 @@ def _as_word(value: Any) -> Any:
 
 
 ON_OFF = BeforeValidator(_as_word)  # for text that may be `on` or `off`, which YAML reads as true and false
-# For lists of numbers, of which YAML reads a single one as a number.
-NUMBERS = BeforeValidator(lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+# For text such as `0,2`, because YAML reads a single `0` as a number.
+NUMBERS_AS_TEXT = BeforeValidator(
+    lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+)
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, values are fixed once read."""
+    """A section, in which unknown keys are errors and values cannot be changed once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     _notes: tuple[str, ...] = PrivateAttr(())
@@ -53,7 +55,7 @@ class Section(BaseModel):
         """The section's values under today's keys, and the notes.
 
         Raises:
-            ValueError: a former key is given beside today's, or has a value that means nothing today.
+            ValueError: a former key is given beside today's, or has a value without a meaning today.
         """
         return without_gone(cls.__name__, data)
 
@@ -70,7 +72,7 @@ class Section(BaseModel):
 
 
 class SourceSection(Section):
-    """A section of which a source of the data may have values of its own.
+    """A section that a source of the data may override in part.
 
     Attributes:
         section: its key in the configuration.
@@ -103,7 +105,7 @@ class SourceSection(Section):
             raise UserError(explain(error, merged, type(self), name)) from None
 
     def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The section's values with these in their place."""
+        """The section's values, replaced by `changes` where these have a value."""
         return {**self.model_dump(), **changes}
 
 
@@ -117,7 +119,7 @@ def explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseMod
     problems: dict[tuple[str | int, ...], list[Any]] = {}
     for problem in error.errors():
         problems.setdefault(tuple(_without_forms(problem["loc"], tree, model)), []).append(problem)
-    # Where a value may have several forms, what is wrong within it says more than that it has none of the others.
+    # If a value may have several forms, a problem inside it says more than that it has none of the other forms.
     inner = {place[:depth] for place in problems for depth in range(len(place))}
     return "; ".join(
         _explain([*place], tree, model, name, *problems[place]) for place in problems if place not in inner
@@ -130,12 +132,12 @@ def _explain(
     """One line on a key.
 
     Args:
-        others: what is wrong with its value as each of the other forms that it may have.
+        others: problems of the same value, one for each other form that it may have.
     """
     key = _join(name, _named(location, tree))
     if problem["type"] == "extra_forbidden":
         siblings, value = _keys_at(model, location[:-1]), problem["input"]
-        # Another trainer's section may be spelt nearly like one of ours.
+        # Another trainer's section may be spelt nearly like one of ours, so a section needs a closer match.
         hint = _meant(key, siblings, model, 0.8 if isinstance(value, Mapping) else 0.5) or _meant_within(value, model)
         if len(location) == 1 and "." in hint and hint.endswith("?") and not isinstance(value, Mapping):
             hint += " Indent it below its section"
@@ -157,7 +159,7 @@ def _explain(
 
 
 def _meant(key: str, siblings: Collection[str], model: type[BaseModel], cutoff: float = 0.5) -> str:
-    """What an unknown key was probably meant to be: by its meaning, in another section, or by its spelling."""
+    """A hint at the key that was meant: another trainer's name for it, the key of another section, or a similar key."""
     before, _, last = key.rpartition(".")
     today = ELSEWHERE.get(key) or ELSEWHERE.get(last, "")
     if (own := today.rpartition(".")[2]) in siblings:
@@ -171,14 +173,14 @@ def _meant(key: str, siblings: Collection[str], model: type[BaseModel], cutoff: 
 
 
 def _meant_within(value: Any, model: type[BaseModel]) -> str:
-    """What the keys within an unknown section are called here, such as within verl's `actor_rollout_ref`."""
+    """Hints for the keys inside an unknown section, such as verl's `actor_rollout_ref`."""
     inner = value.items() if isinstance(value, Mapping) else ()
     hints = {key: _meant(str(key), (), model) or _meant_within(value, model) for key, value in inner}
     return "; ".join(f"{key}: {hint}" for key, hint in hints.items() if hint)
 
 
 def _without_forms(location: Iterable[str | int], tree: Any, model: type[BaseModel]) -> Iterator[str | int]:
-    """A path of keys and positions without the names that pydantic has in it where a value may have several forms."""
+    """The location of an error without the names that pydantic inserts if a value may have several forms."""
     before: str | int = ""
     section: Any = model
     for part in location:
@@ -195,7 +197,7 @@ def _without_forms(location: Iterable[str | int], tree: Any, model: type[BaseMod
 
 
 def _within(tree: Any, part: str | int) -> Any:
-    """What a key or a position holds; None if there is no such."""
+    """The value at a key or a position; None if there is none."""
     try:
         return tree[part]
     except (LookupError, TypeError):
@@ -203,7 +205,7 @@ def _within(tree: Any, part: str | int) -> Any:
 
 
 def _named(location: Iterable[str | int], tree: Any) -> str:
-    """A path as a user writes it; an item of a list goes by its name where it has one."""
+    """A path as a user writes it; an item of a list by its name or path, if it has one, else by its position."""
     text = ""
     for part in location:
         tree = _within(tree, part)
@@ -239,7 +241,7 @@ def keys_of(model: type[BaseModel], before: str = "") -> Iterator[str]:
 
 
 def notes_of(section: Section, before: str = "") -> Iterator[str]:
-    """The notes of a section and of those within it, each behind the key of its section."""
+    """The notes of a section and of the sections within it, each preceded by the key of its section."""
     yield from (_join(before, note) for note in section.notes)
     for name in type(section).model_fields:
         value = getattr(section, name)
@@ -249,7 +251,7 @@ def notes_of(section: Section, before: str = "") -> Iterator[str]:
 
 
 def section_of(annotation: Any) -> Any:
-    """The section that an annotation names, also where it is optional or a list's item; None if there is none."""
+    """The section that an annotation names, also as an optional value or a list's item; None if there is none."""
     if hasattr(annotation, "model_fields"):
         return annotation
     return next((section for option in get_args(annotation) if (section := section_of(option))), None)

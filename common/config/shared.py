@@ -1,4 +1,4 @@
-"""A configuration as others see it: without secrets in files and in Redis, and compared between processes."""
+"""Configurations written for others, without secrets, and compared between processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHANGEABLE = {
     }.items()
     for name in names.split()
 }
-# Keys that hold paths: a run writes them as absolute, so that it can be continued from any folder.
+# Keys that hold paths: the run folder has them as absolute paths, so that the run can be continued from any folder.
 PATHS = (
     "run.output_dir",
     "run.modules",
@@ -44,7 +44,7 @@ PATHS = (
     "sandbox.token_file",
     "broker.password_file",
 )
-# Keys that hold a folder or a file, if it exists; else a name on the Hugging Face hub, or one that SPO knows.
+# Keys that hold a path, if it exists, or else a name: of the Hugging Face hub, or of a set that SPO knows.
 PATHS_OR_NAMES = ("model.path", "algorithm.reference", "critic.model", "teacher.model", "data.train", "data.heldout")
 # Sections and keys that can hold a secret: an address with a password in it, or the secret alone.
 SECRETS = (("broker", "url"), ("sandbox", "url"), ("sandbox", "token"))
@@ -70,7 +70,7 @@ def dump_config(config: Config, *, absolute: bool = False) -> str:
 
 
 def without_secrets(config: Config) -> Config:
-    """The same configuration as others may read it: addresses without their passwords, no token."""
+    """A copy that others may read: its addresses have no passwords, and it has no token."""
     for section_name, name in SECRETS:
         section = getattr(config, section_name)
         value = getattr(section, name)
@@ -198,6 +198,6 @@ def _paths(source: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _with_paths(source: Mapping[str, Any], path: Any = "", model: Any = "") -> dict[str, Any]:
-    """The source with others in their place."""
+    """The source with these values for the keys of `_paths`."""
     teacher = source.get("teacher") or {}
     return {**source, "path": path, "teacher": teacher | ({"model": model} if "model" in teacher else {})}

@@ -1,4 +1,4 @@
-"""The stages of a correction, each of which weighs or masks model tokens.
+"""The stages of a correction, each of which weights or masks model tokens.
 
 verl's fields and SkyRL's block are two ways to write such a list; `CorrectionConfig.stages` reads both, and one loop
 in `learner/correction/engine.py` runs it. Below, x is log pi_old - log pi_rollout of a model token. Imports no torch.
@@ -10,19 +10,19 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# A stage sees all model tokens of a row, or those that the stages before it have left.
+# A stage sees all model tokens of a row, or only those that earlier stages kept.
 Sees = Literal["all", "left"]
-# exp() of a larger log ratio says nothing more, and what is computed from it would overflow.
+# Log-ratios are clamped to this: a larger one says nothing more, and its exp() could overflow.
 LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Multiply token losses with min(ratio, upper), or inside a band with the ratio and outside it with 0.
+    """Multiply token losses by min(ratio, upper); with a band, by the ratio inside it and by 0 outside.
 
     Attributes:
         level: the ratio of each `token`, or the product over the `sequence`.
-        lower, upper: ends of the band; without one, `upper` is the truncation C, and `lower` serves reports alone.
+        lower, upper: ends of the band; without a band, `upper` is the truncation C, and `lower` is only reported.
         zero_outside: whether there is a band.
         sees: which tokens enter a product.
         by_age: whether `thresholds_by_age` moves the bound.
@@ -51,7 +51,7 @@ class Mask:
         estimator: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
         lower, upper: bounds in units of the estimator.
         sees: which tokens enter the statistic of a row.
-        bound: x of each token is held within +-bound first.
+        bound: each token's x is first clamped to +-bound.
         by_age: whether `thresholds_by_age` moves the bounds.
     """
 
@@ -76,7 +76,7 @@ class SecondMoment:
     M2PO, arXiv 2510.01161. At least one token stays.
 
     Attributes:
-        by_age: whether `thresholds_by_age` moves the threshold: it does not.
+        by_age: False, because `thresholds_by_age` does not move the threshold.
     """
 
     threshold: float
@@ -87,6 +87,6 @@ Stage = Weight | Mask | SecondMoment
 
 
 def ratio_band(name: str, level: Any, low: float | None, high: float | None, **others: Any) -> Mask:
-    """Keep ratios e^x in [low, high]; None: no bound on that side."""
+    """Keep ratios e^x in [low, high]; None means no bound on that side."""
     lower, upper = -math.log(high) if high else -math.inf, -math.log(low) if low else math.inf
     return Mask(name, level, "k1", lower, upper, **others)

@@ -20,7 +20,7 @@ def context_pieces(context: str) -> list[tuple[str, str]]:
     Braces that are text are doubled, as in Python's formatting.
 
     Raises:
-        ValueError: a brace is alone, or a field has no name.
+        ValueError: a brace is unpaired, or a field has no name or has options.
     """
     pieces = []
     for text, name, options, conversion in Formatter().parse(context):
@@ -39,7 +39,7 @@ class TeacherConfig(SourceSection):
     """
 
     section: ClassVar[str] = "teacher"
-    # The learner does not know which source a sample is of.
+    # The learner does not know the source of a sample.
     of_the_run: ClassVar[tuple[str, ...]] = ("top_k", "form", "weight", "decay_steps", "reward")
 
     model: str | None = Field(
@@ -69,14 +69,14 @@ class TeacherConfig(SourceSection):
         json_schema_extra=LOCAL,
     )
     max_concurrency: int = Field(
-        64, ge=1, description="Requests that a generator has at a teacher's server at once.", json_schema_extra=LOCAL
+        64, ge=1, description="Concurrent requests of one generator to a teacher's server.", json_schema_extra=LOCAL
     )
     top_k: int = Field(
         0,
         ge=0,
         le=256,
-        description="Compare policy and teacher on the teacher's k likeliest tokens and all others together; 0: on the "
-        "sampled token.",
+        description="Compare policy and teacher on the teacher's k likeliest tokens and all others together; 0: only "
+        "on the sampled token.",
     )
     form: Literal["advantage", "loss"] = Field(
         "advantage",
@@ -100,6 +100,6 @@ class TeacherConfig(SourceSection):
         return self.model is not None or self.url is not None
 
     def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """As its base has it; changes that name a teacher name it in place of the section's."""
+        """The base's result; a teacher that the changes name replaces the section's."""
         others = dict.fromkeys(TEACHER_KEYS) if any(key in changes for key in TEACHER_KEYS) else {}
         return super().merged({**others, **changes})

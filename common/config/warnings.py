@@ -14,7 +14,7 @@ from common.config.presets import PRESETS
 from common.config.run import Config
 from common.config.section import Section, notes_of
 
-# The methods that read each setting of theirs.
+# Settings that only some methods read, and those methods.
 METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "group_size": GROUP_METHODS,
     "refill_degenerate": GROUP_METHODS,
@@ -26,7 +26,7 @@ READ_BY_SOURCES = (
 )  # fmt: skip
 # For each built-in simulated user, the option that limits its turns, and the default.
 TURN_OPTIONS = {"corrector": ("turns", 3), "llm": ("max_turns", 5)}
-# SkyRL's fields that count with one value of another field only.
+# SkyRL's fields that are read only with one value of another field.
 SKYRL_FIELDS = (
     ("tis_ratio_type", "token", ("token_tis_ratio_clip_high",)),
     ("tis_ratio_type", "sequence", ("sequence_tis_ratio_clip_high",)),
@@ -62,7 +62,7 @@ def algorithm_warnings(config: Config) -> list[str]:
     lines = [*notes_of(algorithm)]
     if algorithm.turn_advantage == "turn" and not any(one.user for one in config.episodes_in_use().values()):
         lines.append(
-            "turn_advantage = 'turn' tells turns apart by a simulated user's rewards, and episode.user is null"
+            "turn_advantage = 'turn' tells turns apart by a simulated user's rewards, but episode.user is null"
         )
     correction = (f"correction.{line}" for line in _correction(algorithm))
     return [f"algorithm.{line}" for line in (*lines, *correction, *_loss(algorithm), *_proximal(config))]
@@ -79,7 +79,7 @@ def episode_warnings(config: Config) -> list[str]:
 
 
 def _method(config: Config) -> Iterator[str]:
-    """Settings of other methods, and settings that matter only where the tracker is the baseline."""
+    """Settings of other methods, and settings that matter only if the tracker is the baseline."""
     algorithm, sampler = config.algorithm, config.sampler
     method = f"with algorithm.method = {algorithm.method!r}"
     for name, methods in METHOD_SETTINGS.items():
@@ -91,15 +91,15 @@ def _method(config: Config) -> Iterator[str]:
     yield from _critic(config)
     if algorithm.method == "spo":
         return
-    why = f"{method}: the tracker only keeps count"
+    why = f"{method}: the tracker only counts rewards"
     if sampler.selection.criterion == "uniform":
         yield from _idle("sampler.", sampler, ("initial_values",), f"on training {why}")
         if sampler.drift.mode == "rescore":
-            yield f"sampler.drift.mode = 'rescore' is not worth its forward pass a task {why}; leave it out"
+            yield f"sampler.drift.mode = 'rescore' is not worth a forward pass per task {why}; leave it out"
 
 
 def _critic(config: Config) -> Iterator[str]:
-    """Settings of a critic that there is not, and of the tracker's advantages beside one."""
+    """Settings of a critic if there is none; else a setting of the tracker's advantages."""
     algorithm, sampler = config.algorithm, config.sampler
     if not algorithm.has_critic:
         why = "with algorithm.baseline = 'tracker'; it belongs to critic, both"
@@ -110,7 +110,7 @@ def _critic(config: Config) -> Iterator[str]:
 
 
 def _modes(config: Config) -> Iterator[str]:
-    """Settings of another mode of drift or of the engine, of another schedule, or of evaluations."""
+    """Settings that a mode makes idle: those of drift, schedule, prefix cache, agents, adapter and evaluations."""
     drift, learner, generator = config.sampler.drift, config.learner, config.generator
     if config.algorithm.method == "spo" and drift.mode != "constant":
         why = f"with sampler.drift.mode = {drift.mode!r}; it belongs to constant"
@@ -132,12 +132,12 @@ def _modes(config: Config) -> Iterator[str]:
 
 
 def _no_kept_prefix(config: Config) -> str | None:
-    """Why nothing is kept in the prefix cache over an update; None: something is."""
+    """Why nothing is kept in the prefix cache after an update; None if something is."""
     lora = config.learner.lora
     if lora is not None and lora.serve == "adapter":
         return "learner.lora.serve = 'adapter': vLLM keeps what each version of an adapter caches apart"
     if config.run.deterministic:
-        return "run.deterministic: nothing is cached, and no weights come in the middle of an episode"
+        return "run.deterministic: nothing is cached, and no weights arrive during an episode"
     if not config.generator.engine.get("enable_prefix_caching", True):
         return "generator.engine.enable_prefix_caching = False"
     return None
@@ -172,7 +172,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _teacher(config: Config) -> Iterator[str]:
-    """Settings of teachers without effect, and other settings that have none beside a teacher."""
+    """Settings of teachers without effect, and settings that work against a teacher."""
     teacher, in_use = config.teacher, config.teachers_in_use()
     if not in_use:
         names = ("top_k", "form", "weight", "decay_steps", "url_model", "api_key_env", "dtype")
@@ -181,7 +181,7 @@ def _teacher(config: Config) -> Iterator[str]:
     if not config.run.has_learner:
         yield "teacher.model, teacher.url or teacher.context has no effect with run.steps = 0: nothing is trained"
     if teacher.weight == 0:
-        yield "teacher.weight = 0: its scores are measured only"
+        yield "teacher.weight = 0: its scores are only measured"
     if config.algorithm.refill_degenerate:
         yield (
             "algorithm.refill_degenerate = True replaces groups of equal rewards, from which the teacher would still "
@@ -210,7 +210,7 @@ def _turns(episode: EpisodeConfig, key: str) -> Iterator[str]:
 def _agent(episode: EpisodeConfig) -> Iterator[str]:
     """An agent that nothing ends if it hangs."""
     if episode.agent is not None and episode.max_seconds is None:
-        yield "max_seconds = null lets an agent that hangs keep its place for ever; set a limit"
+        yield "max_seconds = null lets an agent that hangs keep its slot for ever; set a limit"
 
 
 def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -222,11 +222,11 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     if level is not None and not algorithm.weighs_loss and algorithm.ess_lr == "none":
         field = "rollout_is" if skyrl is None else "skyrl.tis_ratio_type"
         yield (
-            f"{field} = {level!r} is measured only: with proximal = 'rollout', the ratio pi_theta / pi_rollout of loss "
-            f"{algorithm.loss!r} is the importance weight already; set {field}=null, or another proximal"
+            f"{field} = {level!r} is only measured: with proximal = 'rollout', the ratio pi_theta / pi_rollout of loss "
+            f"{algorithm.loss!r} is already the importance weight; set {field}=null, or another proximal"
         )
         if correction.rollout_is_batch_normalize:
-            yield "rollout_is_batch_normalize = True divides weights that are measured only"
+            yield "rollout_is_batch_normalize = True divides weights that are only measured"
     if correction.verl_compatible_k1 and not any(mask.estimator == "k1" for mask in correction.rejection()):
         yield f"verl_compatible_k1 = True has no effect on rollout_rs = {correction.rollout_rs!r}"
     # The veto is the same at every age.
@@ -246,7 +246,7 @@ def _skyrl(skyrl: SkyRLCorrection) -> Iterator[str]:
         current = getattr(skyrl, chosen)
         for name, value in _changed(skyrl, names):
             if current != needed:
-                yield f"{name} = {value!r} counts with {chosen} = {needed!r} only (given: {current!r})"
+                yield f"{name} = {value!r} is read only with {chosen} = {needed!r} (given: {current!r})"
 
 
 def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:

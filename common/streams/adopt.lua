@@ -1,13 +1,13 @@
 -- Take over tasks of processes whose heartbeat has stopped.
 --
--- A heartbeat renews everything that its process has leased, so this looks for silent processes, not at all leases.
+-- A heartbeat renews all leases of its process, so this script looks for silent processes, not at single leases.
 -- A process that loses tasks in this way is told so by a counter at its next heartbeat, should it wake up.
 -- Tasks that Redis has delivered to the searching process in a reply that was lost are leased to it once more.
 --
 -- KEYS: stream to take from, tasks, state, holders, takeovers
--- ARGV: group, consumer, silence in ms, most tasks, most leases of its own to look at, least and most ms that Redis'
--- clock should show, then ids of the entries that the process knows of
--- Returns: ms that the clock shows; (entry id, fields, times delivered before) of each task; 1 if Redis did not know of
+-- ARGV: group, consumer, silence in ms, maximum of tasks, maximum of its own leases to check, earliest and latest time
+-- in ms that Redis' clock should show, then ids of the entries that the process knows of
+-- Returns: the clock's time in ms; (entry id, fields, times delivered before) of each task; 1 if Redis did not know of
 -- the searching process
 local FORGET = 60 -- times the silence: longer than a process may repeat a call while Redis is away
 local stream, tasks, state, holders, takeovers = unpack(KEYS)
@@ -28,7 +28,7 @@ local function claim(leases)
   end
 end
 
--- A full Redis goes on with a script whose first write frees memory.
+-- A full Redis continues a script whose first write frees memory.
 local unknown = 1 - redis.call('ZREM', holders, consumer)
 redis.call('ZADD', holders, number(now), consumer)
 -- If Redis' clock was set, every process counts as just heard from; those that are dead are found a silence later.

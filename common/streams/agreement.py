@@ -22,7 +22,7 @@ from common.release import release
 from common.streams.broker import Broker
 from common.streams.steps import latest
 
-POLL = 0.1
+POLL = 0.1  # seconds
 SETTLING = 2  # heartbeats after a run's start or a change during which no other process changes the configuration
 ROLES = ("sampler", "learner", "generator")  # whose configuration matters to the others; a relay's does not
 
@@ -64,7 +64,7 @@ def agree(
 def compare(broker: Broker, config: Config) -> list[Difference] | None:
     """The changes that this configuration would make to the run; None if the run has not begun.
 
-    Changes nothing itself. Raises `UserError` like `agree`, except where processes of the run are alive.
+    Changes nothing. Raises `UserError` like `agree`, but does not check whether processes of the run are alive.
     """
     if not broker.redis.exists(broker.key("release")):
         return None
@@ -86,7 +86,7 @@ def check_changes(changes: Sequence[Difference], run: str, step: int | None) -> 
 
     Args:
         run: its name in messages.
-        step: the last one that it has trained; None: nothing may differ.
+        step: the last step that the run has trained; if None, nothing may differ.
     """
     if step == 0:
         return
@@ -119,10 +119,10 @@ def _agree_on_model(broker: Broker, config: Config, role: Role, log: Any) -> Non
 
 
 def agree_on_download(broker: Broker, config: Config) -> None:
-    """Compare the model's files where `model.path` is a Hugging Face name, once it is loaded.
+    """Compare the model's files with the run's if `model.path` is a Hugging Face name.
 
-    Not earlier: loading may download another revision than the cache had. Of the same revision, two caches may lack
-    different files.
+    To be called once the model is loaded, because loading may download another revision than the cache had. Two caches
+    of the same revision may lack different files.
 
     Raises:
         UserError: the run was started with another revision.
@@ -155,7 +155,7 @@ def _same_release(broker: Broker) -> None:
     own, first = release(), (broker.redis.get(broker.key("release")) or b"").decode()
     if own != first:
         raise UserError(
-            f"run {broker.run!r} was started with SPO {first}, this is {own}; use the same release "
+            f"run {broker.run!r} was started with SPO {first}, but this is {own}; use the same release "
             "(image) for all processes of a run, or choose another run.name"
         )
 

@@ -88,7 +88,7 @@ class BatchInbox:
         return None
 
     def payloads(self, sample_ids: Sequence[str]) -> list[Payload | None]:
-        """The samples' tokens; None where a payload is missing or invalid."""
+        """The samples' tokens; None if a payload is missing or invalid."""
         return self._broker.payloads("payload", sample_ids)
 
     def announce(self, step: Step) -> None:
@@ -133,11 +133,11 @@ class BatchInbox:
             )
         if detail:
             raise Replaced(
-                f"run {broker.run!r} has another learner now ({detail.decode()}); this one has left it alone"
+                f"run {broker.run!r} has another learner now ({detail.decode()}); this one has changed nothing"
             )
         raise RunLost(
             f"Redis has lost run {broker.run!r}: nothing of it is there any more; start it again with "
-            "--resume to go on from the newest checkpoint"
+            "--resume to continue from the newest checkpoint"
         )
 
     def _delivered(self) -> tuple[str, dict[bytes, bytes]] | None:
@@ -150,7 +150,7 @@ class BatchInbox:
         return bool(self._broker.read_group("batches", CONSUMER_GROUP, CONSUMER, count=1, block_ms=block_ms))
 
     def _batch(self, entry_id: str, fields: dict[bytes, bytes]) -> Batch | None:
-        """The batch of an entry; None, and a dead letter, where it cannot be read."""
+        """The batch of an entry; None, and a dead letter, if it cannot be read."""
         self._last = entry_id
         try:
             batch = Batch.unpack(fields.get(b"batch", b""))

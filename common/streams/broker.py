@@ -25,12 +25,12 @@ OLDEST_SERVER = (6, 2)
 # Longer than any blocking read, so that only a dead connection times out.
 SOCKET_TIMEOUT = 30.0
 MEMORY_SHARE = 0.8  # of `maxmemory`, above which no task is sent and the learner saves early
-SHORTEST_OUTAGE = 1.0  # seconds
+SHORTEST_OUTAGE = 1.0  # seconds; a shorter silence is never an outage
 NOEVICTION = "noeviction"
 
 
 class Memory(NamedTuple):
-    """Bytes that Redis uses and may use, and which keys it drops beyond; `limit` is 0 if it is unlimited or unknown."""
+    """Bytes that Redis uses and may use, and its eviction policy; `limit` is 0 if it is unlimited or unknown."""
 
     used: int
     limit: int

@@ -1,9 +1,9 @@
--- Keep a dead letter, drop the oldest ones, and remove its entry from the stream, if one is named. Where that entry is
--- gone already, nothing happens: the call was repeated because its reply was lost.
+-- Keep a dead letter, drop the oldest ones, and remove its entry from the stream, if one is named. If that entry is
+-- already gone, nothing happens: the call was repeated because its reply was lost.
 --
 -- KEYS: dead, the entry's stream, counters
 -- ARGV: letter, most letters, group, entry id or ''
-redis.call('HDEL', KEYS[3], '') -- a full Redis goes on with a script whose first write frees memory
+redis.call('HDEL', KEYS[3], '') -- a full Redis continues a script whose first write frees memory
 if ARGV[4] ~= '' then
   local acknowledged = redis.call('XACK', KEYS[2], ARGV[3], ARGV[4])
   if acknowledged + redis.call('XDEL', KEYS[2], ARGV[4]) == 0 then return 0 end

@@ -6,7 +6,7 @@
 --
 -- KEYS: lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payload prefix, pin
 -- prefix, journal
--- ARGV: owner, lease in ms, sequence number, group, the generators' group, then fourteen lists, each led by its length
+-- ARGV: owner, lease in ms, sequence number, group, the generators' group, then fourteen lists, each after its length
 -- Returns: headers acknowledged; -1: another sampler has the lease, or has committed; -2: Redis lacks what this sampler
 -- has written or read; -3: repeated.
 local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads, pins,
@@ -14,14 +14,15 @@ local lease, state, samples, tasks, batches, tracker, open, outstanding, counter
 -- A lease that ran out and was not taken is ours again: had another sampler committed since, the sequence would differ.
 local holder = redis.call('GET', lease)
 if holder and holder ~= ARGV[1] then return -1 end
-redis.call('DEL', lease) -- a full Redis goes on with a script whose first write frees memory
+redis.call('DEL', lease) -- a full Redis continues a script whose first write frees memory
 redis.call('SET', lease, ARGV[1], 'PX', ARGV[2])
 local sequence, last = tonumber(ARGV[3]), tonumber(redis.call('HGET', state, 'sequence') or '0')
 if sequence == last and redis.call('HGET', state, 'writer') == ARGV[1] then return -3 end
 if sequence <= last then return -1 end
 if sequence > last + 1 then return -2 end
--- A Redis that failed over may have lost headers that the sampler had read but not yet counted: their tasks are played
--- again, and a lost answer's reward would meet another's tokens. All headers read are counted at once, in order.
+-- A Redis that failed over may have lost headers that the sampler had read but not yet counted: their tasks are run
+-- again, and a lost answer's reward would be paired with the tokens of another. All headers read are counted at once,
+-- in order.
 local n = tonumber(ARGV[6])
 local read = n > 0 and redis.call('XPENDING', samples, ARGV[4], ARGV[7], ARGV[6 + n], n) or {}
 for i = 1, n do

@@ -36,13 +36,13 @@ from common.errors import UserError
 from common.files import read_secret
 from common.network import is_loopback, without_password
 
-LOOK_EVERY = 0.1
+LOOK_EVERY = 0.1  # seconds
 # A sentinel that does not answer must not use up the time in which the others could.
 SENTINEL_TIMEOUT = 2.0
 # Answers of a server that is not the master, or has lost its replicas; nothing was written then. Within a script
 # Redis 6.2 quotes the code in an error of another kind.
 NOT_THE_MASTER = ("READONLY", "UNBLOCKED", "NOREPLICAS")
-CA = "name the certificate that signed it, with ?ssl_ca_certs=FILE behind the address"
+CA = "name the certificate that signed it, with ?ssl_ca_certs=FILE after the address"
 
 
 class Patience(ExponentialBackoff):
@@ -80,8 +80,8 @@ class Patience(ExponentialBackoff):
 class MasterConnection(SentinelManagedConnection):
     """A connection to the current master.
 
-    redis-py asks the sentinels when a connection is taken from the pool, but a call that is repeated after its
-    connection broke would go to the old address, and all its retries to the dead master.
+    redis-py asks the sentinels when a connection is taken from the pool, but not when a call is repeated after its
+    connection broke: all its retries would go to the dead master.
     """
 
     connection_pool: Any
@@ -210,12 +210,12 @@ def _refusal(error: Exception) -> str:
         return f"the server's ACL lets this user do less than SPO needs ({error}); docs/security.md has a rule for it"
     if isinstance(error, AuthenticationError) or "NOAUTH" in str(error):
         return (
-            "the server wants a password, or another one; name a file with it as broker.password_file, or, for one "
+            "the server requires a password, or another one; name a file with it as broker.password_file, or, for one "
             "server, write it as redis://:PASSWORD@host:port/0"
         )
     if isinstance(error, (MovedError, ClusterDownError)):
         return (
-            f"this is a node of a Redis Cluster that does not hold the run ({error}); Cluster is not supported: take "
+            f"this is a node of a Redis Cluster that does not hold the run ({error}); Cluster is not supported: use "
             f"one server (redis://host:port/0), or one that fails over ({FORM})"
         )
     return f"not a usable Redis server ({error})"
@@ -228,7 +228,7 @@ def _certificate_refusal(error: BaseException) -> str | None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"the server's certificate is refused ({cause.verify_message}); {CA}"
         if isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or ""):
-            return f"the server refuses our side of TLS ({cause.reason}); it may want ssl_certfile and ssl_keyfile"
+            return f"the server refuses our side of TLS ({cause.reason}); it may require ssl_certfile and ssl_keyfile"
         cause = cause.__cause__ or cause.__context__
     return None
 

@@ -1,4 +1,4 @@
--- Finish tasks: acknowledge each, and only where that is the first time, store its result and send its header.
+-- Finish tasks: acknowledge each and, only if that is the first time, store its result and send its header.
 -- A second finisher (a process taken for dead that was not, or a call repeated because its reply was lost)
 -- finds the task gone and changes nothing. Acknowledging and deleting always happen in one script, so the call that
 -- finds the entry is the first; acknowledging and deleting many at once is cheaper than one by one.
@@ -15,7 +15,7 @@ local function id_of(entry)
   return ''
 end
 
-redis.call('HDEL', counters, '') -- a full Redis goes on with a script whose first write frees memory
+redis.call('HDEL', counters, '') -- a full Redis continues a script whose first write frees memory
 local first, seen = {}, {}
 for i = 2, #ARGV, 5 do
   local entry, header, payload, prompt, letter = unpack(ARGV, i, i + 4)

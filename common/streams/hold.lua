@@ -6,7 +6,7 @@
 local lease, state, owner, length = KEYS[1], KEYS[2], ARGV[1], tonumber(ARGV[2])
 local holder = redis.call('GET', lease)
 if not holder or holder == owner or holder == ARGV[3] then
-  redis.call('DEL', lease) -- a full Redis goes on with a script whose first write frees memory
+  redis.call('DEL', lease) -- a full Redis continues a script whose first write frees memory
   holder = ''
   if length > 0 then
     redis.call('SET', lease, owner, 'PX', length)

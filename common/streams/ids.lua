@@ -2,7 +2,7 @@
 --
 -- KEYS: stream
 -- ARGV: first entry id, or '(' and the last one read; how many
--- Returns: id of the last entry or '' where the stream ends, task ids
+-- Returns: id of the last entry or '' at the end of the stream; task ids
 local entries, ids = redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2]), {}
 for _, entry in ipairs(entries) do
   for i = 1, #entry[2], 2 do

@@ -6,7 +6,7 @@
 -- KEYS: learner, steps, endpoints, batches, counters, payload prefix
 -- ARGV: owner, epoch, step or '', steps kept, endpoint or '', group, entries of the newest batch read and the newest step
 -- announced, each or '', number of batches, entry ids, sample ids
--- Returns: batches released, and the entry of the step or ''; or -1 and the owner of a higher epoch, '' where Redis knows
+-- Returns: batches released, and the entry of the step or ''; or -1 and the owner of a higher epoch, '' if Redis knows
 -- no learner; or -2 and '': Redis lacks one of those entries, or the sampler has reset the run
 local learner, steps, endpoints, batches, counters, payloads = unpack(KEYS)
 local owner, epoch = ARGV[1], tonumber(ARGV[2])
@@ -19,7 +19,7 @@ for i, stream in ipairs({batches, steps}) do
   local entry = ARGV[6 + i]
   if entry ~= '' and #redis.call('XRANGE', stream, entry, entry) == 0 then return {-2, ''} end
 end
-redis.call('HDEL', learner, '') -- a full Redis goes on with a script whose first write frees memory
+redis.call('HDEL', learner, '') -- a full Redis continues a script whose first write frees memory
 if newest < epoch then redis.call('HSET', learner, 'owner', owner, 'epoch', epoch) end
 
 local announced = ''

@@ -1,7 +1,7 @@
 -- Lease tasks to a generator: those of the open evaluation first, if the generator has the version that answers them.
 --
 -- One version of the weights answers an evaluation: that of the first generator that asks with a version new enough, and
--- not newer than the sampler knows: where Redis came back with an older state, such a version is one that it has lost.
+-- not newer than the sampler knows: a newer version is one that Redis has lost by coming back with an older state.
 -- Generators with this version keep it until the evaluation is over. Each call of theirs is counted, as a sign that the
 -- version still exists.
 --
@@ -18,12 +18,12 @@ local function read(stream, count)
   if count < 1 then return {} end
   local reply = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', count, 'STREAMS', stream, '>')
   if not reply then return {} end
-  -- A list of (stream, entries), or, where scripts speak RESP3 (fakeredis), a map of them, flat.
+  -- A list of (stream, entries), or, if scripts speak RESP3 (fakeredis), a map of them, flat.
   return type(reply[1]) == 'table' and reply[1][2] or reply[2] or {}
 end
 
 local time = redis.call('TIME')
-redis.call('HDEL', state, '') -- a full Redis goes on with a script whose first write frees memory
+redis.call('HDEL', state, '') -- a full Redis continues a script whose first write frees memory
 local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 local unknown = redis.call('ZADD', holders, 'NX', now, consumer)
 

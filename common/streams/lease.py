@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from common.errors import UserError
 from common.streams.broker import Broker
 
-RENEW_EVERY = 0.25  # of the lease's length, while the state is read
+RENEW_EVERY = 0.25  # share of the lease's length after which it is renewed while the state is read
 ROWS_A_CALL = 2000
 
 

@@ -262,12 +262,12 @@ class JournalEntry:
     """One commit.
 
     Attributes:
-        sequence: its number, 1 more than that of the commit before.
+        sequence: its number, 1 more than that of the previous commit.
         rewards: prompt id, reward, forgetting factor and task id of each value that was updated, in order.
         dispatched, counted: task ids.
         batches: number and sample ids of each.
         discarded: tasks whose tokens, if any, will be in no batch.
-        restored: what this commit took from the run folder, after Redis was lost: `version` at which the run goes on,
+        restored: what this commit took from the run folder, after Redis was lost: `version` at which it continues,
             `rows` of the tracker by prompt id, packed; state of its `population`.
         version: of the weights, as the sampler knew it; -1 before the first.
         counters: increments by name.

@@ -51,7 +51,7 @@ class Presence:
         broker.script("present")(keys, [self.process_id, msgpack.packb(values), forget_ms])
 
     def start(self) -> Self:
-        """Publish once, then go on in the background."""
+        """Publish once, then continue in the background."""
         self.beat()
         self._thread.start()
         return self

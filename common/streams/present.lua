@@ -7,7 +7,7 @@ local processes, alive = KEYS[1], KEYS[2]
 local time = redis.call('TIME')
 local now, silence = time[1] * 1000 + math.floor(time[2] / 1000), tonumber(ARGV[3])
 local function number(value) return string.format('%.0f', value) end
-redis.call('ZREM', alive, ARGV[1]) -- a full Redis goes on with a script whose first write frees memory
+redis.call('ZREM', alive, ARGV[1]) -- a full Redis continues a script whose first write frees memory
 for _, range in ipairs({{'-inf', number(now - silence)}, {number(now + silence), '+inf'}}) do
   for _, gone in ipairs(redis.call('ZRANGEBYSCORE', alive, range[1], range[2])) do
     redis.call('HDEL', processes, gone)

@@ -1,4 +1,4 @@
--- Put a dead letter's entry back on its stream; nothing happens where the letter is gone: it was put back already.
+-- Put a dead letter's entry back on its stream; nothing happens if the letter is gone: it was put back already.
 -- Its result will be counted once more, so it counts as dispatched once more.
 --
 -- KEYS: dead, the entry's stream, counters

@@ -1,5 +1,5 @@
 -- Put tasks back for any generator: acknowledge the old entry and add a new one, or neither.
--- Only tasks that this process still holds: one that took a task over finishes it.
+-- Only tasks that this process still holds are put back: a task that was taken over is finished by its new holder.
 --
 -- KEYS: stream
 -- ARGV: group, consumer, then two for each task: entry id, attempt

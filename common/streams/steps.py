@@ -12,7 +12,7 @@ READ_BACK = 16  # newest steps that are tried until one can be read
 
 
 class StepReader:
-    """Reads announcements in order; `last` is the entry id to go on from after a restart."""
+    """Reads announcements in order; `last` is the entry id to continue from after a restart."""
 
     def __init__(self, broker: Broker, after: str = "0") -> None:
         self._broker = broker

@@ -46,7 +46,7 @@ class Delivery:
 
 
 class Lease(NamedTuple):
-    """Tasks leased to a generator, and the evaluation that it may answer while it keeps its version; "": none."""
+    """Tasks leased to a generator, and the evaluation that it may answer while it keeps its version ("" if none)."""
 
     evaluation: str
     deliveries: list[Delivery]

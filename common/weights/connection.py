@@ -41,7 +41,7 @@ ZAP_REFUSED = 400  # status of a handshake whose key the server does not accept
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
 BOX_BYTES = 1024  # more than CURVE adds to a frame
 HELLO_AFTER = 1.0  # seconds of silence in a transfer after which we check whether the server is still connected
-POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
+POLL_AGAIN = 2.0  # seconds after which a poll is repeated, because a restarted server has forgotten it
 WRONG_MOST = 5  # how often one chunk may arrive with a wrong checksum
 
 Arrived = Callable[[int, memoryview | None], None]  # a chunk, and its delta if it was sent as one
@@ -60,10 +60,10 @@ class WeightSource:
     """A server of weights.
 
     Attributes:
-        server_key: its public key; empty: unknown or none.
+        server_key: its public key; empty if unknown or none.
         relay: a relay's name; empty for the learner itself.
-        configured: the address is from the user's configuration.
-        password: required where there is no key; empty: unknown or none.
+        configured: whether the address is from the user's configuration.
+        password: required if there is no key; empty if unknown or none.
     """
 
     address: str
@@ -75,7 +75,7 @@ class WeightSource:
 
 @dataclass
 class _Chunks:
-    """A transfer's chunks: those ahead, those asked for, and those whose deltas are being unpacked in threads."""
+    """A transfer's chunks: to be requested, requested, and those whose deltas threads are unpacking."""
 
     transfer: Transfer
     stats: TransferStats
@@ -99,7 +99,7 @@ class Connection:
         stopped: asked regularly; once it is true, waiting ends with `Stopped`.
 
     Attributes:
-        heard: when the server last sent something, by the monotonic clock; at first, when we connected.
+        heard: monotonic time of the server's last message, at first of the connection [s].
         path: ids of the relays from the server up to the learner, the server first; None until it has answered.
         handover, token: see `Welcome`.
 
@@ -149,7 +149,7 @@ class Connection:
         """Wait until the server offers a snapshot that the caller wants.
 
         Args:
-            have: the snapshot that this client already has; empty: none.
+            have: the snapshot that this client already has; empty if it has none.
             wants: called with each offer; a declined offer is made again some seconds later.
             leave: called at once and then every `POLL_AGAIN` seconds; once it is true, None is returned.
 
@@ -202,16 +202,16 @@ class Connection:
                 raise ConnectionLost(f"{self.source.address} is no longer there")
 
     def fetch(self, transfer: Transfer, stats: TransferStats, arrived: Arrived) -> bool:
-        """Put the missing chunks in their places; False if the server has dropped the snapshot meanwhile.
+        """Write the missing chunks to the transfer's file; False if the server has dropped the snapshot meanwhile.
 
-        Deltas are unpacked in threads. A chunk is put in its place once its checksum is right; a wrong one is asked
-        for again, as a whole.
+        Deltas are unpacked in threads. A chunk is written once its checksum is right; if it is wrong, the chunk is
+        requested again in full.
 
         Args:
-            arrived: called for each chunk in its place.
+            arrived: called for each chunk that was written.
 
         Raises:
-            ConnectionLost: nothing came for `timeout` seconds, or a chunk is wrong every time.
+            ConnectionLost: nothing came for `timeout` seconds, or a chunk was wrong `WRONG_MOST` times.
             Stopped: see the class.
         """
         name = transfer.manifest.snapshot
@@ -244,6 +244,7 @@ class Connection:
                     raise ConnectionLost(f"{self.source.address} has sent no weights for {self._timeout:g} s")
                 elif now - max(heard, asked) > self._timeout / 4:
                     asked = now
+                    # The server drops answers that it cannot send.
                     for chunk in list(chunks.asked):
                         self._ask(chunks, chunk)
                 else:
@@ -257,7 +258,7 @@ class Connection:
         chunks.asked.add(chunk)
 
     def _place(self, chunks: _Chunks, chunk: int, data: memoryview | None, delta: memoryview | None) -> None:
-        """Put a chunk in its place, or ask for it again if what came was wrong (`data` is None)."""
+        """Write a chunk to the file, or request it again if what arrived was wrong (`data` is None)."""
         transfer = chunks.transfer
         if data is not None:
             transfer.file.write(transfer.manifest.chunk_range(chunk)[0], data)
@@ -296,7 +297,7 @@ class Connection:
         return reply, frames[1].buffer if len(frames) > 1 else memoryview(b"")
 
     def _check_handshakes(self) -> None:
-        """Raise if a handshake failed. ZeroMQ reports that on the monitor socket alone, and may not try again."""
+        """Raise if a handshake failed. ZeroMQ reports this only on the monitor socket, and may not try again."""
         while self._handshakes.poll(0):
             event = recv_monitor_message(self._handshakes)
             if event["event"] == zmq.EVENT_DISCONNECTED and self.path is not None:

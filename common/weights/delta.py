@@ -1,9 +1,9 @@
-"""Lossless deltas between a chunk of weights and the same chunk of the version before.
+"""Lossless deltas between a chunk of weights and the same chunk of the previous version.
 
 A step of training at a small learning rate leaves most bfloat16 weights as they are, and moves the others by a unit in
-the last place. So the exclusive or of two versions is zero nearly everywhere; its bytes are sorted into planes, all
-first bytes of the numbers before all second ones, since only those of low order change, and compressed. PULSE (arXiv
-2602.03839) describes the effect; the format here is our own.
+the last place. So the exclusive or of two versions is zero nearly everywhere. Before it is compressed, its bytes
+are sorted into planes (all first bytes of the numbers, then all second bytes), because only low-order bytes change.
+PULSE (arXiv 2602.03839) describes the effect; the format is our own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from common.unpack import Buffer
 from common.weights.wire import ITEM_SIZE, Manifest
 
 LEVEL = 1  # of zstd; higher ones take longer and save a few percent
-WORTH = 0.9  # a delta is sent where it is smaller than this share of its chunk
+WORTH = 0.9  # a delta is sent if it is smaller than this share of its chunk
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 class WrongDelta(Exception):
-    """The bytes are no delta of this chunk."""
+    """The bytes are not a delta of this chunk."""
 
 
 def same_layout(one: Manifest, other: Manifest) -> bool:
@@ -67,7 +67,7 @@ def decode(delta: Buffer, base: Buffer, width: int) -> memoryview:
     """Apply a delta made by `encode`. Only the checksum of the chunk tells whether the base was the right one.
 
     Raises:
-        WrongDelta: it cannot be unpacked, or is of another size.
+        WrongDelta: it cannot be unpacked, or has another size.
     """
     size = len(base)
     try:
@@ -88,7 +88,7 @@ def decode(delta: Buffer, base: Buffer, width: int) -> memoryview:
 
 
 def encode_all(chunks: Sequence[Buffer | None], bases: Sequence[Buffer | None], width: int) -> list[memoryview | None]:
-    """Deltas of a whole snapshot's chunks, several at a time: numpy and zstd let other threads run."""
+    """Deltas of a whole snapshot's chunks, computed in threads, because numpy and zstd release the GIL."""
 
     def one(chunk: Buffer | None, base: Buffer | None) -> memoryview | None:
         packed = encode(chunk, base, width) if chunk is not None and base is not None else None

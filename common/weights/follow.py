@@ -1,4 +1,4 @@
-"""Follows the learner's newest weights: chooses a server, and another when that one fails."""
+"""Follows the learner's newest weights: chooses a server, and another one if it fails."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ class Receiver(Protocol):
         """Choose where the next snapshot is stored; an earlier, incomplete one will not be completed."""
 
     def arrived(self, chunk: int, delta: memoryview | None) -> None:
-        """A verified chunk is in its place, and may have come as a delta; in any order."""
+        """A verified chunk was written, in any order; `delta` is the delta that it came as, if any."""
 
     def end(self, transfer: Transfer) -> None:
-        """All chunks are there."""
+        """All chunks were written."""
 
     def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
         """A verified snapshot lies in another process's memory; close `handed` after use. It took `seconds`."""
@@ -116,7 +116,7 @@ class Follower:
         receiver: gets the snapshots.
         timeout: seconds of silence, or of staying behind the learner, after which another server is chosen.
         stopped: ends `run`.
-        relay_id: own id where this is a relay's follower, so that it notices when it follows itself.
+        relay_id: id of the relay that this follower belongs to, if any, so that it notices when it follows itself.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Follower:
         self._transfer: Transfer | None = None  # cut off, or under way
         self._have = ""
         self._behind_since: float | None = None
-        self._answered: set[str] = set()  # addresses
+        self._answered: set[str] = set()  # addresses of servers that have answered
         self._logged = ""
 
     def run(self) -> None:
@@ -208,7 +208,7 @@ class Follower:
             self.stats.corrupt_chunks += wrong
             handed.close()
             raise NotHandedOver(f"{wrong} chunks in shared memory have wrong checksums")
-        connection.deltas = False  # none need be made for us
+        connection.deltas = False  # the server need not make any for us
         self._transfer = None
         seconds = time.monotonic() - began
         self._count(manifest, seconds)
@@ -281,7 +281,7 @@ class Follower:
             )
 
     def _check_configured_address(self, connection: Connection) -> None:
-        """Refuse the user's address if something listens there that is no weight server."""
+        """Refuse the user's address if something listens there that is not a weight server."""
         source = connection.source
         if not source.configured or source.address in self._answered:
             return

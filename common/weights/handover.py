@@ -29,7 +29,7 @@ from common.weights.wire import Manifest, checksum
 
 HERE, GONE, REFUSED = b"here", b"gone", b"refused"
 REQUEST_BYTES = 256
-MOST_SILENT = 128  # clients that have asked for nothing yet
+MOST_SILENT = 128  # clients without a request; if there are more, the oldest is cut off
 SUFFIX = ".sock"
 
 DEFAULT_FOLDER = "/dev/shm/spo-{account}"
@@ -159,7 +159,7 @@ class NotHandedOver(Exception):
 
 
 class HandedOver:
-    """A snapshot's memory, the first bytes of `file`, which its server leaves as it is until `close`."""
+    """A snapshot's memory, the first bytes of `file`, which its server does not change before `close`."""
 
     def __init__(self, connection: socket.socket, file: MemoryFile) -> None:
         self.file = file
@@ -184,10 +184,10 @@ def take(folder: Path | None, connection: Connection, manifest: Manifest) -> Han
     """Ask a server of this machine for a snapshot's memory; None if the snapshot is no longer served.
 
     Args:
-        folder: where servers of this machine have their sockets; None: nothing is asked for.
+        folder: where servers of this machine have their sockets; None if shared memory is not used.
 
     Raises:
-        NotHandedOver: it has to be pulled.
+        NotHandedOver: the snapshot has to be pulled over the network.
         ConnectionLost, Stopped: see `Connection`.
     """
     if folder is None:
@@ -197,7 +197,7 @@ def take(folder: Path | None, connection: Connection, manifest: Manifest) -> Han
     path = folder / connection.handover
     if not connection.handover.startswith(boot_id()):
         if path.exists():
-            raise NotHandedOver(f"{folder} is shared with another machine, and memory cannot be")
+            raise NotHandedOver(f"{folder} is shared with another machine, but memory cannot be")
         raise NotHandedOver("from another machine")
     with ExitStack() as stack:
         try:

@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.network import check_bind, host_of
 from common.weights.strangers import Strangers
 
-USER = "spo"  # ZeroMQ's PLAIN wants a name beside the password
+USER = "spo"  # ZeroMQ's PLAIN mechanism needs a name beside the password
 IO_THREADS = 4  # connections are spread over them; one sends 5 to 7 GB/s
 MAX_FRAME = 4096  # bytes that a client may send at once: a request, or a step of the handshake
 HANDSHAKE_SECONDS = 10.0
@@ -24,8 +24,8 @@ HANDSHAKE_SECONDS = 10.0
 class Listener:
     """A ROUTER socket with a context of its own.
 
-    Before ZeroMQ knows a client's key or password it holds no more for it than a frame of `MAX_FRAME` bytes, and that
-    for `HANDSHAKE_SECONDS`; `Strangers` bounds how many such clients there are.
+    Until ZeroMQ has checked a client's key or password, it stores at most one frame of `MAX_FRAME` bytes for it, for at
+    most `HANDSHAKE_SECONDS`; `Strangers` bounds the number of such clients.
 
     Args:
         config: `bind`, `advertise` and `curve_dir` are used.
@@ -33,10 +33,10 @@ class Listener:
 
     Attributes:
         address: what others connect to.
-        strangers: its `turn` is called by the thread that reads from `socket`, which waits for its `events` too.
+        strangers: the thread that reads from `socket` also waits for its `events` and calls its `turn`.
         server_key: the public key, empty without keys.
-        password: required of clients where there are no keys, since a loopback port is open to every account of the
-            machine. It is published with the address in the run's Redis, so only the run's processes know it.
+        password: required of clients if there are no keys, because every account of the machine can connect to a
+            loopback port. It is published with the address in the run's Redis, so only the run's processes know it.
 
     Raises:
         UserError: the address is in use or cannot be bound, it is open to the network without keys,
@@ -71,7 +71,7 @@ class Listener:
             raise
 
     def close(self) -> None:
-        # Before the authenticator: a client that connects without one running would be refused.
+        # Closed before the authenticator, without which ZeroMQ would refuse a client that connects.
         self.socket.close()
         self.strangers.events.close()
         self._authenticator.stop()
@@ -98,7 +98,7 @@ class Listener:
 
 
 def check_address(bind: str, option: str = "learner.weights.bind") -> None:
-    """Bind a socket to an address and close it at once; raises `UserError` where that fails."""
+    """Bind a socket to an address and close it at once; raises `UserError` if that fails."""
     context = zmq.Context()
     probe = context.socket(zmq.ROUTER)
     probe.ipv6 = "[" in bind

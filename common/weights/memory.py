@@ -19,8 +19,9 @@ class MemoryFile:
     """An anonymous memory file.
 
     It has no name in any file system: the kernel frees it with the last process that holds it, however that process
-    ends. It counts as memory of the process that writes to it, and the size of /dev/shm is no limit. Other processes of
-    this user open it at `path` while this one lives; other containers get its descriptor (`common.weights.handover`).
+    ends. It counts as memory of the process that writes to it, and is not limited by the size of /dev/shm. Other
+    processes of this user open it at `path` while this one lives; other containers get its descriptor
+    (`common.weights.handover`).
 
     Attributes:
         size: bytes; it cannot change, so that no reader finds less than it mapped.
@@ -55,7 +56,7 @@ class MemoryFile:
         """Map a file that another process has handed over, to read it; takes the descriptor over.
 
         Raises:
-            ValueError: it is no such file, or smaller than `size`.
+            ValueError: it is not such a file, or smaller than `size`.
             OSError: it cannot be mapped.
         """
         return cls(size, number, mmap.ACCESS_READ)
@@ -71,7 +72,7 @@ class MemoryFile:
 
     @property
     def inode(self) -> int:
-        """A number that no other such file of this machine has."""
+        """A number that identifies the file among those of this machine."""
         return os.fstat(self.number).st_ino
 
     @property
@@ -102,7 +103,7 @@ class Snapshot:
         chunks: bytes of each; None until it has arrived.
         file: holds the chunks; other processes of this machine are handed it.
         deltas: of each chunk from the manifest's `base`; None if there is none, so that the chunk itself is sent.
-        memory: what `file` belongs to, for the next snapshot to be written to.
+        memory: the object that `file` belongs to, to which the next snapshot can be written.
     """
 
     manifest: Manifest
@@ -141,8 +142,8 @@ class Transfer:
     """A snapshot that is being received into a file.
 
     Attributes:
-        base: holds the snapshot that deltas are from, if it is here; may be `file` itself, where missing chunks are
-            still the base's.
+        base: holds the snapshot that deltas are from, if it is here; may be `file` itself, in which missing
+            chunks are still the base's.
         missing: chunks that have not arrived.
         seconds: spent on it so far.
     """
@@ -163,7 +164,7 @@ class TransferStats:
 
     Attributes:
         transferred_bytes: size of the snapshots that arrived.
-        received_bytes: bytes that came for them over the network, fewer where chunks came as deltas.
+        received_bytes: bytes received for them over the network; fewer if chunks came as deltas.
         delta_chunks: chunks that came as deltas.
         corrupt_chunks: chunks and deltas with wrong checksums.
     """

@@ -39,7 +39,7 @@ REQUESTS_A_ROUND = 64  # so that a flood of requests does not keep a new version
 
 @dataclass
 class SentStats:
-    """Bytes of weights that went out, and the chunks they made."""
+    """Bytes and chunks of weights that were sent."""
 
     bytes: int = 0
     chunks: int = 0
@@ -54,14 +54,14 @@ class SnapshotServer:
     nothing a client sends stops the server.
 
     Args:
-        config: where to serve, the keys, the chunks a client may have under way, and the folder in which processes of
-            this machine ask for the snapshots' memory (`common.weights.handover`).
+        config: where to serve, the keys, and the folder in which processes of this machine ask for the snapshots'
+            memory (`common.weights.handover`).
         option: the setting or option that gave the address to serve at, for messages.
         path: ids of the relays from here up to the learner, this one first.
 
     Attributes:
         address: what clients connect to.
-        sent: counted since the start.
+        sent: counts since the start.
 
     Raises:
         UserError: see `Listener`.
@@ -92,14 +92,14 @@ class SnapshotServer:
         self._waiting: dict[int, dict[bytes, bool]] = {}  # clients that wait for a chunk of the newest, or its delta
         self._want_deltas: set[bytes] = set()
         self._readers: dict[bytes, tuple[str, float]] = {}  # the snapshot each client pulls, and its last request
-        self._lock = threading.Lock()  # over closing, after which nothing may be written to the pipe
+        self._lock = threading.Lock()  # for closing, after which nothing may be written to the pipe
         self._closing = False
         self._wake_in, self._wake_out = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weight-server", daemon=True)
         self._thread.start()
 
     def serve(self, snapshot: Snapshot) -> None:
-        """Serve a snapshot from now on. Chunks that it lacks are announced with `arrived`."""
+        """Serve a snapshot from now on. Missing chunks are added by `arrived`."""
         self._served = snapshot.name
         self._call_soon(partial(self._set_newest, snapshot))
 
@@ -298,6 +298,7 @@ class SnapshotServer:
         self._waiting.clear()
 
     def _forget_older(self) -> None:
+        """Drop the older snapshot once no client reads it."""
         now = time.monotonic()
         self._readers = {c: (s, at) for c, (s, at) in self._readers.items() if now - at < READER_TIMEOUT}
         if self._older is None:

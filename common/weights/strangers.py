@@ -10,12 +10,12 @@ import struct
 
 import zmq
 
-MOST = 128
+MOST = 128  # connections without a request
 EVENTS_A_TURN = 1000
 
 
 class Strangers:
-    """Connections that have sent no request yet; of more than `MOST`, the oldest is cut off.
+    """Connections that have sent no request yet; if there are more than `MOST`, the oldest is cut off.
 
     ZeroMQ limits the size of their frames and the time of their handshake, but not how many there are: descriptors of
     the whole process would run out. A real client sends a request as soon as it is connected, so it is never the
@@ -54,7 +54,7 @@ class Strangers:
         self._numbers.pop(request.get(zmq.SRCFD), None)
 
     def _cut_off(self, number: int) -> None:
-        """End a connection, unless its descriptor is closed or another file's by now."""
+        """End a connection, unless its descriptor has been closed or reused."""
         del self._numbers[number]
         port = int(self._listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         with contextlib.suppress(OSError):

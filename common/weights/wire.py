@@ -6,8 +6,8 @@ deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk it
 at once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes. The manifest has the
 checksums of the chunks and one of its own.
 
-A snapshot's name is `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it. The version alone
-does not tell: a learner that resumes from a checkpoint publishes a version number again, with other weights.
+A snapshot's name is `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it. The version
+alone does not identify it: a learner that resumes from a checkpoint publishes the same version with other weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.messages import InvalidMessage, Message, Texts, Version, first_probl
 from common.unpack import Buffer, Unreadable, unpack
 
 CHUNK_BYTES = 8 << 20  # of each chunk but the last
-CREDIT = 8  # chunks that a client asks for ahead
+CREDIT = 8  # chunks that a client requests ahead
 ALIGNMENT = 64  # bytes; tensors start at a multiple of it, so that any dtype can be viewed in place
 
 ITEM_SIZE = {
@@ -73,11 +73,13 @@ class Poll(_Versioned):
     """Asks for the manifest of a snapshot that supersedes the client's, as soon as there is one."""
 
     kind: Literal["poll"] = "poll"
-    have: SnapshotName | Literal[""] = Field("", description="Snapshot the client has; empty: none.")
+    have: SnapshotName | Literal[""] = Field("", description="Snapshot that the client has; empty if it has none.")
     deltas: bool = Field(False, description="Deltas from it are worth making: the client would ask for them.")
 
 
 class Hello(_Versioned):
+    """Asks for a `Welcome`, to find out whether the server is there."""
+
     kind: Literal["hello"] = "hello"
 
 
@@ -89,7 +91,7 @@ class Fetch(_Versioned):
 
 
 class ScoredPrompt(NamedTuple):
-    """A prompt [T] and the log-probs of its tokens but the first, each given those before it [T - 1]."""
+    """A prompt [T] and the log-probs of all its tokens but the first, each given the tokens before it [T - 1]."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -102,7 +104,7 @@ class Manifest(Message):
 
     kind: Literal["manifest"] = "manifest"
     snapshot: SnapshotName
-    base: SnapshotName | Literal[""] = Field("", description="The snapshot its deltas are from; empty: it has none.")
+    base: SnapshotName | Literal[""] = Field("", description="The snapshot its deltas are from; empty if it has none.")
     version: Version
     total_bytes: Offset
     chunk_bytes: int = Field(..., ge=1, le=MAX_SNAPSHOT)
@@ -114,7 +116,7 @@ class Manifest(Message):
         ..., description="Bytes from the start of the snapshot."
     )
     check_token_ids: Annotated[list[Index], Field(fail_fast=True)] = Field(
-        default_factory=list, description="A fixed prompt [T]; empty: there is none."
+        default_factory=list, description="A fixed prompt [T]; empty if there is none."
     )
     check_logprobs: Annotated[list[float], Field(fail_fast=True)] = Field(
         default_factory=list, description="Log-probs of its tokens but the first by the learner [T - 1]."
@@ -172,7 +174,7 @@ class Welcome(Message):
     kind: Literal["welcome"] = "welcome"
     path: list[str] = Field(..., description="Relays from here up to the learner, this one first.")
     handover: Annotated[str, Field(pattern=r"^([0-9a-f-]{1,80}\.sock)?$")] = Field(
-        "", description="Unix socket that hands over shared memory (`common.weights.handover`); empty: there is none."
+        "", description="Unix socket that hands over shared memory (`common.weights.handover`); empty if there is none."
     )
     token: str = Field("", max_length=100, description="Required by that socket.")
 

@@ -14,9 +14,9 @@ from launcher.run.reopened import reopened
 def audit(run: RunArgument = None, config: RunConfigOption = None, override: OverrideOption = None) -> None:
     """Check that a run lost nothing and counted nothing twice, from its journal and its folder.
 
-    The run needs `run.journal: true` from its start on, and must have ended or be stopped. Each task is followed to its
-    end; values, batches, advantages, metrics, evaluations and rewards are computed again. A line says what holds or
-    does not; exit code 1 if one does not.
+    The run needs `run.journal: true` from its start on, and must have ended or been stopped. Each task is followed to
+    its end; values, batches, advantages, metrics, evaluations and rewards are computed again. Each line says whether a
+    statement holds; exit code 1 if one does not.
 
     - `spo audit runs/mine`
     - `spo audit -c my.yaml -o broker.url=redis://10.0.0.5:6379/0`
@@ -32,7 +32,7 @@ def audit(run: RunArgument = None, config: RunConfigOption = None, override: Ove
         )
     with reopened(settings) as broker:
         if alive := broker.processes():
-            raise UserError(f"run {name} is going on ({', '.join(alive)}); audit it once its processes have ended")
+            raise UserError(f"run {name} is running ({', '.join(alive)}); audit it once its processes have ended")
         records = read_redis(broker)
     if not records.journal:
         raise UserError(f"Redis has no journal of run {name}; an audit needs run.journal = true from the start")

@@ -1,4 +1,4 @@
-"""A run's records put in order: where its counts begin, each task's way through the journal, the tracker once more."""
+"""A run's records put in order: where its counts begin, each task's course in the journal, the tracker replayed."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Evidence:
 
 
 class Replay:
-    """The tracker once more: a new one that counts the rewards of the journal in order.
+    """A new tracker that counts the rewards of the journal in order.
 
     Attributes:
         sent: v of its prompt when a task was sent first, by the id of each task that was rewarded.

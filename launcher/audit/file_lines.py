@@ -87,7 +87,7 @@ def evaluation_figures(run: Evidence) -> str:
     results = {result["version"]: result for result in run.redis.evaluations}
     missing = {version for version in results if version >= run.folder.since["validation_data"] or version == 0}
     alone = (missing - run.folder.answers.keys()) | (run.folder.answers.keys() - results.keys())
-    wrong = [f"version {version} is in one of Redis and the folder" for version in alone]
+    wrong = [f"version {version} is in only one of Redis and the folder" for version in alone]
     for version in results.keys() & run.folder.answers.keys():
         result, answers = results[version], run.folder.answers[version]
         published = dict(result.get("figures", {}))
@@ -172,7 +172,7 @@ def kept_all(run: Evidence) -> str:
 def ages(run: Evidence) -> str:
     """No token of a batch is older than `sampler.max_staleness` allows, or newer than the batch.
 
-    Newer may be one of a version that was lost: the learner had made it, and went back to the batch or before.
+    A token may be newer if its version was lost: the learner had published it, then went back to the batch or before.
     """
     oldest = run.config.sampler.max_staleness
     wrong = []
@@ -232,17 +232,17 @@ def advantages(run: Evidence) -> str:
 
 
 LINES = {
-    "every line of the run folder is whole": whole_lines,
+    "every line of the run folder can be read": whole_lines,
     "metrics.jsonl has the reward of each batch": batch_metrics,
     "metrics.jsonl has each step of the learner": step_metrics,
     "each token of a step had its teacher's score": scores,
-    "each evaluation has each answer once, of its version": answers_once,
-    "each evaluation's figures are those of its answers": evaluation_figures,
+    "each evaluation has each answer once, all of its version": answers_once,
+    "each evaluation's figures follow from its answers": evaluation_figures,
     "the last version was evaluated, and no evaluation is left open": evaluations_made,
     "each training episode is kept once": kept_once,
     "kept episodes have the journal's rewards and the tracker's values": kept_as_counted,
     "all episodes that should be kept are there": kept_all,
     "no kept sample was too old for its batch": ages,
     "training data has the kept samples of each batch": training_data,
-    "advantages are those of the rewards and the values": advantages,
+    "advantages follow from the rewards and the values": advantages,
 }

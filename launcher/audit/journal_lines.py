@@ -22,7 +22,7 @@ def commits(run: Evidence) -> str:
 
 
 def restoration(run: Evidence) -> str:
-    # Its last commit is that of a round, which sends tasks.
+    # The last commit of a restoration is that of a round, which sends tasks.
     early = run.journal[: max(run.start.commits - 1, 0)]
     return some(task_id for entry in early for task_id in (*entry.dispatched, *entry.counted))
 
@@ -112,7 +112,7 @@ def balance(run: Evidence) -> str:
 
 
 def versions(run: Evidence) -> str:
-    """The learner goes from version to version. It may start again from any that was made, also where Redis has lost
+    """The learner goes from version to version. It may start again from any that was made, even if Redis has lost
     the announcement and only metrics.jsonl has it.
     """
     made = set(run.folder.metrics.series("batch/samples", "learner").versions.tolist())
@@ -120,12 +120,12 @@ def versions(run: Evidence) -> str:
     for step in run.redis.steps:
         if version < 0:
             if step.version < run.start.version:
-                return f"the first is {step.version}, and the counts begin at {run.start.version}"
+                return f"the first is {step.version}, but the counts begin at {run.start.version}"
         elif step.metrics:
             if step.version not in (version, version + 1):
                 return f"version {step.version} was announced after {version}"
         elif skipped := [number for number in range(newest + 1, step.version + 1) if number not in made]:
-            return f"the learner started at version {step.version}, and version {skipped[0]} was never made"
+            return f"the learner started at version {step.version}, but version {skipped[0]} was never made"
         version = step.version
         newest = max(newest, version)
     return ""
@@ -141,7 +141,7 @@ def ahead(run: Evidence) -> str:
         if version > max(batches, run.start.version):
             return f"in commit {entry.sequence} version {version} is there, with {batches} batches"
         batches += len(entry.batches)
-    return "" if version <= run.trained else f"the sampler knows version {version}, the learner {run.trained}"
+    return "" if version <= run.trained else f"the sampler knows version {version}, but the learner {run.trained}"
 
 
 def last_step(run: Evidence) -> str:
@@ -209,21 +209,21 @@ def twice_in(names: Iterable[str]) -> list[str]:
 
 LINES = {
     "every commit is in the journal": commits,
-    "nothing is counted before a restoration is whole": restoration,
+    "nothing is counted before a restoration is complete": restoration,
     "each task was sent once, or again while it was awaited": sendings,
     "each task was counted once": countings,
     "each task that was sent is counted or awaited": awaited,
     "each counted task has one end: a reward, or it was skipped": ends,
-    "batches follow one another": numbers,
+    "batches are consecutive": numbers,
     "no sample is in two batches": batched_twice,
     "each sample of a batch was rewarded before": batched_early,
     "each rewarded sample is in one batch, or dropped, or waits": places,
-    "the counters are those of the journal": counters,
+    "the counters equal those of the journal": counters,
     "the counters balance": balance,
     "the learner went from version to version": versions,
     "no version came before its batch": ahead,
     "the last step was made": last_step,
-    "the tracker is that of a replay, bit for bit": tracker,
+    "the tracker equals a replay of the journal, bit for bit": tracker,
     "the learner trained on the journal's rewards": learned,
     "the learner trained on each sample of a batch": trained_on,
     "a finished run has left nothing in Redis": nothing_left,

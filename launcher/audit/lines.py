@@ -44,7 +44,7 @@ def audit(config: Config, redis: RedisRecords, log: Any) -> list[AuditLine]:
     checks = journal_lines.LINES | file_lines.LINES | token_lines.LINES
     lines = [AuditLine(name, check(evidence)) for name, check in checks.items()]
     if evidence.start.commits:
-        begin = f"from version {evidence.start.version} on, where the run went on without its Redis"
+        begin = f"from version {evidence.start.version} on, where the run continued without its Redis"
         lines[0] = replace(lines[0], note=begin)
     problem, note = score_again(evidence)
     return [*lines, AuditLine(REWARDS, problem, note)]
@@ -54,7 +54,7 @@ def figures(redis: RedisRecords) -> dict[str, Any]:
     return {
         "commits": len(redis.journal),
         "tasks": sum(len(entry.dispatched) for entry in redis.journal),
-        # By the counter, since the journal begins anew after a Redis that was older than the newest checkpoint.
+        # By the counter, because the journal starts again if Redis came back older than the newest checkpoint.
         "samples trained on": redis.counters.get("batched", 0),
         "starts of the learner": sum(not step.metrics for step in redis.steps),
     }

@@ -189,7 +189,7 @@ def episode_files(folder: Path, name: str) -> Iterator[tuple[int, Path]]:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Number and record of each line; an empty record where a line cannot be read or was cut short."""
+    """Number and record of each line; an empty record if a line cannot be read or was cut short."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             yield number, (record_of(line) if line.endswith(b"\n") else None) or {}

@@ -23,14 +23,14 @@ from sampler.prompts.prompt_set import PromptSet
 
 # Rewards that are not computed again, and why.
 ELSEWHERE = {"code": "needs a sandbox", "judge": "asks a server"}
-# They look at the last turn alone, or at the agent's own reward.
+# Rewards that read only the last turn, or the agent's own reward.
 WITHOUT_RESPONSE = {"exact", "boxed", "math", "reasoning_gym", "length", "overlong", OWN}
 TURN_LIMITS = (Ending.MAX_ASSISTANT_TURNS, Ending.MAX_USER_TURNS)
 AT_ONCE = 64  # episodes that are scored side by side
 
 
 class Scored(NamedTuple):
-    """The rewards that differ when computed again, and which were not computed again."""
+    """The rewards that differ when computed again, and the sources that were skipped, with the reason."""
 
     problem: str
     note: str
@@ -97,9 +97,9 @@ def _episodes(folder: Path, prompts: PromptSet, source: Source) -> Iterator[tupl
 
 
 def outcomes(line: Mapping[str, Any], prompt: Any, config: Config, special: re.Pattern[str] | None) -> list[Outcome]:
-    """What the reward saw of an episode; several, where the record does not say whether the last turn was an answer.
+    """What the reward saw of an episode: two candidates if the record does not say whether the last turn was an answer.
 
-    None if an agent played it, and its record does not say what was scored.
+    Empty if an agent played the episode and its record does not say what was scored.
     """
     scored = line.get("scored") or {}
     if config.episode.agent is None:

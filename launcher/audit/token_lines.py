@@ -11,8 +11,8 @@ from launcher.audit.evidence import Evidence
 from launcher.audit.journal_lines import some
 from launcher.audit.tokens import SampledTokens, TrainedRow
 
-ROUNDED = 2.1e-5  # of two numbers with five digits that were one
-# Mean difference of two log-probs of one token under the same weights: a fixed part, and one of their mean size.
+ROUNDED = 2.1e-5  # difference of two roundings of one number to five digits
+# Mean difference of two log-probs of one token under the same weights: a fixed part, and a share of their mean size.
 FIXED, RELATIVE = 0.02, 0.1
 
 
@@ -107,7 +107,7 @@ def _judged(run: Evidence, number: int) -> Iterator[str]:
 def _normalised(number: int, estimates: np.ndarray, advantages: np.ndarray, clip: float) -> Iterator[str]:
     """The advantages of a batch are its estimates, shifted and scaled.
 
-    By how much only the whole batch says, of which some samples are kept; so both are read from these.
+    Shift and scale come from the whole batch, of which only some samples are kept; so they are fitted to these.
     """
     inside = np.abs(advantages) < clip - ROUNDED
     estimates, advantages = estimates[inside], advantages[inside]
@@ -177,6 +177,6 @@ LINES = {
     "the learner trained on the tokens that were sampled": sampled,
     "log-probs of generator and learner agree under the same weights": agreement,
     "each kept token has its teacher's score": teachers,
-    "a critic's returns and advantages are those of its values": critics_returns,
+    "a critic's returns and advantages follow from its values": critics_returns,
     "a critic learned in each step": critics_metrics,
 }

@@ -38,7 +38,7 @@ class TrainedRow:
         advantages: the sampler's, of the sample or of its turns.
         sampled: the tokens as the learner got them.
         logprobs: of the policy before the optimizer step, float64 [M].
-        teacher: a teacher's log-probs, float64 [M] or [M, K], NaN where it has scored none; None without a teacher.
+        teacher: a teacher's log-probs, float64 [M] or [M, K], NaN for tokens without scores; None without a teacher.
         values, returns, token_advantages: float64 [M]; None without a critic.
     """
 

@@ -51,7 +51,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="embedded|URL",
-            help="The --redis you will give to `spo run`; by default broker.url, where it is set or a role is given.",
+            help="The --redis you will give to `spo run`; by default broker.url, if it is set or a role is given.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
@@ -150,7 +150,7 @@ def report(findings: Mapping[Role, Sequence[Finding]], *, as_json: bool = False)
 def _print(roles: Mapping[Finding, Sequence[Role]], total: int, counts: Mapping[Level, int]) -> None:
     console = Console()
     if not console.is_terminal:
-        # One line a finding, never wrapped, for logs and grep.
+        # One line per finding, never wrapped, for logs and grep.
         for finding, about in roles.items():
             sys.stdout.write("  ".join(_cells(finding, about, total)).rstrip() + "\n")
     else:

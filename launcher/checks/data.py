@@ -134,7 +134,7 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str])
 
 
 def _reward(context: Context) -> Iterator[Finding]:
-    """Try the reward of each source on its reference answers; all of them where that is quick."""
+    """Try the reward of each source on its reference answers; on all of them if that is quick."""
     try:
         from launcher.checks.rewards import try_sources  # needs packages of the generator
     except ImportError as error:

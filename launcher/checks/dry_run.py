@@ -211,7 +211,7 @@ def _policy(context: Context) -> Finding:
     policy = load_policy(config, weights=False)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.named_weights())
-    adapter = f", {trained:,} of them an adapter's, which is trained" if policy.has_adapter else ""
+    adapter = f", of which {trained:,} (an adapter) are trained" if policy.has_adapter else ""
     if not config.algorithm.has_critic:
         return ok(f"{config.model.path}: {parameters:,} parameters{adapter}")
     from learner.critic import check_vocabulary, load_value_model, with_critics_path
@@ -230,4 +230,4 @@ def _training(context: Context) -> Finding:
     load_loss(config.algorithm)
     check_deepspeed(config.learner)
     sampler, minis = config.sampler, config.learner.mini_batches
-    return ok(f"{config.algorithm.loss}, DeepSpeed; {sampler.batch_size} samples a batch, in {minis} optimizer steps")
+    return ok(f"{config.algorithm.loss}, DeepSpeed; {sampler.batch_size} samples per batch, in {minis} optimizer steps")

@@ -19,7 +19,7 @@ from sampler.prompts.prompt_set import Prompt
 FAILURES = (RewardFailed, WorkerDied, TimeoutError, ValueError)
 UNTRIED = {"judge": "it would ask a server", "agent": "only an agent gives it"}
 COMPARE = {"exact", "boxed", "boxed_think", "math"}  # built-in rewards that compare an answer with the reference
-# In these forms a right answer is written for the reward to read; {} is the reference.
+# Forms in which a reward may read a right answer; {} is the reference.
 FORMS = (
     r"\boxed{{}}",
     "{}",
@@ -34,7 +34,7 @@ FORMS = (
 AT_ONCE = 8  # rows
 MAX_NAMED = 5  # rows that a message names
 START_ROWS = 16  # of each source, tried before a run
-EITHER = "right only if the reward ignores the reference (data.answer_column: null says so)"
+EITHER = "this is right only if the reward ignores the reference (then set data.answer_column: null)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Trial:
     scores: list[Scores] = field(default_factory=list)
 
     def findings(self, key: str) -> Iterator[Finding]:
-        """A problem for what most rows have and no form of an answer explains; else warnings.
+        """Problems if they concern most rows and another form of answer could not explain them; else warnings.
 
         Args:
             key: of the source in the configuration.
@@ -102,7 +102,7 @@ class Trial:
         if unmatched:
             line = f"{key}: no answer made of the reference scores more than an empty one for {self._rows(unmatched)}"
             yield (
-                self._finding(unmatched, line) if self.is_known else warning(f"{line}; {EITHER}, or wants another form")
+                self._finding(unmatched, line) if self.is_known else warning(f"{line}; {EITHER}, or needs another form")
             )
         failed = [row for row in self.scores if row.failure]
         if failed:
@@ -144,12 +144,12 @@ def _named(rows: Sequence[str]) -> str:
 
 
 def not_tried(episode: EpisodeConfig, key: str) -> Finding | None:
-    """What of a source's reward is not tried; None if all is."""
+    """A finding about the part of a source's reward that is not tried; None if all of it is."""
     names = episode.reward_weights.keys()
     for name, why in UNTRIED.items():
         if name in names:
             return ok(f"{key}: the reward is not tried on references, since {name!r} is a part of it: {why}")
-    return ok(f"{key}: of 'code' the tests are read, and no program is run") if "code" in names else None
+    return ok(f"{key}: for 'code' only the tests are read; no program is run") if "code" in names else None
 
 
 def can_be_tried(episode: EpisodeConfig) -> bool:
@@ -240,7 +240,7 @@ class _TriedRow:
 
 
 def _texts(prompt: Prompt) -> list[str]:
-    """A row's reference, and the answer within it where it is a solution (GSM8K's, MATH's); empty: there is none."""
+    """A row's reference, and the answer within it if it is a solution (GSM8K, MATH); empty if there is none."""
     if prompt.answer is None:
         return []
     text = Outcome("", answer=prompt.answer).answer_text.strip()

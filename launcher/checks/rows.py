@@ -62,7 +62,7 @@ class SourceReport:
         columns: how many rows have each column.
         too_long: prompts with more tokens than `data.max_prompt_tokens`; None if tokens are not counted.
         hints: what was probably not meant, with the setting that helps.
-        ids: ids of the usable rows, each with its column (None: the id is a hash of the prompt).
+        ids: ids of the usable rows, each with its column (None if the id is a hash of the prompt).
     """
 
     key: str
@@ -129,7 +129,7 @@ class Rendered:
 
 
 class PromptEncoder:
-    """Renders prompts to token ids as generators do, int32 [T]; raises `BadRow` if the model would not see all of one.
+    """Renders prompts to token ids as generators do, int32 [T]; raises `BadRow` if the model would not see it whole.
 
     Raises:
         UserError: the source's tools cannot be made, or the tokenizer has no chat template that fits them.
@@ -175,7 +175,7 @@ def report_source(source: Source, limit: int, encode: PromptEncoder | None, trac
     """Read all rows of a source.
 
     Args:
-        encode: None: tokens are not counted.
+        encode: None if tokens are not counted.
         limit: `data.max_prompt_tokens`.
     """
     report = SourceReport(source.key, source.shown())
@@ -243,7 +243,7 @@ def _facts(report: SourceReport, limit: int) -> Iterator[tuple[str, str]]:
     for reason, rows in report.reasons.items():
         yield "skipped", f"{rows.count:,}: {reason} (first: {rows.first})"
     if report.answers:
-        mixed = "; of different types, which no reward compares alike" if report.mixed else ""
+        mixed = "; of different types, which no reward can compare" if report.mixed else ""
         several = len(report.answers) > 1
         kinds = (
             f"{kind} {rows.count:,}" + (f" (first: {rows.first})" if several else "")

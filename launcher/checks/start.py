@@ -22,10 +22,10 @@ def check_before_start(config: Config) -> None:
 
 @contextmanager
 def _prompts_checked(config: Config) -> Iterator[None]:
-    """Check prompts meanwhile, in a process of its own: the libraries that it imports would stay in this one's memory.
+    """Check the prompts in another process while the block runs, so that its libraries do not stay in memory here.
 
     Raises:
-        UserError: by the end of the block; see `check_first_prompts`.
+        UserError: at the end of the block; see `check_first_prompts`.
     """
     with tempfile.TemporaryDirectory(prefix="spo-check-") as folder:
         file = Path(folder) / "config.yaml"

@@ -36,9 +36,11 @@ MOST_CHARS = 500  # in a field of a query
 
 
 class Service:
+    """Answers the page's requests from the runs that a `Watch` follows."""
+
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self.id = secrets.token_hex(4)  # tells a page that the server was restarted
+        self.id = secrets.token_hex(4)  # by which a page notices that the server was restarted
 
     def app(self, hosts: Iterable[str] = (), token: str | None = None, cookie: str = "spo") -> Starlette:
         @asynccontextmanager

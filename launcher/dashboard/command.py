@@ -36,7 +36,7 @@ def dashboard(
         str | None, typer.Option(envvar="SPO_DASHBOARD_TOKEN", help="Token that readers need; by default generated.")
     ] = None,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Let every account of this machine read it; on loopback alone.")
+        bool, typer.Option("--no-token", help="Let every account of this machine read it; only on loopback.")
     ] = False,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
@@ -57,9 +57,7 @@ def dashboard(
     if no_token and token is not None:
         raise UserError("--no-token and a token (--token, SPO_DASHBOARD_TOKEN) were given; choose one of them")
     if no_token and not is_loopback(host):
-        raise UserError(
-            f"--no-token with --host {host} would let every machine read the runs; it is for loopback alone"
-        )
+        raise UserError(f"--no-token with --host {host} would let every machine read the runs; it is only for loopback")
     folders = find_runs(runs or [])
 
     from launcher.dashboard.app import Service, serve
@@ -81,7 +79,7 @@ def dashboard(
 
 
 def _open(url: str, file: Path) -> None:
-    """Open a browser by a file in a private folder: on its command line, every account could read the token."""
+    """Open a browser with a file in a private folder: every account can read the token on a command line."""
     file.write_text(f'<meta http-equiv="refresh" content="0; url={escape(url)}">', encoding="utf-8")
     webbrowser.open(file.as_uri())
 

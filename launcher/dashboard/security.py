@@ -1,4 +1,4 @@
-"""Access to the page: with the token, or from this machine alone. The page may load nothing from other servers."""
+"""Access to the page: with the token, or only from this machine. The page may load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Guard:
 
     Args:
         hosts: host names, besides this machine's loopback, that requests may ask for.
-        token: must come as `?token=`, as a cookie or as `Authorization: Bearer`; None: no token is needed. The cookie
-            also comes with a link in another page, since this server changes nothing.
+        token: must come as `?token=`, as a cookie or as `Authorization: Bearer`; None if none is needed. A browser
+            also sends the cookie with a link from another page: this server changes nothing.
         cookie: name of the cookie; one for each port, since a browser sends cookies to all ports of a machine.
     """
 
@@ -59,7 +59,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         request = Request(scope)
         if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("this server is read only", 405, {"Allow": "GET, HEAD"})
+            return PlainTextResponse("this server is read-only", 405, {"Allow": "GET, HEAD"})
         if self._token is None:
             is_known = self._is_known(request.headers.get("host", ""))
             return None if is_known else PlainTextResponse("unknown host name", 403)

@@ -20,7 +20,7 @@ class Watch:
     """All runs of a server, followed from `start` to `stop`.
 
     Args:
-        find: finds the run folders again, also new ones, which are followed from then on.
+        find: called regularly; run folders that are new are followed from then on.
     """
 
     def __init__(self, folders: Sequence[RunFolder], find: Callable[[], Sequence[RunFolder]] | None = None) -> None:
@@ -74,7 +74,8 @@ class Watch:
             known = {run.folder.path for run in self.runs.values()}
             for run in (Run(folder) for folder in folders if folder.path not in known and folder.name not in self.runs):
                 await asyncio.to_thread(run.update_metrics)
-                self.runs = {**self.runs, run.name: run}  # other threads go through the former
+                # A new mapping, because other threads iterate over the old one.
+                self.runs = {**self.runs, run.name: run}
                 self._follow_both(run)
                 async with self._changed:
                     self._changed.notify_all()

@@ -35,7 +35,7 @@ from launcher.run.supervisor import RunFailed, Supervisor
 from sampler.files.answer_file import AnswerFile, Request
 
 Generators = list[dict[str, Any]]
-POLL = 0.1
+POLL = 0.1  # seconds
 LINE_SECONDS = 5.0  # between two lines of progress
 SHOWN_REASONS = 3
 
@@ -87,8 +87,8 @@ def answer_here(
     """Get the answers that the file lacks; starts no process if it lacks none.
 
     Args:
-        generators: how many to start here, None: as this machine is laid out; others may join if `redis` is a running
-            server.
+        generators: how many to start here; None means as many as this machine has room for.
+            Others may join if `redis` is a running server.
         redis: `embedded`, or the address of a running server.
         view: opens the display, given how many answers are wanted.
 
@@ -142,7 +142,7 @@ def _run(
             while supervisor.alive("sampler"):
                 supervisor.poll()
                 if layout.generators and not supervisor.alive("generator"):
-                    raise RunFailed("no generator is left, and some prompts are not answered")
+                    raise RunFailed("no generator is left, but some prompts are not answered")
                 progress.refresh()
                 opened.update(progress.answered, sum(progress.reasons.values()), progress.generators)
                 time.sleep(POLL)

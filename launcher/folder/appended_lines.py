@@ -62,7 +62,7 @@ class AppendedLines:
 
 
 def _skip_line(file: IO[bytes]) -> bool:
-    """Move behind the next line end; False if there is none yet."""
+    """Move past the next line end; False if there is none yet."""
     while piece := file.readline(CHUNK):
         if piece.endswith(b"\n"):
             return True

@@ -37,6 +37,8 @@ TOOL_ERRORS, USERS, HAS_TOKENS = b'"error": true', b'"role": "user"', b'"token_i
 
 
 class Words:
+    """Numbers for the different values of a column of text."""
+
     def __init__(self) -> None:
         self.all: list[str] = ["other"]
         self._numbers: dict[str, int] = {}
@@ -235,7 +237,7 @@ def _header(line: bytes) -> tuple[dict[str, Any], int]:
     record = _parsed(line)
     messages = [message for message in record.get("messages") or () if isinstance(message, dict)]
     has_failed = any(message.get("role") == "tool" and message.get("error") for message in messages)
-    # What an agent sends has the number of its request, and is no user's.
+    # A message with a request's number was sent by an agent, not by a simulated user.
     has_user = any(message.get("role") == "user" and "request" not in message for message in messages)
     return record, TOOL_ERROR * has_failed | USER * has_user
 

@@ -59,7 +59,7 @@ def _evaluation(version: int, rows: np.ndarray, right_from: float) -> Evaluation
 
 
 def has_partial_rewards(evaluated: list[Evaluation]) -> bool:
-    """Whether the mean reward says something else than accuracy: rewards are not only 0 and 1."""
+    """Whether the mean reward differs from accuracy, because rewards are not only 0 and 1."""
     return any(not np.array_equal(evaluation.accuracies, evaluation.rewards) for evaluation in evaluated)
 
 

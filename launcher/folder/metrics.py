@@ -24,7 +24,7 @@ class Series(NamedTuple):
     Attributes:
         versions: weight version that each value belongs to, int64 [N].
         times: Unix time in seconds at which it was written, float64 [N].
-        values: float64 [N]; NaN where nothing could be measured.
+        values: float64 [N]; NaN if nothing could be measured.
     """
 
     versions: np.ndarray
@@ -82,7 +82,7 @@ class Metrics:
     """Metrics of one run; `update` reads new lines.
 
     Args:
-        newest: how many values of each metric are kept at least; None: all.
+        newest: minimum number of values kept of each metric; None keeps all.
 
     Attributes:
         unreadable: how many lines were not metrics.

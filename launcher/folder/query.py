@@ -32,7 +32,7 @@ KINDS = {
 }  # fmt: skip
 SORTS = ("step", "reward", "turns", "tokens", "sampled", "seconds", "prompt")
 MOST_OPEN = 64  # files at once
-SEARCHED_BYTES = 48 << 20  # that one search reads at most
+SEARCHED_BYTES = 48 << 20  # the most that one search reads
 PROMPT_CHARS = 240
 HASHED = re.compile(
     r"(.*/)?[0-9a-f]{16}", re.DOTALL

@@ -85,7 +85,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`finished`, `going on`, `stopped`, or `empty` if nothing has been written yet."""
+        """`finished`, `running`, `stopped`, or `empty` if nothing has been written yet."""
         summary, steps = self._summary(), self.steps
         if summary:
             # A finished run that was given more steps is unfinished again.
@@ -93,7 +93,7 @@ class Run:
             return "finished" if summary.get("finished") and has_all else "stopped"
         newest = self.metrics.newest()
         if is_locked(self.folder.path) or newest > time.time() - RECENT:
-            return "going on"
+            return "running"
         return "stopped" if newest else "empty"
 
     @property
@@ -158,7 +158,7 @@ class Run:
                 "step": self.metrics.last_version("learner") or 0,
                 "steps": self.steps,
                 "seconds": round(total_seconds(self.metrics, self.phases())),
-                "left": seconds_left(self.metrics, self.steps or 0) if state == "going on" else None,
+                "left": seconds_left(self.metrics, self.steps or 0) if state == "running" else None,
                 "changes": [
                     {
                         "step": change["step"],

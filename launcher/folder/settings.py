@@ -39,7 +39,7 @@ def defaults() -> dict[str, Any]:
 
 
 def differing(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys that are not at their default, each with its value and default (`NOT_SET`: it has none)."""
+    """The keys that are not at their default, each with its value and default (`NOT_SET` if it has none)."""
     usual = defaults()
     both = {key: (value, usual.get(key, NOT_SET)) for key, value in values.items() if key not in NAMES}
     return {key: (value, default) for key, (value, default) in both.items() if value != default}

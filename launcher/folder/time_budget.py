@@ -12,7 +12,7 @@ import numpy as np
 from common import masking
 from launcher.folder.metrics import Metrics, Series
 
-RECENT, SHORTEST = 20, 60.0  # newest steps and seconds, at least, from which the bottleneck is determined
+RECENT, SHORTEST = 20, 60.0  # fewest steps and seconds from which the bottleneck is determined
 WINDOW = 20  # newest steps, from which the pace is estimated
 GAIN = 0.02  # share of a step's time, below which a gain is not worth a move
 WAITS = 0.15  # share of its time that a side must wait to count as waiting
@@ -109,8 +109,8 @@ def bottleneck(metrics: Metrics) -> Bottleneck | None:
 
     Both sides are compared over the same time, from the end of one step to the end of the newest: `RECENT` steps, or
     more of them if these took less than `SHORTEST` seconds, since generators are measured every few seconds. The first
-    step of the learner's newest start is left out, since it waits for engines and for the evaluation before training,
-    and so is what generators do after the last step.
+    step of the learner's newest start is left out, because it waits for engines and for the evaluation before training;
+    so is what generators do after the last step.
     """
     steps = metrics.series("seconds/train", "learner")
     known = max((metrics.timeline("generator/seconds", name).times[-1] for name in _generators(metrics)), default=0.0)
@@ -217,7 +217,7 @@ def total_seconds(metrics: Metrics, phases: dict[str, float]) -> float:
 def accumulated(series: Series, begin: float = -math.inf, end: float = math.inf) -> float:
     """How much a counter grew between two Unix times, evenly from one of its values to the next.
 
-    Where it falls, the process was restarted and counts from 0.
+    If it falls, the process was restarted and counts from 0.
     """
     is_finite = np.isfinite(series.values)
     times, values = series.times[is_finite], series.values[is_finite]
@@ -243,10 +243,10 @@ def _scoring(metrics: Metrics, begin: float, end: float) -> float:
 
 
 def _about_staleness(metrics: Metrics) -> str:
-    """What more staleness would do: it helps unless the correction masks much of the samples already."""
+    """What more staleness would do: it helps unless the correction already masks too many tokens."""
     shares = metrics.series(masking.METRIC, "learner").values.tolist()
     if masking.recent_warning(shares, "masked"):
-        return "Older samples would not help: the correction masks too many of their tokens already."
+        return "Older samples would not help: the correction already masks too many of their tokens."
     return "A larger sampler.max_staleness lets them work at the same time."
 
 

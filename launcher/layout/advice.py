@@ -1,4 +1,4 @@
-"""Tells whether a rank of the learner fits into a GPU, and which setting would make it fit."""
+"""Whether a rank of the learner fits into a GPU, and which setting would make it fit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def advice(needs: Needs, ranks: int, gpu: Gpu, beside: float = 0.0) -> str:
     config = needs.config.model_copy(update={"learner": divided})
     for more in range(ranks + 1, MAX_GPUS + 1):
         if free_of_rank(needs, more, gpu, config) >= 0:
-            return f"it takes {more} such GPUs for the learner, with learner.zero_stage=3"
+            return f"use {more} such GPUs for the learner, with learner.zero_stage=3"
     return "use larger GPUs, a smaller model, or an adapter (learner.lora)"
 
 

@@ -128,7 +128,7 @@ def select(text: str, gpus: Sequence[Gpu], name: str) -> list[Gpu]:
     there = f"GPUs here are 0 to {len(gpus) - 1}" if gpus else "there is no GPU here"
     for position, number in enumerate(numbers):
         if number >= len(gpus):
-            raise UserError(f"{name} = {text!r} names GPU {number}, and {there}")
+            raise UserError(f"{name} = {text!r} names GPU {number}, but {there}")
         if number in numbers[:position]:
             raise UserError(f"{name} = {text!r} names GPU {number} twice")
     return [gpus[number] for number in numbers]
@@ -203,5 +203,5 @@ def _named(name: str, gpus: Sequence[Gpu]) -> Gpu:
     ]
     if len(matching) != 1:
         there = ", ".join(gpu.name for gpu in gpus) or "none"
-        raise UserError(f"{VISIBLE} names {name!r}, and the GPUs here are {there}")
+        raise UserError(f"{VISIBLE} names {name!r}, but the GPUs here are {there}")
     return replace(matching[0], name=name)

@@ -31,8 +31,8 @@ from launcher.layout.teachers import (
     teacher_servers,
 )
 
-BUSY = 2 << 30  # bytes: a GPU of which other processes hold as much counts as in use; a desktop takes less
-LARGE = 5e7  # parameters of a model from which on the learner has a thread for each core
+BUSY = 2 << 30  # bytes: a GPU counts as in use if other processes hold this much of it; a desktop takes less
+LARGE = 5e7  # from this number of parameters on, the learner has a thread for each core
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class Placement:
     """The GPUs of each process.
 
     Attributes:
-        learner: a GPU for each rank; empty: a single rank on the CPU.
-        generators: the GPUs of each generator; an empty tuple: that generator computes on the CPU.
+        learner: a GPU for each rank; empty if a single rank computes on the CPU.
+        generators: the GPUs of each generator; none for a generator that computes on the CPU.
         reasons: lines for the user that explain the choice.
-        utilization: vLLM's share of the memory of a GPU that a generator and a rank share; None: as configured.
+        utilization: vLLM's share of the memory of a GPU that a generator and a rank share; None if as configured.
         teachers: the servers of teachers, with their GPUs.
         all_cores: on the CPU, the learner has a thread for each core; else as many threads as any other process.
     """
@@ -122,7 +122,7 @@ def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.envi
         for name, asked in named.items():
             if asked is not None:
                 why = _cpu_only(config) or "there is no GPU here"
-                raise UserError(f"--{name.replace('_', '-')} = {asked!r}, and {why}")
+                raise UserError(f"--{name.replace('_', '-')} = {asked!r}, but {why}")
         if config.run.has_learner:
             check_ranks(config, 1)
         generators = _cpu_generators(config) if choice.generators is None else choice.generators
@@ -144,8 +144,8 @@ def _cpu_only(config: Config) -> str:
 def _has_long_products(config: Config) -> bool:
     """Whether the model is so large that a thread loses little time while it waits for a core in use.
 
-    With SmolLM2-135M on two cores a step takes 0.7 of the time when the learner's second thread uses what the generator
-    leaves; with the quickstart's model of a million parameters 1.1.
+    On two cores, a second thread of the learner, which uses what the generator leaves, makes a step of SmolLM2-135M
+    take 0.7 of the time, but a step of the quickstart's model, of a million parameters, 1.1.
     """
     try:
         return read_shape(Path(config.model.path)).parameters >= LARGE
@@ -208,7 +208,7 @@ class _Plan:
         return Placement(tuple(learning), generators, tuple(self.reasons), share, tuple(self.teachers))
 
     def _give_teachers(self, named: Sequence[Gpu] | None, taken: set[int], free: list[Gpu], rest: int) -> list[Gpu]:
-        """Assign GPUs to the teachers, and return the free GPUs that are left; at least `rest` must be."""
+        """Assign GPUs to the teachers, and return the free GPUs that are left, at least `rest`."""
         if len(self.gpus) == 1:
             self.teachers = share_gpu(self.config, self.teachers, self.gpus[0])
             self.beside = sum(one.share * self.gpus[0].total for one in self.teachers if one.gpus)
@@ -245,7 +245,7 @@ class _Plan:
         most = 1 if any(gpu.is_slice for gpu in gpus) else len(gpus) - self.size
         if most < 1:
             raise UserError(
-                f"a generator takes {self.size} GPUs (generator.engine), and of {len(gpus)} one must be left"
+                f"a generator takes {self.size} GPUs (generator.engine), but one of {len(gpus)} must be left"
             )
         group = self.config.learner.sequence_parallel
         ways = [count for count in range(group, most + 1, group) if wanted is None or len(gpus) - count == wanted]
@@ -274,14 +274,14 @@ class _Plan:
         left = generating[len(groups) * size :]
         if not groups or (left and named):
             raise UserError(
-                f"a generator takes {size} GPU{'s'[: size != 1]} (generator.engine), and {len(generating)} are left: "
+                f"a generator takes {size} GPU{'s'[: size != 1]} (generator.engine), but {len(generating)} are left: "
                 "name a multiple of that"
             )
         if left:
             self.reasons.append(f"GPU {numbers(left)} is not used: a generator takes {size}")
         if size > 1 and any(gpu.is_slice for gpu in generating):
             raise UserError(
-                f"a generator takes {size} GPUs (generator.engine), and slices of a GPU cannot work together"
+                f"a generator takes {size} GPUs (generator.engine), but slices of a GPU cannot work together"
             )
         if len(learning) > 1 and any(gpu.is_slice for gpu in learning):
             raise UserError("slices of a GPU cannot work together: name one for the learner")
@@ -289,7 +289,7 @@ class _Plan:
         if wanted is not None and wanted != len(groups):
             if wanted > len(groups):
                 raise UserError(
-                    f"--generators = {wanted}, and there are GPUs for {len(groups)}, of {size} each: ask for fewer"
+                    f"--generators = {wanted}, but there are GPUs for {len(groups)}, of {size} each: ask for fewer"
                 )
             groups = groups[:wanted]
         if self.config.run.deterministic:
@@ -330,7 +330,7 @@ class _Plan:
             enough = next((n for n in (2, 4, 8) if engine.of_each(self.size * n) <= share * gpu.total), None)
             fix = f"set generator.engine.tensor_parallel_size={enough}" if enough else "use a smaller model"
             raise UserError(
-                f"a generator needs {needed / GB:.1f} GB of each of its GPUs, and vLLM takes {share:.0%} of "
+                f"a generator needs {needed / GB:.1f} GB of each of its GPUs, but vLLM takes {share:.0%} of "
                 f"{gpu.total / GB:.1f} GB: {fix}"
             )
 

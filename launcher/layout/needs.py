@@ -66,7 +66,7 @@ class Needs:
         if config.algorithm.has_critic:
             shape = _shape(config.critic.model or config.model.path)
             memory = with_critic(shape, memory, zero, config.critic.freeze_attention)
-        # A reference policy is divided as the policy is; of an adapter's run it is the frozen weights themselves.
+        # A reference policy is divided as the policy is; with an adapter, it is the frozen weights themselves.
         reference = config.algorithm.kl_coef > 0 and not zero.frozen
         return replace(memory, weights=memory.weights * (2 if reference else 1))
 
@@ -127,7 +127,7 @@ def needs_of(config: Config) -> Needs | str:
         needs = Needs(config, read_shape(folder))
         if config.run.has_learner:
             needs.rank(1)
-    except Exception as error:  # transformers raises whatever a model of a new kind makes it raise
+    except Exception as error:  # transformers may raise anything for a model of a new kind
         return f"the memory of {config.model.path} cannot be computed ({type(error).__name__}: {first_line(error)})"
     return needs
 
@@ -167,7 +167,7 @@ def _measured(
     from learner.memory_model import Micro, parameter_sizes, peak_activations
 
     config = _shape(path)
-    # The attention kernels of GPUs take 16 bits; with 32, attention is that of a CPU.
+    # The attention kernels of GPUs take numbers of 16 bits; with 32 bits, attention is computed as on a CPU.
     micro = Micro(
         tokens,
         prompt=1,

@@ -60,7 +60,7 @@ def read_shape(path: Path) -> Shape:
     if experts > 1:
         for name, usual in UNEVEN.items():
             if config.get(name, usual) not in (None, usual):
-                raise ValueError(f"mixtures with {name} = {config[name]} are not known")
+                raise ValueError(f"mixtures with {name} = {config[name]} are not supported")
         width = config.get("moe_intermediate_size") or width
     return Shape(
         config["num_hidden_layers"],

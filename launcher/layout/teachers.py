@@ -25,8 +25,8 @@ class TeacherServer:
 
     Attributes:
         source: the name of the first data source that has this teacher.
-        gpus: empty: the server computes on the CPU.
-        utilization: the engine's share of the memory of a GPU that it shares with other processes; None: as configured.
+        gpus: empty if the server computes on the CPU.
+        utilization: the engine's share of the memory of a GPU that it shares with others; None if as configured.
     """
 
     name: str
@@ -61,7 +61,7 @@ def give_gpus(
     """Give each server GPUs of its own; returns the servers, and the GPUs left for learner and generators.
 
     Args:
-        named: the GPUs that the user names for the teachers; None: the last of the free ones.
+        named: the GPUs that the user names for the teachers; None means the last of the free ones.
         rest: the number of GPUs that must be left.
 
     Raises:
@@ -71,17 +71,17 @@ def give_gpus(
     taken = f"1 teacher takes {total}" if len(servers) == 1 else f"{len(servers)} teachers take {total}"
     if named is not None and len(named) != total:
         raise UserError(
-            f"--teacher-gpus names {len(named)} GPU{'s'[: len(named) != 1]}, and {taken} (teacher.engine): name as many"
+            f"--teacher-gpus names {len(named)} GPU{'s'[: len(named) != 1]}, but {taken} (teacher.engine): name as many"
         )
     if named is None and total and len(free) - total < rest:
         left = ", one of them for learner and generators" if rest else ""
         raise UserError(
-            f"{taken} GPU{'s'[: total != 1]}, and {len(free)} are free{left}: lower the parallel "
+            f"{taken} GPU{'s'[: total != 1]}, but only {len(free)} are free{left}: lower the parallel "
             "sizes in teacher.engine, or serve the teacher on another machine and name it by teacher.url"
         )
     own = list(free[len(free) - total :] if named is None else named)
     if any(server.size > 1 for server in servers) and any(gpu.is_slice for gpu in own):
-        raise UserError("a teacher takes several GPUs (teacher.engine), and slices of a GPU cannot work together")
+        raise UserError("a teacher takes several GPUs (teacher.engine), but slices of a GPU cannot work together")
     placed, start = [], 0
     for server in servers:
         placed.append(replace(server, gpus=tuple(own[start : start + server.size])))
@@ -98,7 +98,7 @@ def share_gpu(config: Config, servers: Sequence[TeacherServer], gpu: Gpu) -> lis
     placed = []
     for server in servers:
         if server.size > 1:
-            raise UserError(f"a teacher takes {server.size} GPUs (teacher.engine), and there is one")
+            raise UserError(f"a teacher takes {server.size} GPUs (teacher.engine), but there is only one")
         on_gpu = replace(server, gpus=(gpu,))
         if not gpu.total or SHARE in server.teacher.engine:
             placed.append(on_gpu)
@@ -125,7 +125,7 @@ def check_memory(config: Config, servers: Sequence[TeacherServer]) -> None:
             enough = next((n for n in (2, 4, 8) if needs.of_each(server.size * n) <= room), None)
             fix = f"set teacher.engine.tensor_parallel_size={enough}" if enough else "use a smaller teacher"
             raise UserError(
-                f"the teacher {server.teacher.model} needs {needed / GB:.1f} GB of each of its GPUs, and vLLM takes "
+                f"the teacher {server.teacher.model} needs {needed / GB:.1f} GB of each of its GPUs, but vLLM takes "
                 f"{server.share:.0%} of {server.gpus[0].total / GB:.1f} GB: {fix}, or teacher.url"
             )
 

@@ -66,7 +66,7 @@ def lines(
     Args:
         name: the same in all runs, since charts with the same name are drawn together.
         missing: see `panel`.
-        unit: `share`, `tokens`, `tokens/s`, `s`, `ms`, `versions`, `MB`, `nats a token` or "".
+        unit: `share`, `tokens`, `tokens/s`, `s`, `ms`, `versions`, `MB`, `nats/token` or "".
         x: `step`, `time` (seconds) or `value` (0 to 1).
     """
     some = [one for one in drawn if one["x"]]
@@ -153,6 +153,6 @@ def _over_time(label: str, series: Series, start: float) -> Line:
 
 
 def _at(versions: np.ndarray, side: Curve) -> np.ndarray:
-    """The curve's values at the given versions, NaN where it has none."""
+    """The curve's values at the given versions, NaN if it has none."""
     places = np.searchsorted(side.versions, versions).clip(0, len(side.versions) - 1)
     return np.where(side.versions[places] == versions, side.values[places], np.nan)

@@ -121,7 +121,7 @@ def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
 
 
 def row_starts(record: dict[str, Any]) -> list[int]:
-    """Where each row of an episode's tokens starts; raises `ValueError` where rows and tokens disagree."""
+    """Where each row of an episode's tokens starts; raises `ValueError` if rows and tokens disagree."""
     tokens = len(record["token_ids"])
     *starts, end = accumulate(record.get("row_lengths") or [tokens], initial=0)
     if end != tokens:
@@ -142,9 +142,9 @@ def scored_facts(record: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def request_lines(record: dict[str, Any]) -> list[str]:
-    """What became of an agent's requests: a tree, in which what continues a request stands under it.
+    """What became of an agent's requests, as a tree: those that continue a request stand below it.
 
-    The first that continues a request has its line at the same depth: only forks go deeper.
+    The first of them has the same indentation; only forks are indented further.
     """
     requests = [one for one in record.get("requests") or () if isinstance(one, dict)][:MOST_ITEMS]
     following: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -156,7 +156,7 @@ def request_lines(record: dict[str, Any]) -> list[str]:
         request, margin = waiting.pop()
         lines.append(margin + _request_line(request))
         first, *forks = following.pop(str(request.get("request")), ()) or (None,)
-        # Forks come at once, below the request that they continue; the conversation goes on under them.
+        # Forks stand directly below the request that they continue; below them, the conversation continues.
         waiting += [(first, margin)] if first else []
         waiting += [(fork, f"{margin}   ") for fork in reversed(forks)]
     refusals = [one for one in record.get("refusals") or () if isinstance(one, dict)][:MOST_ITEMS]
@@ -185,7 +185,7 @@ def _request_line(request: dict[str, Any]) -> str:
 def trained_view(record: dict[str, Any], trained: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Advantages by turn, ratio and entropy of each token [T]; None if the learner's records do not fit the tokens.
 
-    With a critic there is each token's advantage too, and those by turn are the tracker's.
+    With a critic, the view has each token's advantage too, and the advantages by turn are the tracker's.
 
     The ratio is the token's probability under the policy just before the optimizer step that trained on it, divided by
     its probability when it was sampled.

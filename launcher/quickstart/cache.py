@@ -75,10 +75,10 @@ def _train_model(task: QuickstartTask, folder: Path, progress: Progress | None) 
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Within the block torch is imported so that its threads soon sleep when they wait, unless the user has set that.
+    """Make threads of torch, imported in this block, sleep soon when they wait, unless the user has set that.
 
-    With torch's default a machine whose cores are in use takes twice the time or more, as threads that spin take the
-    cores from those that they wait for; on an idle machine the time is the same.
+    By default they spin, and on a machine whose cores are in use take the cores from the threads that they wait for, so
+    that training takes at least twice as long; on an idle machine the time is the same.
     """
     name = "GOMP_SPINCOUNT"
     if name in os.environ or "OMP_WAIT_POLICY" in os.environ:

@@ -37,7 +37,7 @@ ExpertsOption = Annotated[
     int | None,
     typer.Option(
         min=2,
-        help="Make the model a mixture of so many experts in each layer, two of which compute a token; by default it "
+        help="Make the model a mixture of this many experts in each layer, two of which compute a token; by default it "
         "is dense.",
     ),
 ]

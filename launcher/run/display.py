@@ -27,7 +27,7 @@ from launcher.run.supervisor import RunProcess, Supervisor
 BARS = "▁▂▃▄▅▆▇█"
 WIDEST = 100  # columns of the live view
 CURVE = 40  # bars of a sparkline
-MANY = 8  # columns of figures, from which on they stand closer
+MANY = 8  # from this number of columns on, they stand closer
 
 
 class View(Protocol):
@@ -69,7 +69,7 @@ def mean_reward(value: float | None) -> str:
 
 
 def differs(reward: float | None, accuracy: float | None) -> bool:
-    """Whether a mean held-out reward says something else than accuracy: rewards are not only 0 and 1."""
+    """Whether a mean held-out reward differs from accuracy, because rewards are not only 0 and 1."""
     return reward is not None and accuracy is not None and not math.isnan(reward) and abs(reward - accuracy) > 1e-9
 
 
@@ -209,7 +209,7 @@ def figures(progress: Progress) -> Table:
         ends = (min(known), max(known))
         table.add_row("held-out reward", mean_reward(rewards[-1]), _curve(known, ends, mean_reward, "evaluations"))
     if progress.evaluated:
-        table.add_row("held-out answers", one_line(progress.evaluated), "so far, of the evaluation under way")
+        table.add_row("held-out answers", one_line(progress.evaluated), "so far, in the running evaluation")
     set_aside = progress.evaluations[-1].get("set_aside", 0) if progress.evaluations else 0
     if set_aside:
         table.add_row("held-out skipped", f"{set_aside:,}", "tasks of the newest evaluation; spo dead")
@@ -276,7 +276,7 @@ def process_rows(progress: Progress, children: dict[str, RunProcess]) -> Table:
     """A table of all living processes: first those started here, then those that joined from elsewhere."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "at once", "weights", "restarts"):
-        table.add_column(column, no_wrap=column == "process")  # cut, the names of several would be the same
+        table.add_column(column, no_wrap=column == "process")  # if cut, several names would look the same
     seen: set[int] = set()
     for name, child in children.items():
         process = next((process for process in progress.processes.values() if process.get("pid") == child.pid), {})

@@ -40,7 +40,7 @@ from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.summary import Summary, summarize
 from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
 
-POLL = 0.1
+POLL = 0.1  # seconds
 LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themselves once the learner has left
 
 
@@ -111,11 +111,11 @@ def _run(
                 config, broker = connected(config, options.redis, folder, layout, supervisor)
                 _check_folder(config, folder, broker)
                 agree(broker, config, supervisor.log)
-                # One whose learner died while it wrote the last checkpoint is started again to write it.
+                # A run whose learner died while it wrote the last checkpoint is started again to write it.
                 if broker.finished() and _is_saved(config):
                     raise UserError(
-                        f"run {config.run.name!r} is finished; give it more with -o run.steps=N, or choose another "
-                        "run.name and run.experiment"
+                        f"run {config.run.name!r} is finished; give it more steps with -o run.steps=N, or choose "
+                        "another run.name and run.experiment"
                     )
                 config = with_url(config, options.front(config.broker.url))
                 progress = Progress.of(broker, config)
@@ -142,7 +142,7 @@ def _run(
     finally:
         phases.enter(None)
     if isinstance(ended_early, UserError) and (progress is None or progress.step is None):
-        raise ended_early  # refused at its start, which leaves the summary of an earlier one
+        raise ended_early  # refused at its start: the summary of an earlier start stays
     if progress is None:
         raise KeyboardInterrupt
     error = None if ended_early is None or getattr(ended_early, "code", 1) == INTERRUPTED else str(ended_early)
@@ -182,7 +182,7 @@ def _watch(
     roles: Sequence[str],
     gpus: Callable[[], Sequence[Gpu]],
 ) -> None:
-    """Watch until the run is over and its processes, but for the servers of teachers, have exited.
+    """Watch until the run is over and its processes, except the servers of teachers, have exited.
 
     Args:
         roles: the roles of the processes that were started; their names begin with them.
@@ -220,7 +220,7 @@ def _check_saved(config: Config) -> None:
     """Raise `RunFailed` if the learner has left a run without its last checkpoint."""
     if not _is_saved(config):
         last = checkpoint(config.run.folder, config.run.steps)
-        raise RunFailed(f"the learner has left, and the last checkpoint, {last}, is not on the disk")
+        raise RunFailed(f"the learner has left, but the last checkpoint, {last}, is not on the disk")
 
 
 def workers(supervisor: Supervisor) -> list[str]:
@@ -232,4 +232,4 @@ def _check_complete(supervisor: Supervisor, roles: Sequence[str]) -> None:
     """Raise `RunFailed` if all processes of a role have exited: the run needs one, and they are not restarted."""
     for role in roles:
         if not supervisor.alive(role):
-            raise RunFailed(f"no {role} is left, and the run is not finished")
+            raise RunFailed(f"no {role} is left, but the run is not finished")

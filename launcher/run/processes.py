@@ -63,7 +63,7 @@ def stopping(supervisor: Supervisor) -> Iterator[None]:
         raise EndedEarly(str(error), 1) from None
     except FolderGone:
         ignored = True
-        supervisor.stop(last="redis", grace=0.0)  # what they would write at their end would make the folder anew
+        supervisor.stop(last="redis", grace=0.0)  # files that they write at their end would create the folder again
         raise
     finally:
         ignored = True
@@ -116,7 +116,7 @@ def with_url(config: Config, url: str) -> Config:
 
 
 def secret_environment(config: Config) -> dict[str, str]:
-    """Variables for the secret settings, which `config.yaml` leaves out or this process's environment would override.
+    """Variables for secret settings that `config.yaml` leaves out, or that this process's environment would override.
 
     Only its own account can read the environment of a process.
     """
@@ -141,7 +141,7 @@ def thread_limits(name: str, processes: int, all_cores: bool = False) -> dict[st
         return {}
     cores = len(os.sched_getaffinity(0))
     threads = cores if all_cores and name == "learner" else max(1, cores // processes)
-    # There are more threads than cores then: one that waits for others must not keep them from theirs.
+    # There are then more threads than cores: a thread that waits must not occupy a core.
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"} if all_cores else {}
     wanted = {"OMP_NUM_THREADS": str(threads)} | passive
     return {variable: value for variable, value in wanted.items() if variable not in os.environ}

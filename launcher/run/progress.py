@@ -21,8 +21,8 @@ from launcher.folder.metrics import Metrics
 from launcher.folder.time_budget import Bottleneck, Pace, Split, bottleneck
 from launcher.layout.gpus import Gpu
 
-RECENT = 60
-MEASURED = 2048  # newest values of each metric, which are hours even where steps are slow
+RECENT = 60  # newest rewards that are shown
+MEASURED = 2048  # newest values of each metric: at least some hours of a run
 
 
 def duration(seconds: float) -> str:
@@ -42,7 +42,7 @@ class Progress:
         gpus: the newest readings of the GPUs that processes started here use.
         has_teacher: whether a teacher scores episodes.
         split: how many GPUs each side has here; None if that is not known, or they share one.
-        left_out: samples that could not be trained on, and all of the batch, by version.
+        left_out: by version, the samples that could not be trained on, and all samples of the batch.
         evaluates_first: whether the version that training starts from is evaluated.
         masked_advice: what masks tokens, and what to try against it.
         masked: share of the tokens that were masked, by version.
@@ -121,7 +121,7 @@ class Progress:
 
     @property
     def samples_left_out(self) -> tuple[int, int]:
-        """Samples that could not be trained on, as their tokens were gone or unusable, and samples of all batches."""
+        """Samples that could not be trained on, with tokens that were gone or unusable, and samples of all batches."""
         return sum(lost for lost, _ in self.left_out.values()), sum(whole for _, whole in self.left_out.values())
 
     @property
@@ -191,7 +191,7 @@ class PhaseTimer:
     _since: float = 0.0
 
     def enter(self, name: str | None) -> None:
-        """Count the time from now on for phase `name` (None: for no phase)."""
+        """Count the time from now on for phase `name`, or for no phase if it is None."""
         now = time.monotonic()
         if self.current is not None:
             self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since

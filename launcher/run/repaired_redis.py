@@ -1,10 +1,10 @@
 """Repairs Redis's append-only log, then becomes the server: `repaired_redis.py FOLDER SERVER ARGUMENT...`.
 
 A machine that stops in the middle of a write leaves an incomplete transaction at the end of the log. Redis skips it
-when it starts, but leaves it in the log and appends behind it. When Redis reads the log again, it merges the incomplete
+when it starts, but leaves it in the log and appends after it. When Redis reads the log again, it merges the incomplete
 transaction with the next one, and commands that were committed once run twice (valkey-io/valkey#4342 reports this for
 Valkey). The server's own tool cuts the incomplete transaction off. The tool is the server's binary under another name,
-so it is always there and of the same version. It would also cut off everything behind a wrong byte in the middle of the
+so it is always there and of the same version. It would also cut off everything after a wrong byte in the middle of the
 log: what it cuts off is kept beside the log, and if that would be too much, the log is left as it is, and Redis refuses
 to start.
 
@@ -51,7 +51,7 @@ def repair(folder: Path, server: str) -> None:
 
 
 def keep(file: Path, start: int) -> Path:
-    """Copy what a file has from an offset on; what was kept of the same offset before stays."""
+    """Copy a file's content from an offset on; what was kept from the same offset before stays."""
     kept = file.with_name(f"{file.name}.cut-{start}")
     try:
         with file.open("rb") as damaged, kept.open("ab") as copy:

@@ -142,7 +142,7 @@ class Supervisor:
     def stop(self, last: str | None = None, grace: float = 7.0) -> None:
         """Stop all processes, `last` after the others: SIGTERM, and after `grace` seconds SIGKILL to the group.
 
-        Without `grace` they are killed at once, and no line says so.
+        Without `grace` they are killed at once, and nothing is logged.
         """
         others = [child for child in self.children.values() if child.name != last]
         self._stop(others, grace)

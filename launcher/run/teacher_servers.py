@@ -45,7 +45,7 @@ def serve_command(config: Config, server: TeacherServer, socket: Path) -> list[s
 
 
 def _arguments(config: Config, server: TeacherServer) -> dict[str, Any]:
-    """vLLM's engine arguments: ours, and above them those of `teacher.engine`."""
+    """vLLM's engine arguments: ours, overridden by those of `teacher.engine`."""
     teacher, model = server.teacher, config.model
     dtype = teacher.dtype or model.dtype
     arguments: dict[str, Any] = {
@@ -71,7 +71,7 @@ def _arguments(config: Config, server: TeacherServer) -> dict[str, Any]:
 
 
 def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Arguments as vLLM's command line has them."""
+    """The arguments in the form of vLLM's command line."""
     for name, value in arguments.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
@@ -83,7 +83,7 @@ def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _variables(config: Config, server: TeacherServer) -> dict[str, str]:
-    """The environment variables of a server: defaults, which the user's own replace, and those that must be set so."""
+    """The environment variables of a server: defaults, which the user's own replace, and fixed ones."""
     defaults = vllm_environment(str(server.teacher.model))
     del defaults["OMP_NUM_THREADS"]  # see `thread_limits`
     if cpu_build(Role.GENERATOR):
@@ -98,7 +98,7 @@ def _variables(config: Config, server: TeacherServer) -> dict[str, str]:
 
 
 def _made_socket(path: Path) -> Path:
-    """The socket of a server; a link at `path` leads to it where it has to be elsewhere."""
+    """The socket of a server; a link at `path` leads to it if it has to be elsewhere."""
     socket = private_socket(path.parent, path.name)
     path.unlink(missing_ok=True)
     if socket != path.absolute():

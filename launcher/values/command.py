@@ -42,7 +42,7 @@ app = typer.Typer(
     "- `spo values estimate my.yaml --data values/subset_0.parquet --output values/subset_0.jsonl`\n"
     "- `spo values merge 'values/*.jsonl' --output values.json`\n"
     "- `spo run my.yaml -o sampler.initial_values=values.json`\n\n"
-    "Or, in minutes: what the initial model makes of each prompt, from which values are predicted as rewards come:\n\n"
+    "Or, in minutes: the initial model's state at the end of each prompt, by which rewards are predicted:\n\n"
     "- `spo values states my.yaml --output states.npz`\n"
     "- `spo run my.yaml -o sampler.tracker.prompt_states=states.npz`",
     no_args_is_help=True,
@@ -143,7 +143,7 @@ def merge(
     patterns: Annotated[list[str], typer.Argument(metavar="GLOB...", help="Files of scored responses; quote it.")],
     output: Annotated[Path, typer.Option(help="JSON file for sampler.initial_values.")],
     max_scores_per_prompt: Annotated[
-        int, typer.Option(min=1, help="If a prompt has more scores, draw so many at random.")
+        int, typer.Option(min=1, help="If a prompt has more scores, draw this many at random.")
     ] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of that draw.")] = 0,
     reward_range: Annotated[
@@ -191,8 +191,8 @@ class ScoreRange:
 
     Attributes:
         low, high: as `sampler.tracker.reward_range`.
-        threshold: scores above it become `high`, others `low`; None: scores stay as they are, and those outside the
-            range are refused.
+        threshold: scores above it become `high`, others `low`; if None, scores are not changed, and those outside
+            the range are refused.
     """
 
     low: float

@@ -26,7 +26,7 @@ def split_data(
 
     Args:
         data: a file, a Hugging Face dataset, or the name of a known set; `split` of it is read.
-        subset: the dataset's configuration, such as `en`; None: the known set's, or the dataset's default.
+        subset: the dataset's configuration, such as `en`; None means the known set's, or the dataset's default.
 
     Returns:
         The files, and a line about each row that cannot be read.
@@ -40,7 +40,7 @@ def split_data(
     rows = table.num_rows
     if rows < parts:
         raise UserError(
-            f"{data} has {rows} rows, and --parts is {parts}: some subsets would be empty; give {rows} or fewer"
+            f"{data} has {rows} rows, but --parts is {parts}: some subsets would be empty; give {rows} or fewer"
         )
     width = len(str(parts - 1))
     paths = [folder / f"subset_{number:0{width}d}.parquet" for number in range(parts)]
@@ -89,7 +89,7 @@ def _column(name: str, values: list[Any], places: list[int], rows: Rows) -> pa.A
         first = bisect_left(range(1, len(values) + 1), True, key=lambda end: _fails(values[:end]))
         raise UserError(
             f"{rows.where(places[first])}: column {name!r} has another type than in the rows before it, "
-            f"{values[first]!r:.60}, and Parquet has one type for a column; make them alike ({error})"
+            f"{values[first]!r:.60}, but Parquet has one type for a column; make them alike ({error})"
         ) from None
 
 

@@ -25,7 +25,7 @@ from sampler.values.traits import MAX_PROMPTS
 
 
 class Found(NamedTuple):
-    """What was written: how many prompts with numbers each, and how many are too long to have any."""
+    """The number of prompts whose states were written, the numbers in each, and the prompts that are too long."""
 
     prompts: int
     width: int
@@ -36,14 +36,14 @@ def find_states(config: Config, output: Path, console: Console) -> Found:
     """Write the states of the prompts in `data.train` that are not too long.
 
     Args:
-        console: for the progress bar, which is shown on a terminal alone.
+        console: for the progress bar, which is shown only on a terminal.
 
     Raises:
         UserError: data or model cannot be used, all prompts are too long, or the file cannot be written.
     """
     prompts = load_prompts(config.data.sources("train"), setup("values"))
     if len(prompts) > MAX_PROMPTS:
-        raise UserError(f"data.train has {len(prompts):,} prompts, and states are used for at most {MAX_PROMPTS:,}")
+        raise UserError(f"data.train has {len(prompts):,} prompts, but states are used for at most {MAX_PROMPTS:,}")
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rows: list[np.ndarray | None] = []
     limit = config.data.max_prompt_tokens

@@ -58,7 +58,10 @@ def test_a_run_is_fixed_extended_changed_and_forked(folder: Path) -> None:
     assert fixed.returncode == 0, fixed.stdout[-3000:]
     assert summary(folder, "first")["steps"] == 2
     over = run(folder, "first.yaml", "-o", "sampler.batch_size=4")
-    assert (over.returncode, "run 'first' is finished; give it more with -o run.steps=N" in over.stderr) == (2, True)
+    assert (over.returncode, "run 'first' is finished; give it more steps with -o run.steps=N" in over.stderr) == (
+        2,
+        True,
+    )
 
     # From anywhere, by the configuration in the run folder.
     own = str(folder / "runs" / "first" / "config.yaml")

@@ -103,13 +103,13 @@ def test_a_password_is_asked_for_and_never_shown(tmp_path: Path) -> None:
     server, file = RedisServer(tmp_path), tmp_path / "password"
     server.start(["--requirepass", "secret"])
     try:
-        assert "wants a password" in refusal(server.url)
+        assert "requires a password" in refusal(server.url)
         assert "wrong" not in refusal(server.url.replace("//", "//:wrong@")).replace("WRONGPASS", "")
         assert connect(BrokerConfig(url=server.url.replace("//", "//:secret@"), wait=5), "run").redis.ping()
         file.write_text("secret\n")
         assert connect(BrokerConfig(url=server.url, password_file=str(file), wait=5), "run").redis.ping()
         file.write_text("other\n")
-        assert "wants a password, or another one" in refusal(server.url, password_file=str(file))
+        assert "requires a password, or another one" in refusal(server.url, password_file=str(file))
     finally:
         server.kill()
 

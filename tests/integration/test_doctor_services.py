@@ -92,7 +92,10 @@ def test_a_run_that_differs_or_is_over_is_named(real_broker: Broker, redis_serve
 
     assert run()[0] == "ok"
     level, line = run(learner={"lr": 0.5})
-    assert (level, "which a start changes: learner.lr (here 0.5, in the run 1e-06)" in line) == ("warning", True)
+    assert (level, "which starting a process changes: learner.lr (here 0.5, in the run 1e-06)" in line) == (
+        "warning",
+        True,
+    )
     real_broker.finish()
     level, line = run()
     assert (level, "is finished" in line) == ("warning", True)
@@ -118,7 +121,7 @@ def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path, monkeypatch: 
             (looked_at(server.url), Level.PROBLEM, "none is given"),
             (looked_at(server.url, token_file=str(tmp_path / "none")), Level.PROBLEM, "cannot read sandbox.token_file"),
             (looked_at(careless.url), Level.WARNING, "without isolation"),
-            (looked_at(careless.url.replace("127.0.0.1", "127.1")), Level.PROBLEM, "it answers only as localhost"),
+            (looked_at(careless.url.replace("127.0.0.1", "127.1")), Level.PROBLEM, "it answers only at localhost"),
             (looked_at("http://127.0.0.1:1"), Level.PROBLEM, "start it (spo-sandbox), or set sandbox.url"),
         ]
     finally:
@@ -137,7 +140,7 @@ SERVES = json.dumps({"data": [{"id": "large"}, {"id": "small"}]})
     ("status", "body", "section", "level", "words"),
     [
         (200, SERVES, {"url_model": "small"}, "ok", "serves small"),
-        (200, SERVES, {"url_model": "huge"}, "problem", "'huge' is none of them"),
+        (200, SERVES, {"url_model": "huge"}, "problem", "'huge' is not among them"),
         (200, '{"data": []}', {}, "problem", "no model"),
         (401, "no", {}, "problem", "refuses to answer without a key"),
         (401, "no", {"api_key_env": "HOME"}, "problem", "refuses the key"),

@@ -189,7 +189,7 @@ def test_master_and_sentinel_have_passwords_of_their_own(watched: Watched, tmp_p
     url, password = watched.url.replace("://", "://:asked@"), {"password_file": str(tmp_path / "password")}
     (tmp_path / "password").write_text("secret\n")
     assert watched.broker(url=url, **password).redis.ping()
-    with pytest.raises(UserError, match="wants a password"):
+    with pytest.raises(UserError, match="requires a password"):
         watched.broker(url=url, wait=0)
     with pytest.raises(UserError, match="WRONGPASS|invalid username-password") as caught:
         watched.broker(url=url.replace("asked", "guessed"), wait=0, **password)

@@ -129,4 +129,4 @@ def test_the_machine_is_warned_of_once_nothing_refuses_the_start(
         return line
 
     assert "no Redis at redis://127.0.0.1:1/0" in first_line()
-    assert "lacks AVX-512: vLLM takes its AVX2 kernels" in first_line(broker={"url": redis_server.url})
+    assert "lacks AVX-512: vLLM uses its AVX2 kernels" in first_line(broker={"url": redis_server.url})

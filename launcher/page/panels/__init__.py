@@ -36,7 +36,7 @@ def panels(run: Run) -> list[dict[str, Any]]:
             lengths_panel(metrics),
             endings_panel(metrics, run.episodes),
             queues_panel(metrics),
-            processes_panel(metrics, run.state == "going on"),
+            processes_panel(metrics, run.state == "running"),
             counts_panel(run),
             configuration_panel(run),
         ]

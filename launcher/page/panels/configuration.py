@@ -19,7 +19,7 @@ def configuration_panel(run: Run) -> dict[str, Any]:
     ]
     changed = [[key, setting(value), setting(default)] for key, (value, default) in differing(run.values).items()]
     keys = [[key, setting(value)] for key, value in run.values.items()]
-    unreadable = "There is no config.yaml in the run folder that can be read."
+    unreadable = "The run folder has no readable config.yaml."
     charts = [
         table("changes", "Changes since the run began", ("after step", "key", "from", "to"), changes,
               "None: the configuration is the one with which the run began."),

@@ -31,7 +31,7 @@ MEANINGS = {
     "degenerate": "samples in complete groups whose rewards were all equal",
     "dead": "dead letters",
 }
-ON_THE_WAY = "the run goes on, or was cut off"
+ON_THE_WAY = "the run continues, or was cut off"
 
 
 def balances(counters: Mapping[str, int], is_over: bool) -> list[tuple[str, str, str]]:

@@ -122,7 +122,7 @@ def _pair(run: Run, kind: str, pair: Pair, evaluated: tuple[Evaluation, Evaluati
 
 
 def _curve_of(metrics: Metrics, evaluated: list[Evaluation], what: str) -> dict[str, Any]:
-    """The curve of `accuracy` or `reward`, with its band where the answers are there."""
+    """The curve of `accuracy` or `reward`, with its band if the answers were kept."""
     if not evaluated:
         return curve("all", finite(metrics.series(f"validation/{what}", "sampler")))
     versions = np.array([evaluation.version for evaluation in evaluated], float)

@@ -31,7 +31,7 @@ def tracker_panel(metrics: Metrics, folder: Path, episodes: EpisodeIndex) -> dic
     note = "Variance of reward − value over that of the reward, within batches: below 1 the baseline helps."
     charts = [
         bars("values", "Values of the prompts", values, "share", scale=100.0),
-        lines("calibration", "Calibration: mean reward where the value was", [calibration(metrics)], x="value"),
+        lines("calibration", "Calibration: mean reward by value", [calibration(metrics)], x="value"),
         lines("variance", "Variance ratio, with two standard errors", saved, note=note),
         bars("visits", "How often prompts were drawn", visits, "times"),
         lines("solved", "Prompts by their answers so far", prompts, "share"),

@@ -58,7 +58,7 @@ def correction_panel(metrics: Metrics) -> dict[str, Any]:
     note = "Estimate of the KL divergence (k3), over all tokens and by their age in versions."
     charts = [
         lines("ess", "Effective sample size and masked shares", steps(metrics, used, "learner"), "share"),
-        lines("divergence", "Divergence from the rollout policy", divergence, "nats a token", note=note),
+        lines("divergence", "Divergence from the rollout policy", divergence, "nats/token", note=note),
         lines("weight-by-age", "Mean weight by age of tokens", by_age("weight_mean")),
         lines("truncated-by-age", "Truncated weights by age of tokens", by_age("truncated_fraction"), "share"),
         table("by-age", "Newest figures of each age", ["age", *BY_AGE.values()], rows),
@@ -74,7 +74,7 @@ def optimization_panel(metrics: Metrics) -> dict[str, Any]:
     entropy = noisy("entropy", metrics.series("actor/entropy", "learner"))
     charts = [
         lines("loss", "Policy loss", of("pg_loss", "loss")),
-        lines("entropy", "Entropy of the policy", entropy, "nats a token"),
+        lines("entropy", "Entropy of the policy", entropy, "nats/token"),
         lines("grad-norm", "Gradient norm", of("grad_norm")),
         lines("clipped", "Clipped tokens", of("clip_low", "clip_high"), "share"),
         lines("lr", "Learning rate", of("lr")),

@@ -36,7 +36,7 @@ export function share(value) {
   return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`;
 }
 
-// Seconds as text, exact to a step of so many seconds: `30 s`, `5 min`, `1:30 min`, `2:05 h`, `3 d`.
+// Seconds as text, exact to a step given in seconds: `30 s`, `5 min`, `1:30 min`, `2:05 h`, `3 d`.
 export function clock(seconds, step = 1) {
   const s = Math.round(seconds);
   const two = (value) => String(value).padStart(2, "0");
@@ -80,6 +80,6 @@ export function decimals(value) {
 export function withUnit(value, unit) {
   if (value === null || value === undefined) return "–";
   if (unit === "share") return share(value);
-  if (["s", "ms", "MB", "tokens/s", "nats a token"].includes(unit)) return `${number(value)} ${unit}`;
+  if (["s", "ms", "MB", "tokens/s", "nats/token"].includes(unit)) return `${number(value)} ${unit}`;
   return number(value);
 }

@@ -17,7 +17,7 @@ const panels = new Panels(byId("charts"), (run, prompt) => {
 });
 const episodes = new Episodes(byId("episodes"));
 
-// Shows what the address names; a bare view is as it was left.
+// Shows what the address names; a bare view is shown as it was left.
 function show() {
   const runs = shown("charts").getAll("run").filter((name) => state.runs.some((run) => run.name === name));
   if (runs.length && state.chosen !== null) state.chosen = new Set(runs);
@@ -129,8 +129,8 @@ function onConnection(kind, words = "") {
   const element = byId("connection");
   Object.assign(state, { connection: kind, made: words });
   element.className = `connection ${kind}`;
-  // Only a run that goes on is live.
-  const live = state.runs.some((run) => run.state === "going on") ? "live" : "connected";
+  // Only a running run is live.
+  const live = state.runs.some((run) => run.state === "running") ? "live" : "connected";
   const text = kind === "lost" ? `connection lost, trying again ${words}` : words || live;
   if (element.textContent !== text) element.textContent = text;
 }

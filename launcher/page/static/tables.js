@@ -2,7 +2,7 @@
 
 import { h, replace, number } from "./dom.js";
 
-const MANY = 20; // rows from which on a table has a filter
+const MANY = 20; // from this number of rows on, a table has a filter
 
 export class Table {
   constructor(element, onPrompt) {

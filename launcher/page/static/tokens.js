@@ -6,7 +6,7 @@ const COLOURINGS = { logprob: "log-prob", version: "version", advantage: "advant
 // Lowest probability of each colour.
 const SURE = [[0.9, "q0", "90% and more"], [0.5, "q1", "50–90%"], [0.1, "q2", "10–50%"], [0.01, "q3", "1–10%"], [0, "q4", "below 1%"]];
 const VERSION_COLOURS = 6;
-const STRONG = 0.5; // advantage from which on the colour is full
+const STRONG = 0.5; // from this advantage on, the colour is full
 // Lowest probability ratio of each colour.
 const RATIOS = [[1.5, "up2", "1.5 and more"], [1.05, "up1", "1.05–1.5"], [1 / 1.05, "a0", "about 1"], [1 / 1.5, "down1", "0.67–0.95"], [0, "down2", "below 0.67"]];
 // Entropy in nats.

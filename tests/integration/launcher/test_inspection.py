@@ -54,7 +54,7 @@ def test_status_shows_step_processes_and_a_learner_that_is_gone(
     (tmp_path / "run.yaml").write_text(dump_config(config))
     with Presence(real_broker, "generator-9", "generator"):
         text = shown(inspection.show(config))
-        assert "step 5/8, going on" in text
+        assert "step 5/8, running" in text
         assert "generator-9" in text
         assert "gone" not in text
         real_broker.redis.zincrby(real_broker.key("alive"), -92_000, "learner")

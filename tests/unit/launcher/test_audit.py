@@ -143,9 +143,9 @@ def a_kill_between(run: RunRecords) -> None:
 
 
 WHOLE = "kept episodes have the messages and tokens that they count"
-JUDGED = "a critic's returns and advantages are those of its values"
+JUDGED = "a critic's returns and advantages follow from its values"
 LEARNED = "a critic learned in each step"
-FIGURES = "each evaluation's figures are those of its answers"
+FIGURES = "each evaluation's figures follow from its answers"
 SCORED = "each token of a step had its teacher's score"
 
 
@@ -179,7 +179,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         metric("learner", "batch/samples", lambda count: count, **{"batch/left_out": 1.0}),
         left_out,
     ],
-    "nothing is counted before a restoration is whole": [lambda run: run.commit(5, restored={"version": 0})],
+    "nothing is counted before a restoration is complete": [lambda run: run.commit(5, restored={"version": 0})],
     "each task was sent once, or again while it was awaited": [add("dispatched", TASK), add("dispatched", 0, False)],
     "each task was counted once": [add("counted", TASK), add("counted", "t9")],
     "each task that was sent is counted or awaited": [
@@ -191,14 +191,14 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         add("rewards", 0),
         lambda run: run.entry("counters", lambda counters: {**counters, "set_aside": 1}),
     ],
-    "batches follow one another": [batch(lambda number, ids: [number + 1, ids])],
+    "batches are consecutive": [batch(lambda number, ids: [number + 1, ids])],
     "no sample is in two batches": [batch(lambda number, ids: [number, [ids[0]] * 8])],
     "each sample of a batch was rewarded before": [batch(lambda number, ids: [number, ["t9999999", *ids[1:]]])],
     "each rewarded sample is in one batch, or dropped, or waits": [
         lambda run: run.commit(-1, discarded=[first_of_a_batch(run)]),
         batch(lambda number, ids: [number, ids[1:]]),
     ],
-    "the counters are those of the journal": [counters(batched=1)],
+    "the counters equal those of the journal": [counters(batched=1)],
     "the counters balance": [counters(finished=1)],
     "the learner went from version to version": [
         a_kill_between,
@@ -206,7 +206,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
     ],
     "no version came before its batch": [lambda run: run.commit(1, version=3)],
     "the last step was made": [lambda run: run.set(steps=run.redis.steps[:-1])],
-    "the tracker is that of a replay, bit for bit": [
+    "the tracker equals a replay of the journal, bit for bit": [
         rewarded(lambda reward: [*reward[:2], reward[2] * (1 + 2**-52), reward[3]]),
         rewarded(lambda reward: [PROMPT, *reward[1:]]),
     ],
@@ -214,7 +214,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         lambda run: run.step(3, metrics=run.redis.steps[3].metrics | {"reward/mean": 0.3}),
     ],
     "a finished run has left nothing in Redis": [lambda run: run.set(leftovers=["payload:t0000001 (1)"])],
-    "every line of the run folder is whole": [
+    "every line of the run folder can be read": [
         lambda run: run.append("rollouts/2.jsonl", '{"task_id": "t00'),
         kept(token_ids=None),
     ],
@@ -228,7 +228,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         metric("learner", "teacher/tokens", lambda share: share - 1 / 8),
         metric("learner", "teacher/tokens", lambda _: None),
     ],
-    "each evaluation has each answer once, of its version": [
+    "each evaluation has each answer once, all of its version": [
         without_a_line("validation_data/4.jsonl"),
         answered(versions=[3, 4]),
         answered(prompt_id=PROMPT),
@@ -257,7 +257,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         kept(rows=2),
         twice("training_data/3.0.jsonl"),
     ],
-    "advantages are those of the rewards and the values": [
+    "advantages follow from the rewards and the values": [
         lambda run: run.line("training_data/3.0.jsonl", advantages=[9.0]),
     ],
     WHOLE: [

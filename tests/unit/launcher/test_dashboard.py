@@ -250,7 +250,7 @@ def test_the_command_refuses_what_cannot_be(spo: Spo, monkeypatch: pytest.Monkey
     assert "--host 203.0.113.7" in refusal(run, "--host", "203.0.113.7", "--port", "0")
     assert "--token is empty" in refusal(run, "--token", "")
     assert "choose one of them" in refusal(run, "--token", "x", "--no-token")
-    assert "it is for loopback alone" in refusal(run, "--host", "0.0.0.0", "--port", "0", "--no-token")
+    assert "it is only for loopback" in refusal(run, "--host", "0.0.0.0", "--port", "0", "--no-token")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)

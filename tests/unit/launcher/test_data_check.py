@@ -394,7 +394,7 @@ def test_references_are_tried_with_maths_and_a_reward_of_ones_own(tmp_path: Path
 
 HERE = "tests.support.some_rewards"
 SOLUTION = "3 + 1 = <<3+1=4>>4.\n#### 4"
-IGNORES = "right only if the reward ignores the reference (data.answer_column: null says so)"
+IGNORES = "this is right only if the reward ignores the reference (then set data.answer_column: null)"
 OWN: dict[str, Any] = {
     "matches what a solution ends with": ("solved", (SOLUTION, ["B"], r"Thus \boxed{5}."), {}, []),
     "another form": ("marked", (4, "B"), {"mark": "<so> {} </so>", "end": ""}, []),

@@ -64,7 +64,7 @@ REFUSALS = [
     (["config", CONFIG.with_suffix("")], f"did you mean {CONFIG}?"),
     (["config", CONFIG.parent / "arithmatic.yaml"], f"did you mean {CONFIG}?"),
     (["config", CONFIG.parent / "environment"], "Is a directory; did you mean"),
-    (["config", CONFIG.parent.parent / "tests"], "Is a directory; give a YAML file, and no folder"),
+    (["config", CONFIG.parent.parent / "tests"], "Is a directory; give a YAML file, not a folder"),
     (
         ["config", CONFIG, "-o", "algorithm.loss=ppo_clp"],
         "algorithm.loss = 'ppo_clp' is unknown; did you mean ppo_clip?",

@@ -61,7 +61,7 @@ def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
     ("command", "message"),
     [
         ("values split gone.jsonl --parts 2 --output v", "data file gone.jsonl does not exist"),
-        ("values split train.jsonl --parts 6 --output v", "has 5 rows, and --parts is 6: some subsets would be empty"),
+        ("values split train.jsonl --parts 6 --output v", "has 5 rows, but --parts is 6: some subsets would be empty"),
         ("values split empty.jsonl --parts 1 --output v", "no rows in empty.jsonl: it is empty"),
         ("values split train.jsonl --parts 2 --output good.jsonl", "good.jsonl cannot be written"),
         ("values merge none*.jsonl --output v.json", "'none*.jsonl' matches no file"),

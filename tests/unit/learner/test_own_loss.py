@@ -107,7 +107,7 @@ def test_the_documented_example_is_a_loss_that_trains(tmp_path: Path, monkeypatc
         ("own_losses:bad_metric", {}, ["the metric 'gap' must be one number for each token"]),
         ("own_losses:reinforce", {"scales": 2}, ["algorithm.loss_options of 'own_losses:reinforce'", "allowed: scale"]),
         ("own_losses:reinforce", {"scale": "big"}, ["scale = 'big'"]),
-        ("gspo", {"scale": 2}, ["algorithm.loss_options.scale is no option of loss 'gspo'", "allowed: low, high"]),
+        ("gspo", {"scale": 2}, ["algorithm.loss_options.scale is not an option of loss 'gspo'", "allowed: low, high"]),
     ],
 )
 def test_a_loss_that_cannot_be_trained_with_is_refused(name: str, options: dict[str, Any], parts: list[str]) -> None:
