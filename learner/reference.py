@@ -17,13 +17,13 @@ from learner.ranks.world import World
 
 
 def load_reference(config: Config, world: World, engine: Any) -> Callable[[MicroBatch], torch.Tensor] | None:
-    """A function from a micro-batch to log pi_ref of its model tokens [N]; None without a KL penalty.
+    """Load log pi_ref as a function of a micro-batch, which returns its model tokens' [N]; None without a KL penalty.
 
     The model never changes, so it is not saved. Every rank holds it whole, or a part of it under ZeRO 3. If an adapter
     is trained on the same model, the reference is that model with the adapter switched off, and takes no memory.
 
     Args:
-        engine: of the policy that is trained.
+        engine: the engine of the policy that is trained.
 
     Raises:
         UserError: the model cannot be read.
