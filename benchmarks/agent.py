@@ -40,11 +40,8 @@ from common.log import get_logger
 from common.messages import Task
 
 SHAPES = {"quickstart": 96, "calls": 96, "long": 256}  # tokens of a response at most
-PAIRS = (
-    ("agent", "loop", 0.85),
-    ("endpoint", "vllm", 0.95),
-    ("endpoint", "logprobs", 0.95),
-)  # side, beside, least ratio
+# Side, the side beside it, and the least ratio of their rates.
+PAIRS = (("agent", "loop", 0.85), ("endpoint", "vllm", 0.95), ("endpoint", "logprobs", 0.95))
 STEPS = 20  # of training for `calls`
 HOST = "127.0.0.1"
 ROOM = 32  # tokens that must be left for another turn, the tool's result among them

@@ -1,4 +1,4 @@
-"""`spo-learner`: trains the policy on one or more ranks, which it, `deepspeed` or `torchrun` starts."""
+"""`spo-learner`: trains the policy on one or more ranks, started by itself, by `deepspeed` or by `torchrun`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
-    """Restore what a command run inside a test configures in this process: the umask, and logs on the test's stream."""
+    """Undo what a command run inside a test changes in this process: the umask, and logs on a stream of the test."""
     umask = os.umask(0o022)
     yield
     os.umask(umask)

@@ -236,7 +236,7 @@ class Checkpoints:
     def _load(self, folder: Path, metadata: dict[str, Any]) -> None:
         if difference := differing(contents(self._config), metadata):
             raise UserError(
-                f"checkpoint {folder} was written with {difference}; start the learner with that, or begin a "
+                f"checkpoint {folder} was written with {difference}; start the learner with its values, or begin a "
                 f"new run with model.path={folder / 'hf'}"
             )
         difference = differing(division(self._config, self._world), metadata)

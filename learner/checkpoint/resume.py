@@ -64,7 +64,7 @@ def _load_redivided(engine: Any, world: World, folder: Path, tag: str, differing
         except Indivisible as error:
             raise UserError(
                 f"checkpoint {folder} was written with {differing}, and cannot be divided in another way: {error}; "
-                f"start the learner with that, or begin a new run with model.path={folder / 'hf'}"
+                f"start the learner with its values, or begin a new run with model.path={folder / 'hf'}"
             ) from error
         except Exception as error:
             raise _unreadable(folder, error) from error

@@ -322,9 +322,8 @@ def across_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
             return attend(module, query, key, value, attention_mask, sequences=sequences, **options)
         query, key, value = group.all_tokens(query, key, value)
         if options.get("s_aux") is not None:
-            options["s_aux"] = options["s_aux"].chunk(group.size)[
-                group.rank
-            ]  # those of the heads that this rank computes
+            # Only the sinks of the heads that this rank computes.
+            options["s_aux"] = options["s_aux"].chunk(group.size)[group.rank]
         output, _ = attend(module, query, key, value, attention_mask, sequences=sequences, **options)
         return group.own_tokens(output), None
 

@@ -19,7 +19,7 @@ from common.files import append, rewrite
 MAX_PENDING = 4 << 20  # bytes that may wait while the disk is full
 NAME = "metrics.jsonl"
 MAX_BINS = 128
-NOT_WRITTEN = "metrics cannot be written, the run goes on"
+NOT_WRITTEN = "metrics cannot be written, the run continues"
 
 
 @dataclass(frozen=True, slots=True)
