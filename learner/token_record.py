@@ -115,7 +115,9 @@ def discard(folder: Path, first: int) -> None:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                raise UserError(f"{path} of another run cannot be removed: {error.strerror}") from None
+                raise UserError(
+                    f"{path} cannot be removed: {error.strerror}; it is of an earlier run or attempt"
+                ) from None
 
 
 def _listed(values: torch.Tensor) -> list[Any]:

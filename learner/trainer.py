@@ -84,7 +84,8 @@ class Trainer:
         policy, config, world = self.policy, self.config, self.world
         routers = policy.routers if config.learner.router_replay == "rollout" else None
         experts = None if routers is None else routers.shape
-        # Flash attention reads no shared prefixes, and slices of sequences hold each row whole.
+        # Flash attention cannot read shared prefixes, slices of sequences hold each row whole, and replayed experts are
+        # recorded for each row.
         reads_trees = policy.attention is None or policy.attention.name != "flash_attention_2"
         is_shared = reads_trees and world.sequence is None and experts is None
         return Packer(
