@@ -1,18 +1,18 @@
 """Agents on the `openai` package beside our own loop, and the endpoint beside vLLM's own server.
 
-`python -m benchmarks.agent`. The calculator task of the quickstart, with as many episodes in flight as a generator has,
-by six sides in turns:
+`python -m benchmarks.agent`. Six sides take turns at the calculator task of the quickstart, with as many episodes in
+flight as a generator has:
 
 - `loop`: episodes of our own loop, with the tool `calculator`;
 - `agent`: the same episodes played by `launcher.tasks.calculator_agent`, scored like those;
-- `vllm`: only conversations of that kind, by the same package, with vLLM's own server (its app on uvicorn as it comes);
-- `logprobs`: the same, asking it for log-probs, without which nothing can be trained on;
+- `vllm`: only the conversations, by the same package, with vLLM's own server (its app on uvicorn, unchanged);
+- `logprobs`: the same with log-probs, without which nothing can be trained on;
 - `endpoint`: the same conversations with our endpoint, each in a session of its own;
-- `package`: the same conversations with a server that has its answers ready, which is what the package costs by itself.
+- `package`: the same conversations with a server that has its answers ready: the cost of the package alone.
 
-All share one engine and one event loop. Rates are of sampled tokens. Shapes: `quickstart` is the
-quickstart's initial model, which mostly answers at once; `calls` is that model after a moment of training, which calls
-the calculator every time; in `long` an untrained model writes answers of 256 tokens, so that the engine decides.
+All share one engine and one event loop. Rates are of sampled tokens. Shapes: `quickstart` is the quickstart's initial
+model, which mostly answers at once; `calls` is that model after a moment of training, which calls the calculator every
+time; in `long` an untrained model writes answers of 256 tokens, so that the engine's speed decides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from common.log import get_logger
 from common.messages import Task
 
 SHAPES = {"quickstart": 96, "calls": 96, "long": 256}  # tokens of a response at most
-PAIRS = (("agent", "loop", 0.85), ("endpoint", "vllm", 0.95), ("endpoint", "logprobs", 0.95))  # with the least ratio
+# Side, the side beside it, and the least ratio of their rates.
+PAIRS = (("agent", "loop", 0.85), ("endpoint", "vllm", 0.95), ("endpoint", "logprobs", 0.95))
 STEPS = 20  # of training for `calls`
 HOST = "127.0.0.1"
 ROOM = 32  # tokens that must be left for another turn, the tool's result among them
@@ -93,7 +94,7 @@ def configuration(shape: str, model: Path, concurrency: int, agent: bool) -> Con
 
 
 async def measure(shape: str, model: Path, concurrency: int, episodes: int, turns: int) -> dict[str, list[Any]]:
-    """Rates and CPU seconds a 1,000 tokens of all sides, one for each turn."""
+    """The figures of `_rate` for each side, one per turn."""
     from generator.agents.endpoint import Endpoint
     from generator.concurrency import tune_interpreter
     from generator.engine.engine import Engine
@@ -215,7 +216,7 @@ async def _answer_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWr
 
 
 async def _serve_vllm(config: Config, engine: Any) -> tuple[str, Callable[[], Awaitable[None]]]:
-    """Serve vLLM's own app around the bare engine; its URL, and what ends it."""
+    """Serve vLLM's own app around the bare engine; returns its URL, and a function that stops it."""
     import uvicorn
 
     from common.connections import ServerWithoutSignals
@@ -237,7 +238,7 @@ async def _serve_vllm(config: Config, engine: Any) -> tuple[str, Callable[[], Aw
 
 
 async def _rate(side: Side, tasks: Iterator[Task], concurrency: int, episodes: int) -> dict[str, float]:
-    """Tokens a second over some episodes, so many at once, with CPU milliseconds and tokens an episode."""
+    """Tokens a second over `episodes` episodes, `concurrency` at once; CPU milliseconds and tokens an episode."""
     left, tokens = iter(range(episodes)), 0
 
     async def stream() -> None:

@@ -1,4 +1,4 @@
-"""What the correction and its diagnostics cost of a learner step, by the best of several rounds in turns.
+"""The share of a learner step that the correction and its diagnostics take: the best of several rounds, in turns.
 
 `python -m benchmarks.correction`: a tiny model, batches of 128 samples of about 64 tokens.
 """

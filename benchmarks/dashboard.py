@@ -29,7 +29,7 @@ from tests.support.run_folder import full_run
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-VERSIONS = 100  # that the episodes are of
+VERSIONS = 100  # weight versions that the episodes are divided among
 STEPS = 300
 LINE = {
     "task_id": "t0", "prompt_id": "p0", "kind": "train", "status": "ok", "reason": "stop", "reward": 0.0,

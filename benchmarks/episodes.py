@@ -1,4 +1,4 @@
-"""What an episode's turn costs besides its engine: many at once on one process, with slow tools and no engine.
+"""What a turn of an episode costs besides the engine: many episodes at once in one process, with slow tools.
 
 `python -m benchmarks.episodes`. The engine answers at once with tokens that were made before; a tool sleeps for a
 time drawn from a lognormal distribution, so that most are quick and some are very slow. What is left is what a
@@ -26,7 +26,7 @@ from generator.episode.runner import EpisodeRunner
 from launcher.quickstart.tiny_model import TURN_END, build_tokenizer
 
 HERE = "benchmarks.episodes"
-MEDIAN, SIGMA, LONGEST = 0.05, 1.5, 5.0  # seconds of a tool, spread of their logarithm, seconds
+MEDIAN, SIGMA, LONGEST = 0.05, 1.5, 5.0  # seconds of a call, spread of their logarithm, seconds
 OUTPUT = "Traceback (most recent call last): something went wrong in line 7 of what you sent. "
 
 
@@ -61,10 +61,10 @@ class SlowInterpreter(Slow):
 
 
 class NoEngine:
-    """Says the same again and again; the last turn calls nothing.
+    """Answers each turn with the same tokens, which call the tool; only the last turn calls nothing.
 
-    A turn's seed is its episode's and the number of turns before it, which says where the episode is: episodes have
-    multiples of `turns`.
+    A turn's seed is its episode's, a multiple of `turns`, plus the number of turns before it: so it tells which turn of
+    the episode it is.
     """
 
     def __init__(self, tokenizer: Any, calling: np.ndarray, answer: np.ndarray, turns: int) -> None:
@@ -84,7 +84,7 @@ class EpisodesResult:
     """Figures of one run.
 
     Attributes:
-        cpu: seconds of CPU time a turn, of an assistant turn and the tool turn that follows it together.
+        cpu: CPU seconds a turn, that is an assistant turn together with the tool turn that follows it.
         wall: seconds in all.
     """
 

@@ -4,10 +4,10 @@ that has TRL.
     python grpo_trl.py settings.json steps.jsonl
 
 The settings are a JSON object: `model` (folder), `dtype` of its weights, `rows` (JSON lines with `prompt` and
-`answer`), `system_prompt` or null, `pattern` (the first group of its last match in a response is the answer; null: all
-of the response is), `threads`, and `grpo`, the arguments of TRL's `GRPOConfig`. Each line of the second file is a step:
-its Unix time, the process's CPU seconds by then, the mean reward, the mean tokens of a response and the share of groups
-without a signal. Needs nothing of this project.
+`answer`), `system_prompt` or null, `pattern` (the first group of its last match in a response is the answer; if null,
+the whole response is), `threads`, and `grpo`, the arguments of TRL's `GRPOConfig`. Each line of the second file is a
+step: its Unix time, the process's CPU seconds by then, the mean reward, the mean tokens of a response and the share of
+groups without a signal. Needs nothing of this project.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
 def right_answer(pattern: str | None) -> Any:
-    """A reward of 1 where a response's answer is the row's."""
+    """A reward of 1 if a response's answer is the row's."""
     search = re.compile(pattern, re.DOTALL) if pattern is not None else None
 
     def exact(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         rewards = []
         for turns, right in zip(completions, answer, strict=True):
             text = turns[0]["content"]
-            found = [match[1] for match in search.finditer(text)] if search is not None else []
-            rewards.append(float((found[-1] if found else text).strip() == right))
+            answers = [match[1] for match in search.finditer(text)] if search is not None else []
+            rewards.append(float((answers[-1] if answers else text).strip() == right))
         return rewards
 
     return exact

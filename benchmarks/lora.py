@@ -1,4 +1,4 @@
-"""LoRA beside all weights: bytes a version, how far apart both sides' log-probs are, and seconds of a load.
+"""LoRA beside training all weights: bytes a version, the gap between both sides' log-probs, and seconds of a load.
 
 python -m benchmarks.lora [MODEL] [--dtype float32 bfloat16]
 

@@ -1,7 +1,7 @@
 """What a rank of the learner needs for 8B, 70B and a mixture of experts, beside a card's memory.
 
 `python -m benchmarks.memory_table` needs neither a GPU nor weights (`learner/memory_model.py`); the models' shapes are
-those of their published configurations. Exit code 1 where one of the layouts meant to fit does not.
+those of their published configurations. The exit code is 1 if a layout fits unexpectedly, or does not fit as expected.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RankLayout:
     """A model on a number of ranks, and whether it is meant to fit.
 
     Attributes:
-        critic: beside it, in words; empty: none.
+        critic: the critic beside it, in words; empty if there is none.
     """
 
     name: str

@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
     def error(self, message: str) -> NoReturn:
-        """Without the usage, which is long."""
+        """Exit with the message alone; the usage is long."""
         fail(f"{message} (see --help)")
 
 
@@ -76,7 +76,7 @@ def model(text: str) -> Path:
     """The type of an option: a model's folder, as transformers writes it."""
     path = folder(text)
     if not (path / "config.json").is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is no model: it holds no config.json")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a model folder: it has no config.json")
     return path
 
 
@@ -84,7 +84,7 @@ def checkout(text: str) -> Path:
     """The type of an option: the folder of a checkout of this repository; an absolute path."""
     path = folder(text).resolve()
     if not (path / "common").is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no checkout: it holds no folder 'common'")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a checkout: it has no folder 'common'")
     return path
 
 
@@ -97,7 +97,7 @@ def file(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """The type of an option: a file that can be written, for its folder exists."""
+    """The type of an option: a file to write, whose folder exists."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")

@@ -3,7 +3,7 @@
 The learner beside a bare DeepSpeed loop on the same packed batches, by tokens a sample; the generator beside bare
 `AsyncLLM`, by requests in flight and tokens an answer. `--beside CHECKOUT` adds another checkout, measured in turns.
 
-The learner has one thread. Two ratios a row, both 1 where SPO adds nothing: of rates, which need a machine that does
+The learner has one thread. Two ratios a row, both 1 if SPO adds nothing: of rates, which need a machine that does
 nothing else, and of CPU time, which counts all processes of a side and depends little on what else runs.
 """
 

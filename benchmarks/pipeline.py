@@ -1,7 +1,7 @@
 """Generator tokens per second inside the pipeline against bare `AsyncLLM` at the same concurrency.
 
-`python -m benchmarks.pipeline`. Inside means: `spo-generator` in a process of its own takes tasks from Redis,
-plays episodes, encodes and sends them with log-probs and versions, beats, and has pulled its weights. Bare means:
+`python -m benchmarks.pipeline`. Inside means: `spo-generator` in a process of its own has pulled its weights, takes
+tasks from Redis, plays episodes, encodes and sends them with log-probs and versions, and sends heartbeats. Bare means:
 the same engine arguments, log-probs on, a new request whenever one ends, and nothing else. Both are measured from the
 end of their first wave of requests to the end of a later one, since all answers are equally long.
 """
@@ -70,7 +70,7 @@ def measure(concurrency: int = 64, response: int = RESPONSE, seconds: float = 10
 
 
 def prepare(folder: Path, concurrency: int, response: int) -> Path:
-    """Write a model and a configuration; the path of the configuration."""
+    """Write a model and a configuration; returns the path of the configuration."""
     save_model(folder / "model")
     settings = folder / "model" / "config.json"
     # Its weights are random anyway, and do not depend on how many positions it was made for.

@@ -75,7 +75,7 @@ def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: i
     Args:
         relays: length of a chain of relays, from whose last one receivers pull; with 0 they pull from the learner.
         gbit: Gbit/s that the learner and each relay but the last can send (the last relay is beside its receivers);
-            None: as fast as loopback.
+            None means as fast as loopback.
     """
     with ExitStack() as stack:
         learner, endpoint = stack.enter_context(_process(_learner, mib))

@@ -1,7 +1,7 @@
 """What isolation costs: programs a second in the local sandbox, against bare subprocesses, in turns within one run.
 
 `python -m benchmarks.sandbox`, about a minute. Both run the same program on the same interpreter with the same
-environment, at the same concurrency; while other work runs only the ratio means something. `--lag` measures instead
+environment, at the same concurrency; if other work runs too, only the ratio means something. `--lag` measures instead
 how long the event loop stalls while hostile programs run.
 """
 
@@ -53,7 +53,7 @@ async def speed(run: Callable[[], Awaitable[object]], programs: int, concurrency
 
 
 async def measure(rounds: int, programs: int, concurrency: int, cgroup: str, python: str | None) -> Measured:
-    """Bare and isolated in turns; the first of a round takes turns too."""
+    """Measure both in turns; rounds alternate in which of the two is first."""
     settings = Settings(workers=concurrency, cgroup=cgroup, python=python)
     resolved = resolve(settings)
     command = (resolved.python, "-I", "-c", CODE)

@@ -19,7 +19,7 @@ class LinkPace:
         self._free_at = 0.0
 
     def wait(self, count: int) -> None:
-        """Return when `count` bytes more have had their time."""
+        """Return when the link has had time for `count` more bytes."""
         with self._lock:
             now = time.monotonic()
             self._free_at = max(self._free_at, now) + count / self._rate

@@ -2,7 +2,7 @@
 
     python -m benchmarks.small_episodes --trl ~/trl/bin/python
 
-The tiny model copies a number of six digits, or writes it backwards, which it starts out doing mostly. `spo run` and
+The tiny model copies a number of six digits, or writes it backwards, as it mostly does at first. `spo run` and
 TRL begin with the same weights, prompts, batch and learning rate, and take turns with all cores. Without `--trl` (a
 Python in which TRL is installed) only SPO runs; `--beside CHECKOUT` adds another checkout of it.
 

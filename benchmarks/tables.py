@@ -32,8 +32,8 @@ def twice_error(values: Any) -> Any:
 
 def band(values: Sequence[float | None], digits: int = 3) -> str:
     """The mean ± twice its standard error; a dash if no value is known."""
-    known = [value for value in values if value is not None]
-    return f"{np.mean(known):,.{digits}f} ± {twice_error(known):,.{digits}f}" if known else "–"
+    numbers = [value for value in values if value is not None]
+    return f"{np.mean(numbers):,.{digits}f} ± {twice_error(numbers):,.{digits}f}" if numbers else "–"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

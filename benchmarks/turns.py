@@ -52,7 +52,7 @@ def measured_by(module: str, *arguments: object, checkout: Path | None = None) -
     """Run a benchmark of this checkout in a process of its own, and read the JSON that it prints last.
 
     Args:
-        checkout: whose modules it imports; None: those of this process.
+        checkout: whose modules it imports; None means those of this process.
 
     Raises:
         SystemExit: it failed, and has printed why.

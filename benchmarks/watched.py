@@ -28,7 +28,7 @@ class Point:
         reward: mean of the step's batch.
         tokens: mean of a response.
         no_signal: share of the samples whose advantage is 0.
-        variance_ratio: what the baseline leaves of the rewards' variance, over the last 64 batches; None: not known.
+        variance_ratio: what the baseline leaves of the rewards' variance, over the last 64 batches; None if not known.
     """
 
     time: float
@@ -82,11 +82,11 @@ def watch_trl(python: Path, settings: dict[str, Any], folder: Path) -> list[Poin
         settings: what `benchmarks/grpo_trl.py` reads.
         folder: for its files.
     """
-    given, steps = folder / "settings.json", folder / "steps.jsonl"
-    given.write_text(json.dumps(settings), encoding="utf-8")
+    settings_file, steps = folder / "settings.json", folder / "steps.jsonl"
+    settings_file.write_text(json.dumps(settings), encoding="utf-8")
     steps.write_text("")
     with (folder / "trl.log").open("w+") as log:
-        command = [str(python), str(SCRIPT), str(given), str(steps)]
+        command = [str(python), str(SCRIPT), str(settings_file), str(steps)]
         if code := subprocess.run(command, cwd=folder, stdout=log, stderr=log, check=False).returncode:
             log.seek(0)
             sys.exit(f"TRL ended with {code}:\n{log.read()[-3000:]}")
@@ -95,7 +95,7 @@ def watch_trl(python: Path, settings: dict[str, Any], folder: Path) -> list[Poin
 
 
 def _cpu_by_role(launcher: int) -> dict[str, float]:
-    """CPU seconds of the run's processes, vLLM's with the generator's."""
+    """CPU seconds of the run's processes by role; vLLM's own are `engine`."""
     used: dict[str, float] = {}
     try:
         for process in psutil.Process(launcher).children(recursive=True):

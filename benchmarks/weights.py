@@ -56,7 +56,7 @@ class WeightsResult:
 
     @property
     def transfer(self) -> float:
-        """The way within a machine where no memory is shared."""
+        """The rate within a machine if no memory is shared."""
         return self.transfers[PLAIN]
 
 

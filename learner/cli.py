@@ -1,4 +1,4 @@
-"""`spo-learner`: trains the policy, on one rank or on several: its own, or those of `deepspeed` or `torchrun`."""
+"""`spo-learner`: trains the policy on one or more ranks, started by itself, by `deepspeed` or by `torchrun`."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def learn(
             min=0,
             max=255,
             metavar="CODE",
-            help="Exit code when a signal ends it before the run is over. For a Kubernetes Job, 0 would mean done.",
+            help="Exit code if a signal ends it before the run is finished. A Kubernetes Job takes 0 for done.",
         ),
     ] = 0,
     resume: ResumeOption = False,
     ranks: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Ranks on this machine, each on a GPU of its own; 0: one a GPU.")
+        int,
+        typer.Option(min=0, metavar="N", help="Ranks on this machine, each on a GPU of its own; 0 means one per GPU."),
     ] = 1,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Set by the deepspeed launcher.")
@@ -73,7 +74,9 @@ def learn(
     ranks = ranks or max(1, visible_gpus(dict(os.environ)).count)
     if ranks > 1:
         if "RANK" in os.environ:
-            raise UserError(f"--ranks = {ranks}, and this is a rank already (RANK is set): leave one of the two out")
+            raise UserError(
+                f"--ranks = {ranks} in a process that is a rank already (RANK is set): leave --ranks out, or unset RANK"
+            )
         check_ranks(settings, ranks)
         words = ["--config", str(config), *(f"--override={one}" for one in override or ())]
         words += [f"--unfinished-code={unfinished_code}", *(["--resume"] if resume else [])]
@@ -147,7 +150,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
 
 
 def _disagreement(broker: Broker, config: Config, inbox: BatchInbox, log: Any, resume: bool) -> UserError | None:
-    """Why rank 0 cannot join the run: it has another configuration, is new to Redis, or has a learner that is alive."""
+    """Why rank 0 cannot join the run: its configuration, checkpoints of an unknown run, or a learner that is alive."""
     try:
         agree(broker, config, log, role=Role.LEARNER)
         if inbox.is_new() and not resume:
@@ -175,7 +178,7 @@ def _raise(error: UserError | None) -> None:
 
 
 def _exit_if_ranks_are_lost(error: RuntimeError, rendezvous: Rendezvous) -> None:
-    """Exit if other ranks have died or never came; not with code 2, because a supervisor should start all again."""
+    """Exit if other ranks died or never joined; not with code 2, because a supervisor should start all ranks again."""
     from learner.ranks.world import lost_rank_message
 
     message = lost_rank_message(error) if rendezvous.world_size > 1 else None

@@ -51,7 +51,7 @@ class ValueModel(nn.Module):
     group = None  # it reads sequences whole
 
     def __init__(self, model: PreTrainedModel, head: str) -> None:
-        """Wrap a model whose child of the name `head` is a `ValueHead`."""
+        """Wrap a model whose child named `head` is a `ValueHead`."""
         super().__init__()
         self.model, self.head = model, head
 
@@ -64,18 +64,18 @@ class ValueModel(nn.Module):
         return values
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters by their names on disk; those of frozen attention too."""
+        """All parameters by the model's names, those of frozen attention included."""
         yield from self.model.named_parameters()
 
 
 def load_value_model(config: Config, weights: bool = True) -> ValueModel:
-    """Load the model at `model.path` as a value model; its head is zero where the folder has none.
+    """Load the model at `model.path` as a value model; its head is zero if the folder has none.
 
     Args:
         weights: see `load_policy`.
 
     Raises:
-        UserError: see `load_policy`; or transformers has no such model with a number for each token.
+        UserError: see `load_policy`; or transformers has no such model that computes a number for each token.
     """
     path, key = config.model.path, critic_key(config)
     with _quiet():
@@ -174,7 +174,7 @@ class Critic:
 
     @torch.no_grad()
     def judge(self, batch: RolloutBatch, stats: Stats) -> RolloutBatch:
-        """The batch with values, returns and advantages of its tokens, computed by the current critic.
+        """Add to the batch its tokens' values, returns and advantages, computed by the current critic.
 
         During the warm-up the advantages remain those of the tracker.
 
@@ -182,17 +182,17 @@ class Critic:
             stats: statistics of the values go into it.
         """
         settings, micros = self.settings, _micro_batches(batch)
-        given = [_rewarded(micro, self._values(micro)) for micro in micros]
-        targets = [returns(*one, settings.return_lambda).float() for one in given]
-        for micro, (_, values, _), target in zip(micros, given, targets, strict=True):
+        gae_inputs = [_rewarded(micro, self._values(micro)) for micro in micros]
+        targets = [returns(*one, settings.return_lambda).float() for one in gae_inputs]
+        for micro, (_, values, _), target in zip(micros, gae_inputs, targets, strict=True):
             _report(micro, values, target, stats)
         advantages = [micro.advantages for micro in micros]
         if batch.version >= settings.warmup_steps:
-            estimates = [gae(*one, settings.gae_lambda) for one in given]
+            estimates = [gae(*one, settings.gae_lambda) for one in gae_inputs]
             advantages = normalised(estimates, self.world, self.config.sampler.advantage.clip)
         judged = (
             replace(micro, values=values, returns=target, advantages=advantage)
-            for micro, (_, values, _), target, advantage in zip(micros, given, targets, advantages, strict=True)
+            for micro, (_, values, _), target, advantage in zip(micros, gae_inputs, targets, advantages, strict=True)
         )
         return replace(batch, mini_batches=[[next(judged) for _ in micros] for micros in batch.mini_batches])
 
@@ -226,7 +226,7 @@ class Critic:
             "critic/grad_norm": sum(finite) / max(len(finite), 1),
             "critic/lr": self.learner.lr,
         }
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # as other metrics
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # like all other metrics
 
     def _values(self, micro: MicroBatch) -> torch.Tensor:
         """V of the states in which the model tokens were sampled, float32 [N]."""

@@ -126,8 +126,8 @@ class Learner:
             if is_over and self.version < max(step.version for step in StepReader(self.broker).read(STEPS_KEPT)):
                 raise UserError(
                     f"run {self.config.run.name!r} is finished, and the newest checkpoint in {self.checkpoints.folder} "
-                    f"is of version {self.version}: Redis has freed the batches after it, so the last one cannot be "
-                    "made again; bring it back, or start a run with another run.name"
+                    f"is of version {self.version}: Redis has freed the batches after it, so the final checkpoint "
+                    "cannot be made again; restore it, or start a run with another run.name"
                 )
             if is_over and self.world.is_main:
                 self.inbox.release_before(self.version)
@@ -148,7 +148,7 @@ class Learner:
         newest_version = -1 if newest is None else newest.version
         folder = self.config.run.folder
         paired = {version for version in self.checkpoints.versions() if tracker_is_whole(tracker_path(folder, version))}
-        # If there are none, the sampler starts with new values and counts.
+        # If no checkpoint has one, the sampler starts with new values and counts.
         return lambda version: version <= newest_version or version in paired or not paired
 
     def _open(self) -> None:
@@ -193,7 +193,7 @@ class Learner:
 
     def _is_stopped(self) -> bool:
         """Whether some rank was told to stop; also finishes a checkpoint that all ranks have written by now."""
-        # A checkpoint counts only once its version could be pulled.
+        # A checkpoint counts only once generators can pull its version.
         is_published = self.checkpoints.begun != self.version or not self.publisher.is_busy
         is_written = self.checkpoints.is_written and is_published
         stopped, unwritten = self.world.all_reduce_max([float(self.stop.is_set()), float(not is_written)])
@@ -230,7 +230,7 @@ class Learner:
         metrics = self.trainer.train(rollouts, phases, record)
         if self.trainer.not_finite >= DIVERGED_AFTER:
             raise self._diverged(f"{self.trainer.not_finite} gradients in a row were not finite")
-        if record:  # on all ranks, or on none
+        if record:  # the same on all ranks
             run, world = self.config.run, self.world
             world.raise_on_all_ranks(
                 lambda: (
@@ -292,11 +292,11 @@ class Learner:
         return copy
 
     def _diverged(self, reason: str) -> UserError:
-        """Finish the newest checkpoint, and make the error that ends the run."""
+        """Finish the newest checkpoint, and return the error that ends the run."""
         self._finish_checkpoint()
         return UserError(
             f"diverged at step {self.version + 1}: {reason}; lower learner.lr ({self.config.learner.lr:g}); "
-            f"go on from step {self.saved} by starting the run again, or from an earlier one by spo fork --step"
+            f"start the run again to continue from step {self.saved}, or use spo fork --step for an earlier one"
         )
 
     def _publish(self, copy: WeightCopy, step: Step) -> None:
@@ -341,7 +341,7 @@ class Learner:
         self.inbox.announce(self.announced.model_copy(update={"checkpoint": True}))
 
     def _begin_checkpoint(self) -> None:
-        """Begin to save this version; it counts once it is finished."""
+        """Begin a checkpoint of this version, which counts once `_finish_checkpoint` has completed it."""
         self._finish_checkpoint()  # one at a time
         self._set_state("saving")
         self.checkpoints.begin(self.version)
@@ -351,7 +351,7 @@ class Learner:
         """Wait for the open checkpoint, and release batches that the one before it does not need."""
         if self.checkpoints.begun is None:
             return
-        # A checkpoint counts only once its version could be pulled.
+        # A checkpoint counts only once generators can pull its version.
         self.publisher.wait()
         version = self.checkpoints.finish()
         if self.world.is_main and version is not None:

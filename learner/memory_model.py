@@ -34,7 +34,7 @@ FEW_LAYERS = 2  # the fewest with activations between layers
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch: lengths of the packed sequences, of which all but a prompt's tokens are learned from.
+    """One micro-batch: lengths of the packed sequences; all tokens after each prompt are trained on.
 
     Attributes:
         sequence_parallel: ranks that divide the tokens among them; the memory is that of the last one.
@@ -59,7 +59,7 @@ class Zero:
     """How DeepSpeed divides: its stage, ranks, bytes of a weight, and the sizes of its buffers, in elements.
 
     Attributes:
-        frozen: an adapter is trained, whose gradients and optimizer are small enough to ignore.
+        frozen: only an adapter is trained, whose gradients and optimizer are small enough to ignore.
         host_optimizer, host_weights: whether they are in the host's memory.
     """
 
@@ -84,7 +84,7 @@ class RankMemory:
             Adam's two moments.
         gathered: whole layers that stage 3 holds at once.
         buckets: gradients on their way to the rank that keeps them.
-        activations: at most, of one micro-batch, forward and backward, the log-prob head included.
+        activations: the peak of one micro-batch's forward and backward pass, the log-prob head included.
         stepping: temporary memory of the optimizer step, during which there are no activations.
     """
 
@@ -113,7 +113,7 @@ def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int =
 
     Args:
         activations: see `peak_activations`.
-        untrained: elements of all parameters that are frozen beside trained ones.
+        untrained: number of elements in frozen parameters; the others are trained.
     """
     count, largest = sum(sizes), max(sizes)
     part = -(-count // zero.ranks)
@@ -124,7 +124,7 @@ def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int =
         return RankMemory(held, 0, 0, layers, 0, activations, 0)
     count -= untrained
     part = -(-count // zero.ranks)
-    # In fp32 the weights are the master copy.
+    # In fp32, stage 3 takes the weights as the master copy; the other stages are counted with a copy.
     optimizer = (12 if zero.weight_bytes < 4 else 8 if zero.stage == 3 else 8 + 4) * (part if zero.stage else count)
     optimizer = 0 if zero.host_optimizer else optimizer
     gradients = 4 * (part if zero.stage > 1 else count)
@@ -139,10 +139,10 @@ def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int =
 
 
 def with_critic(config: PreTrainedConfig, policy: RankMemory, zero: Zero, freeze_attention: bool) -> RankMemory:
-    """Bytes that a rank needs beside a critic with the policy's shape.
+    """Bytes that a rank needs for the policy and a critic of the same shape.
 
-    Both are held all the time and compute in turn. A critic's activations are the policy's without those of the
-    log-prob head, so that the policy's are the most.
+    Both are held all the time and compute in turn. The critic has no log-prob head, so the policy's activations are the
+    larger ones.
     """
     sizes, untrained = critic_sizes(config, freeze_attention)
     critic = divided(sizes, zero, 0, untrained)
@@ -168,7 +168,7 @@ def critic_sizes(config: PreTrainedConfig, freeze_attention: bool) -> tuple[list
 
 
 def peak_activations(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of activations and temporary tensors, at most, of a forward and a backward pass."""
+    """Peak bytes of activations and temporary tensors in a forward and a backward pass."""
     if config.num_hidden_layers <= FEW_LAYERS + 1:
         return _measure(config, micro, dtype)
     # All layers take the same memory, so the difference of two measurements is that of one layer.
@@ -220,13 +220,13 @@ def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> P
     # A GPU writes float32 logits of 16-bit operands at once: as much as rounding them and converting them back takes.
     policy = Policy(model.train(), micro.chunk, 1.0, float32_head=not micro.on_gpu)
     for parameter in policy.parameters():
-        # As ZeRO 2 and 3 do: a gradient is reduced and given up as soon as it is there.
+        # As ZeRO 2 and 3 do: a gradient is reduced and freed as soon as it is computed.
         parameter.register_post_accumulate_grad_hook(_drop)
     return policy
 
 
 def inputs(micro: Micro) -> tuple[Any, ...]:
-    """What the policy is called with: a micro-batch of zeros."""
+    """Arguments of `Policy.forward`: a micro-batch of zeros."""
     positions = torch.cat([torch.arange(length) for length in micro.lengths])
     predict = torch.cat(_model_positions(micro))
     token_ids = torch.zeros(1, micro.tokens, dtype=torch.int64)

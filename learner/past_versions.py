@@ -30,7 +30,7 @@ class OlderValues:
 
     Attributes:
         values: [K], in host memory.
-        where: positions in the flat parameter that differ, int32 [K] (int64 in large parameters); None: all of them.
+        where: positions in the flat parameter that differ, int32 [K] (int64 in large parameters); None means all.
     """
 
     values: torch.Tensor
@@ -55,7 +55,7 @@ class PastVersions:
     percent of the model's size. A process that has just started has no earlier version.
 
     Args:
-        parameters: what training changes; whole on this rank, so not under ZeRO 3.
+        parameters: the trained parameters, whole on this rank, so not under ZeRO 3.
         most: versions to keep besides the current one.
     """
 

@@ -1,8 +1,8 @@
 """Computations before a micro-batch is trained on: for the whole batch, and for each of its mini-batches.
 
 `precompute` needs the weights from before the batch. `compare_all` needs those from before the mini-batch: M2PO's mask,
-and the tokens that `clip_cov` and `kl_cov` choose, depend on all tokens of it. Where a mini-batch is more than one
-micro-batch of one rank, this takes a forward pass of its own; the step is then the same however it is packed.
+and the tokens that `clip_cov` and `kl_cov` choose, depend on all of its tokens. If a mini-batch has several
+micro-batches or ranks, this takes a separate forward pass, so that the step does not depend on packing.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Figure(NamedTuple):
     Attributes:
         kind: a key of `VALUES`.
         start: column of the statistic at which its sums begin.
-        over: name of the total that the sums are divided by; None in a statistic by age: the number of values.
+        over: name of the total that the sums are divided by; None in a statistic by age means the number of values.
         around: subtracted from the values before they were summed, so that a tiny spread survives the subtraction.
     """
 
@@ -41,7 +41,7 @@ class Statistic(NamedTuple):
         sums: of values, of values and their squares, or extremes; float64 [K], by age bucket [A, K + 1], whose last
             column is the number of values; of loads [layers, experts]. A minimum is kept as the maximum of the negative
             values.
-        metrics: the metrics that the columns become.
+        metrics: the metrics computed from the columns.
         extremes: whether the largest is kept instead of the sum.
     """
 
@@ -64,13 +64,13 @@ class Stats:
         self._add(Statistic(_sum(torch.as_tensor(values)), (Figure(name, "total"),)))
 
     def mean(self, name: str, values: torch.Tensor | float, over: str, around: float = 0.0) -> None:
-        """The sum of the values divided by the total `over`; 0 where that is 0."""
+        """The sum of the values divided by the total `over`; 0 if that is 0."""
         values = torch.as_tensor(values)
         metric = Figure(name, "mean", 0, over, around)
         self._add(Statistic(_sum(values - around if around else values), (metric,)))
 
     def means(self, values: dict[str, torch.Tensor], over: str, where: torch.Tensor | None = None) -> None:
-        """The means of several values [N] by name, summed together; only those at `where`, bool [N]."""
+        """The means of several values [N] by name, summed together; `where`, bool [N], selects the values."""
         table = torch.stack([*values.values()])
         if where is not None:
             table = table & where if table.dtype == torch.bool else torch.where(where, table, 0)
@@ -120,7 +120,7 @@ class Stats:
         smallest: dict[str, torch.Tensor],
         where: torch.Tensor | None = None,
     ) -> None:
-        """The largest and the smallest of several values [N] by name; only those at `where`, bool [N].
+        """The largest and the smallest of several values [N] by name; `where`, bool [N], selects the values.
 
         Left out if there is no value.
         """
@@ -133,10 +133,10 @@ class Stats:
         self._add(Statistic(tops, metrics, extremes=True))
 
     def loads(self, name: str, counts: torch.Tensor) -> None:
-        """The loads of experts relative to the mean of their layer, from how often each was taken [layers, experts].
+        """The loads of experts relative to their layer's mean, from how often each was chosen [layers, experts].
 
-        `NAME/load_max` and `NAME/load_min` are the largest and the smallest of all, `NAME/load_max_mean` and
-        `NAME/load_min_mean` the means over the layers of each layer's. Left out where none was taken.
+        `NAME/load_max` and `NAME/load_min` are the largest and the smallest of all; `NAME/load_max_mean` and
+        `NAME/load_min_mean` are the means over layers of each layer's extremes. Left out if no expert was chosen.
         """
         self._add(Statistic(counts.double(), tuple(Figure(f"{name}/{kind}", kind) for kind in LOADS)))
 
@@ -207,7 +207,7 @@ def _all_reduce(entries: dict[str, Statistic], world: World | None) -> dict[str,
 
 
 def _plain(entries: dict[str, Statistic], extremes: bool) -> list[float]:
-    """All sums in order, with one transfer per device; those that the host counted need none."""
+    """All sums in order, with one transfer from each GPU."""
     kept = [entry.sums for entry in entries.values() if entry.extremes == extremes]
     parts = [sums if sums.ndim == 1 else sums.view(-1) for sums in kept]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -270,7 +270,7 @@ VALUES: dict[str, Callable[[list[float], float, float], float]] = {
 
 
 class Phases:
-    """Seconds spent in each phase of a step, which are noted on a timeline."""
+    """Seconds spent in each phase of a step, which are recorded on a timeline."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self._timeline = timeline or Timeline(None, "")

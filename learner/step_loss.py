@@ -26,7 +26,7 @@ class PolicyOutput(NamedTuple):
 
     Attributes:
         routing: what the routers of a mixture of experts did; None with other models.
-        likeliest: log pi_theta of a teacher's likeliest tokens [N, K]; None if it scored the sampled ones, or none.
+        likeliest: log pi_theta of a teacher's likeliest tokens [N, K]; None if it scored the sampled ones, or no token.
     """
 
     logprobs: torch.Tensor
@@ -61,11 +61,11 @@ class Precomputed:
     """Values computed before the micro-batch is trained on.
 
     Attributes:
-        old: log pi_old of a recomputed proximal policy [N]; None in the first step, where it is the current policy.
+        old: log pi_old of a recomputed proximal policy [N]; None in the first step, when it is the current policy.
         reference: log pi_ref [N]; None without a KL penalty.
         weight_mean: divisor of the importance weights (`rollout_is_batch_normalize`).
-        m2_keep: tokens that `m2_threshold` keeps, bool [N]; None: the micro-batch is the whole mini-batch.
-        chosen: tokens that `clip_cov` or `kl_cov` chooses, bool [N]; None: the micro-batch is the whole mini-batch.
+        m2_keep: tokens that `m2_threshold` keeps, bool [N]; None if the micro-batch is the whole mini-batch.
+        chosen: tokens that `clip_cov` or `kl_cov` chooses, bool [N]; None if the micro-batch is the whole mini-batch.
     """
 
     old: torch.Tensor | None = None
@@ -102,7 +102,7 @@ def step_loss(
     Args:
         policy: log-probs with gradient, and entropies [N].
         token_loss: the policy loss, one of `learner.losses` or the user's own.
-        teacher: what its scores are for; None: the run has no teacher.
+        teacher: how its scores are used; None if the run has no teacher.
     """
     old = proximal_logprobs(micro, policy.logprobs, precomputed.old, position, config)
     correction, tokens = loss_input(micro, policy.logprobs, old, precomputed, position, config, stats, teacher)
@@ -198,8 +198,8 @@ def proximal_logprobs(
 def interpolated_logprobs(micro: MicroBatch, logprobs: torch.Tensor, position: TrainPosition) -> torch.Tensor:
     """log pi_old between the generating and the current policy, by each token's weight version [N].
 
-    log pi_old = log pi_rollout + a (log pi_theta - log pi_rollout), a = (v_old - v_tok) / (v_theta - v_tok), and 0
-    where v_theta = v_tok (A-3PO, arXiv 2512.06547). Before the batch's first optimizer step v_theta = v_old, so
+    log pi_old = log pi_rollout + a (log pi_theta - log pi_rollout), a = (v_old - v_tok) / (v_theta - v_tok), or 0
+    if v_theta = v_tok (A-3PO, arXiv 2512.06547). Before the batch's first optimizer step v_theta = v_old, so
     that a = 1 gives the recomputed policy itself; after m of M steps v_theta = v_old + m / M.
 
     Args:

@@ -41,10 +41,11 @@ class TokenRecord:
         return bool(self._advantages)
 
     def add(self, mini_batch: int, micro: MicroBatch, policy: PolicyOutput) -> None:
-        """Record a micro-batch that has gone through the model in the optimizer step of this number.
+        """Record a micro-batch after its forward pass.
 
         Args:
-            policy: of the weights before that step, [N] each.
+            mini_batch: number of the optimizer step that the pass belongs to.
+            policy: computed by the weights before that step, [N] each.
         """
         if any(sample in self._advantages for sample, _ in micro.names):
             self._passes.append((mini_batch, micro, policy.logprobs.detach(), policy.entropies.detach()))
@@ -114,11 +115,13 @@ def discard(folder: Path, first: int) -> None:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                raise UserError(f"{path} of another run cannot be removed: {error.strerror}") from None
+                raise UserError(
+                    f"{path} cannot be removed: {error.strerror}; it is of an earlier run or attempt"
+                ) from None
 
 
 def _listed(values: torch.Tensor) -> list[Any]:
-    """Integers as they are, and numbers rounded; null where there is none."""
+    """Integers unchanged, floats rounded, NaN as null."""
     if not values.dtype.is_floating_point:
         return values.tolist()
     return [_rounded(one) if isinstance(one, list) else _rounded([one])[0] for one in values.float().tolist()]

@@ -84,7 +84,8 @@ class Trainer:
         policy, config, world = self.policy, self.config, self.world
         routers = policy.routers if config.learner.router_replay == "rollout" else None
         experts = None if routers is None else routers.shape
-        # Flash attention reads no shared prefixes, and slices of sequences hold each row whole.
+        # Flash attention cannot read shared prefixes, slices of sequences hold each row whole, and replayed experts are
+        # recorded for each row.
         reads_trees = policy.attention is None or policy.attention.name != "flash_attention_2"
         is_shared = reads_trees and world.sequence is None and experts is None
         return Packer(
@@ -97,15 +98,15 @@ class Trainer:
         )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights for generators: whole, as the model's files have them, or the adapter alone by peft's names.
+        """The weights for generators: whole and named as in the model's files, or the adapter alone by peft's names.
 
-        All ranks must go through this together.
+        All ranks must consume this together.
         """
         weights = full_weights(self.engine)
         return weights if self.policy.has_adapter else self.disk_names.of(weights)
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole by the model's own name, an adapter added; all ranks must go through this together."""
+        """Each parameter, whole, with any adapter merged, by the model's name; all ranks must consume this together."""
         if not self.policy.has_adapter:
             return full_weights(self.engine)
         return merged_weights(self.policy.model, self.engine.zero_optimization_stage() == 3)
@@ -265,7 +266,7 @@ class Trainer:
         return learner.router_balance * balance * len(routing.positions) / denominators.tokens
 
     def _positions(self, batch: RolloutBatch) -> Iterator[TrainPosition]:
-        """Each mini-batch's place, with its counts over all ranks before rejection."""
+        """The position of each mini-batch, with its counts over all ranks before rejection."""
         counts = []
         for micros in batch.mini_batches:
             counts.append(float(sum(micro.model_tokens for micro in micros)))

@@ -172,7 +172,7 @@ class Admission:
             # `later` batches remain for them after this one.
             if in_flight > later * self._batch_size:
                 waiting = sum(n for version, n in open_versions.items() if version <= oldest)
-                # A batch takes the oldest samples first: with enough as old, waiting would not make room.
+                # A batch takes the oldest samples first: if it is full of samples as old, waiting makes no room.
                 if waiting < self._batch_size:
                     return True
         return False

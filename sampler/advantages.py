@@ -52,7 +52,7 @@ def normalize_turns(
 ) -> list[list[float]]:
     """`normalize` over all turns of a batch, each of which counts like a sample.
 
-    Where every sample has one turn, this is `normalize` of the samples.
+    If every sample has one turn, this is `normalize` of the samples.
 
     Args:
         raw: return of each turn - v, by sample.

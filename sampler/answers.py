@@ -86,7 +86,7 @@ class Answers:
             self._round[header.task_id] = self._row(i, header)
 
     def write(self) -> None:
-        """Write the round's answers, and publish how many there are; raises `UserError` where the disk fails."""
+        """Write the round's answers, and publish how many there are; raises `UserError` if the disk fails."""
         self.file.append(self._round)
         self._round.clear()
         if self._has_changed:
@@ -94,7 +94,7 @@ class Answers:
             self._has_changed = False
 
     def latest_accuracy(self) -> float | None:
-        """None: `spo eval` computes its figures from the file."""
+        """Always None: `spo eval` computes its figures from the file."""
         return None
 
     def _row(self, i: int, header: SampleHeader) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _part_of(sources: Sequence[Source], side: Side, data: str) -> Source:
     chosen = [source for source in sources if not equals or source.name == name]
     if len(chosen) != 1:
         names = ", ".join(source.name for source in sources)
-        raise UserError(f"--data {data}: data.{side} has {names}; say which of them it is a part of, NAME=FILE")
+        raise UserError(f"--data {data}: data.{side} has {names}; name the one that it is a part of, NAME=FILE")
     # The part has the same columns as its source, so the source's settings apply to it, except those for finding its
     # rows.
     return replace(chosen[0], key="--data", path=path if equals else data, options={}, config=None)

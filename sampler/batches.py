@@ -94,7 +94,7 @@ class OpenBatch:
         return values, returns
 
     def _turn_advantages(self, samples: list[OpenSample]) -> list[list[float]] | None:
-        """Advantages of each sample's turns, where the generators report the return of each turn."""
+        """Advantages of each sample's turns; None unless the generators report the return of each turn."""
         if not any(s.turn_advantages for s in samples):
             return None
         settings = self._config.advantage

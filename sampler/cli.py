@@ -88,7 +88,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
             while not run_once(Sampler(config, data, ledger, presence, log, request)):
                 pass
         except LeaseLost as error:
-            raise UserError(f"{error}; stop that one or wait for its end, or choose another run.name") from None
+            raise UserError(f"{error}; stop that one or wait until it ends, or choose another run.name") from None
         except UserError:
             ledger.release()
             raise
@@ -108,7 +108,7 @@ def run_once(sampler: Sampler) -> bool:
         sampler.run()
     except RedisBehind as error:
         sampler.log.warning(
-            "redis has lost a part of the run, which starts from its newest checkpoint", because=str(error)
+            "redis has lost a part of the run, which continues from its newest checkpoint", because=str(error)
         )
         sampler.ledger.reset()
         return sampler.stop.is_set()

@@ -14,7 +14,7 @@ class Response:
 
     Attributes:
         prompt: which prompt it answers; any number or name.
-        reward: None where the task was skipped.
+        reward: None if the task was skipped.
         answer: the final answer that the reward compared; empty if there is none.
     """
 

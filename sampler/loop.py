@@ -41,7 +41,7 @@ MAX_DISPATCH = 1024  # tasks sent in one round
 BLOCK_MS = 20  # longest delay in noticing a step while waiting for samples
 IDLE_MS = 200
 LOG_INTERVAL = 5.0  # seconds between progress lines
-ALLOCATIONS_A_COLLECTION = 20_000
+ALLOCATIONS_PER_COLLECTION = 20_000  # of Python's garbage collector
 MAX_REPLACEMENTS = 2  # of one member of a group; then the group is abandoned
 
 
@@ -94,7 +94,7 @@ class Sampler:
         # Rounds create no reference cycles, so garbage collections would visit every prompt and task and free nothing.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(ALLOCATIONS_A_COLLECTION)
+        gc.set_threshold(ALLOCATIONS_PER_COLLECTION)
         while not self.stop.is_set() and not self.over():
             self.round()
             self.report()
@@ -168,7 +168,7 @@ class Sampler:
             headers, cause = self.ledger.read(MAX_HEADERS, 0), "learner"
             steps = self.steps.read(block_ms=0 if headers else IDLE_MS)
         if self.serial:
-            # Entry ids stay in the order of arrival; one commit acknowledges them all.
+            # Only the headers are reordered: one commit acknowledges all entry ids, whatever their order.
             # Ids end in numbers, so the shorter id is the earlier task.
             by_task = sorted((header for _, header in headers), key=lambda one: (len(one.task_id), one.task_id))
             headers = [(entry_id, header) for (entry_id, _), header in zip(headers, by_task, strict=True)]
@@ -186,7 +186,7 @@ class Sampler:
             RedisBehind: the learner has started from a checkpoint whose batches Redis lacks.
         """
         if step.version > self.config.run.steps:
-            self.log.warning("a step is ignored", version=step.version, steps=self.config.run.steps)
+            self.log.warning("a step beyond run.steps is ignored", version=step.version, steps=self.config.run.steps)
             return
         if self.state.version == BEFORE_FIRST_STEP:
             self.start_at(step.version)
@@ -213,7 +213,7 @@ class Sampler:
         """Count a header once: in the tracker and the open batch, or in its evaluation."""
         task = self.state.acknowledge(entry_id, header.task_id)
         if task is None:
-            # A task replayed from the dead letters: it was counted as skipped, and its group went on without it.
+            # A task replayed from the dead letters: it was counted as skipped, and its group continued without it.
             self.state.count("ignored")
             self.state.discard_payload(header.task_id)
             return

@@ -21,19 +21,19 @@ from sampler.trackers.feed import TrackerFeed
 from sampler.value_audit import ValueAudit
 
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
-SAMPLERS = ("reward/mean",)  # metrics of the learner that the sampler measures itself
+MEASURED_HERE = ("reward/mean",)  # metrics of the learner that the sampler measures itself
 
 CUT_OFF = (Ending.LENGTH, Ending.MAX_SECONDS)
 OF_AGENTS = ("requests", "retries", "refused", "dropped", "prompt_tokens", "kept_tokens")  # counts of a sample's header
 
 
 class Visit(NamedTuple):
-    """What the tracker did with one reward; the metrics are means of these over a batch's time.
+    """What the tracker did with one reward; the metrics are the means of these between two batches.
 
     Attributes:
         drift_mean, rho_mean: D and the forgetting factor.
         n_eff_mean: alpha + beta after the reward was counted.
-        alpha_mean, beta_mean, value_mean: the prompt's counts and value before it was.
+        alpha_mean, beta_mean, value_mean: the prompt's counts and value before that.
         rho_clip_ratio: 1 if the factor was raised to `rho_min` or lowered to `rho_max`.
         first_sampled_ratio: 1 if it is the prompt's first response.
     """
@@ -127,7 +127,7 @@ class SamplerMetrics:
         """Write the learner's metrics of a step, once even if its version is announced several times."""
         if step.metrics and self._newest_step != (step.version, step.metrics):
             self._newest_step = (step.version, step.metrics)
-            values = {name: value for name, value in step.metrics.items() if name not in SAMPLERS}
+            values = {name: value for name, value in step.metrics.items() if name not in MEASURED_HERE}
             self._entries.append(Entry(step.version, "learner", values))
 
     def observe(self, broker: Broker, now: bool = False) -> None:

@@ -72,9 +72,9 @@ class OpenSample(Record):
     # Of each assistant turn, with `algorithm.turn_advantage: turn`: its return - v, and its tokens.
     turn_advantages: list[float] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
-    group: str = ""  # id of its group's first task; "" where there are no groups
+    group: str = ""  # id of its group's first task; "" if there are no groups
     kept: bool = False  # its episode is in `rollouts/`
-    row_tokens: list[int] = field(default_factory=list)  # tokens of each row; empty: it has one
+    row_tokens: list[int] = field(default_factory=list)  # tokens of each row; empty if it has one row
 
     @property
     def group_id(self) -> str:

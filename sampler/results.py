@@ -92,8 +92,8 @@ class FailureLimit:
         if self.in_a_row > self.limit:
             raise UserError(
                 f"{self.in_a_row} tasks in a row were skipped, and none was answered between them "
-                f"(sampler.max_set_aside = {self.limit}); the last one: {self._reason}; fix that and start again, the "
-                "run goes on where it stopped"
+                f"(sampler.max_set_aside = {self.limit}); the last one: {self._reason}; fix that and start again: the "
+                "run continues where it stopped"
             )
 
 
@@ -121,7 +121,7 @@ class EqualRewards:
 
 
 def _shown(record: bytes) -> str:
-    """An answer beside the one that was expected; empty where the record cannot be read."""
+    """An answer beside the one that was expected; empty if the record cannot be read."""
     try:
         episode = json.loads(open_record(record))
     except (InvalidMessage, ValueError, RecursionError):

@@ -33,7 +33,7 @@ class ValueAudit:
         self._until_pool -= 1
 
     def variance_ratio(self) -> float | None:
-        """Var(r - v) / Var(r), each about the mean of its batch; above 1 the baseline hurts. None: not known yet."""
+        """Var(r - v) / Var(r), each about the mean of its batch; above 1 the baseline hurts. None if not known yet."""
         advantage, reward = map(sum, zip(*self._squares, strict=True)) if self._squares else (0.0, 0.0)
         return advantage / reward if reward else None
 

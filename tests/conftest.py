@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
-    """A command run inside a test configures this process: its logs, on a stream that ends with the test, its umask."""
+    """Undo what a command run inside a test changes in this process: the umask, and logs on a stream of the test."""
     umask = os.umask(0o022)
     yield
     os.umask(umask)
@@ -132,14 +132,14 @@ def broker(request: pytest.FixtureRequest) -> Broker:
 
 @pytest.fixture(scope="session")
 def bubblewrap() -> str:
-    """A bubblewrap that works here; skips where there is none, or where it may not make namespaces."""
+    """A bubblewrap that works here; skips if there is none, or if it may not make namespaces."""
     try:
         path, _ = find_bwrap(None)
     except UserError as error:
         pytest.skip(str(error))
     ran = subprocess.run([path, "--unshare-all", "--ro-bind", "/", "/", "true"], capture_output=True, text=True)
     if ran.returncode != 0:
-        pytest.skip(f"bubblewrap can make no sandbox here: {ran.stderr.strip()}")
+        pytest.skip(f"bubblewrap cannot make a sandbox here: {ran.stderr.strip()}")
     return path
 
 

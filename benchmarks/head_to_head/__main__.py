@@ -1,4 +1,4 @@
-"""Runs what the file of rows lacks, or shows what it has."""
+"""Makes the rows that the file of rows lacks, or shows those that it has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.errors import UserError, reports_user_errors
 
 @reports_user_errors
 def main() -> None:
-    """Run what the file of rows lacks, and print a table of all it has."""
+    """Make the rows that the file lacks, if asked to, and print a table of all its rows."""
     parser = options.Parser(benchmarks.head_to_head.__doc__)
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("--task", choices=[*runs.TASKS], default=runs.PRODUCTS, help="what is to be learned (products)")
@@ -37,14 +37,16 @@ def main() -> None:
     common = None
     if args.what == "run":
         if args.steps % args.every:
-            raise UserError(f"--steps {args.steps} is not a multiple of --every {args.every}; the end is evaluated")
+            raise UserError(
+                f"--steps {args.steps} must be a multiple of --every {args.every}: the last step is evaluated"
+            )
         common = runs.settings(load_config(runs.CONFIG, runs.TASKS[args.task]), args.steps, args.every, args.samples)
     rows = runs.read_rows(results, common)
     if common is not None:
         if runs.TRL in args.arms:
             others = f"name the others: --arms {' '.join(map(shlex.quote, runs.ARMS))}"
             if args.task == runs.CORRECTION:
-                raise UserError(f"the arm trl knows no user, and --task {args.task} has one; {others}")
+                raise UserError(f"the arm trl has no simulated user, but --task {args.task} needs one; {others}")
             if args.trl is None:
                 raise UserError(f"the arm trl needs --trl PYTHON; or {others}")
             runs.check_trl(args.trl)

@@ -1,6 +1,6 @@
 """CPU time of the passes alone: bare vLLM answers the task's prompts, and a bare DeepSpeed loop trains on the answers.
 
-`python -m benchmarks.head_to_head run` has this measure its row `bare`. Each side is a process of its own, which prints
+`python -m benchmarks.head_to_head run` runs this for its row `bare`. Each side is a process of its own, which prints
 its CPU seconds a sample; vLLM leaves the token ids of prompts and answers in a file for DeepSpeed. Bare vLLM has all
 prompts at once. The bare loop is what one writes first: rows padded to the longest, all logits, the mean of advantage
 times log-prob, and the optimizer of the learner.
@@ -35,8 +35,8 @@ def measure(config_path: Path, folder: Path) -> dict[str, float]:
 
 
 def answer(config: Config, batches: int, path: Path) -> dict[str, float]:
-    """Have vLLM answer as many prompts as so many batches have."""
-    # In this process, whose CPU time is then all of it.
+    """Have vLLM answer the prompts of `batches` batches, after one batch that warms up."""
+    # vLLM runs in this process, so that `process_time` counts all of it.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt

@@ -58,7 +58,7 @@ ARMS: dict[str, list[str]] = {
 TRL = "trl"
 TRL_VERSION = "1.16.0"
 START = "start"  # the arm that trains no step
-BARE = "bare"  # no arm: the passes by themselves
+BARE = "bare"  # not an arm: the passes by themselves
 LOOK = 0.5  # seconds between two looks at the CPU time
 
 
@@ -78,7 +78,7 @@ def settings(config: Config, steps: int, every: int, samples: int) -> dict[str, 
 
 
 def read_rows(path: Path, common: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """The rows of a study; [] where there is none yet. Raises `UserError` if one was made with other settings."""
+    """The rows of a study; [] if there is none yet. Raises `UserError` if one was made with other settings."""
     rows = tables.read_rows(path)
     for row in rows:
         for name, value in (common or {}).items():
@@ -91,7 +91,7 @@ def read_rows(path: Path, common: dict[str, Any] | None = None) -> list[dict[str
 
 
 def task_file(task: str, folder: Path) -> Path:
-    """Write a task's configuration and its training prompts, each once and none of them held out; the former's path."""
+    """Write a task's training prompts, each once and none held out, and its configuration; returns that one's path."""
     tree = read_tree(CONFIG)
     override(tree, TASKS[task])
     data = parse_config(tree).data
@@ -118,9 +118,9 @@ def check_trl(python: Path) -> None:
     """Raise `UserError` for a Python without TRL, or with another version of it."""
     code = "import importlib.metadata as m; print(m.version('trl'))"
     outcome = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
-    found = outcome.stdout.strip()
-    if found != TRL_VERSION:
-        has = f"has TRL {found}" if found else "has no TRL"
+    installed = outcome.stdout.strip()
+    if installed != TRL_VERSION:
+        has = f"has TRL {installed}" if installed else "has no TRL"
         raise UserError(f"--trl {python} {has}; {python} -m pip install trl=={TRL_VERSION}")
 
 
@@ -174,7 +174,7 @@ def train_spo(arm: str, seed: int, common: dict[str, Any], config_path: Path, fo
 
 
 def trl_settings(config: Config, common: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
-    """The same task for `benchmarks/grpo_trl.py`: TRL's defaults but for what both sides have."""
+    """The same task for `benchmarks/grpo_trl.py`: TRL's defaults, except what both sides share."""
     steps = common["steps"]
     return {
         "model": str(Path(config.model.path).absolute()),
@@ -205,7 +205,7 @@ def trl_settings(config: Config, common: dict[str, Any], seed: int, folder: Path
 
 
 def evaluate(model: Path, config_path: Path, seed: int, samples: int, folder: Path) -> dict[str, int]:
-    """Right answers of so many to each held-out prompt, by its id."""
+    """Number of right answers among `samples` to each held-out prompt, by its id."""
     answers = folder / f"{model.name}.jsonl"
     command = [sys.executable, "-m", "launcher.cli", "eval", str(model), "-c", str(config_path), "--plain"]
     command += ["--samples", str(samples), "--output", str(answers), "--generators", "2", "-o", f"run.seed={seed}"]

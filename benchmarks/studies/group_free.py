@@ -1,7 +1,7 @@
-"""What waiting for groups costs where episodes have long tails, simulated and on the real pipeline.
+"""What waiting for groups costs if episodes have long tails, simulated and on the real pipeline.
 
 Batches are of 24 samples, groups of 8. In `one wave` 48 episodes start together, until the first batch; `continuous`
-runs go on with `max_staleness` 4. Rows with `wave` are simulations of one tail; the others are phases of real runs,
+runs continue with `max_staleness` 4. Rows with `wave` are simulations of one tail; the others are phases of real runs,
 with the seconds at which each wave or batch was full.
 """
 
@@ -77,7 +77,7 @@ def plot(rows: Sequence[Row], target: Path) -> None:
 
 
 def _seconds(row: Row, side: str) -> np.ndarray:
-    """Seconds of a wave; of a continuous phase, of a batch in each stretch of as many batches as start at once.
+    """Seconds of each wave; or, in a continuous phase, of a batch, for each stretch of `staleness` + 1 batches.
 
     Batches of a stretch are full at the same time, since they wait for the same episodes.
     """

@@ -23,7 +23,7 @@ METHODS = {
     "critic": "C2",
     "tracker and critic": "C6",
 }
-BATCH = 128  # samples of a step where a row does not name them
+BATCH = 128  # samples of a step if a row does not name them
 HEADS = ["task", "batch", "visits", "offline scores", "method", "accuracy at the end", "mean of the curve",
          "less that of spo", "at equal time", "variance ratio", "no signal", "seconds", "seeds"]  # fmt: skip
 Row = dict[str, Any]
@@ -33,8 +33,8 @@ Case = tuple[str, int, float]  # task, batch, visits a prompt
 def table(rows: Sequence[Row]) -> str:
     """Mean of the seeds ± twice its standard error; differences are paired by seed.
 
-    Equal time is that of the method that is done first, with the time that offline values took; seconds are of training
-    alone.
+    Equal time is when the method that finishes first is done, the time for offline values included; seconds are of
+    training alone.
     """
     kinds: dict[tuple[Case, int], dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     ends: dict[tuple[Case, int], float] = defaultdict(lambda: math.inf)
@@ -110,7 +110,7 @@ def plot_accuracy(rows: Sequence[Row], target: Path) -> None:
 
 
 def plot_variance(rows: Sequence[Row], target: Path) -> None:
-    """Variance ratio of each method against visits; hollow where the run began from offline values."""
+    """Variance ratio of each method against visits; hollow if the run began from offline values."""
     tasks, visits = sorted({_case(row)[0] for row in rows}), sorted({_case(row)[2] for row in rows})
     figure, axes = plots.panels(1, len(tasks), 4.6, 3.6)
     for axis, task in zip(axes[0], tasks, strict=True):
@@ -119,7 +119,7 @@ def plot_variance(rows: Sequence[Row], target: Path) -> None:
             kinds[job["method"], job["offline"]][job["visits"]].append(ratio)
         for (method, offline), points in sorted(kinds.items()):
             x, ratios = zip(*sorted(points.items()), strict=True)
-            means, errors = zip(*((np.mean(found), tables.twice_error(found)) for found in ratios), strict=True)
+            means, errors = zip(*((np.mean(same), tables.twice_error(same)) for same in ratios), strict=True)
             colour, label = METHODS[method], f"{method}, {offline} offline scores" if offline else method
             hollow = {"markerfacecolor": "white", "linestyle": ":"} if offline else {}
             axis.errorbar(x, means, errors, color=colour, marker="o", markersize=5, capsize=2, label=label, **hollow)
@@ -143,7 +143,7 @@ def _mean(row: Row) -> float:
 
 
 def _accuracy_at(seconds: float, row: Row) -> float:
-    """Held-out accuracy so many seconds after the start, interpolated between evaluations."""
+    """Held-out accuracy `seconds` after the start, interpolated between evaluations."""
     times = np.array(row["training_seconds"]) + row["offline_seconds"]
     return float(np.interp(seconds, times, [accuracy for _, accuracy in row["accuracy"]]))
 

@@ -84,7 +84,8 @@ class Broker:
     def was_cut_off(self, seconds: float) -> bool:
         """Whether a process that has not reached Redis for `seconds` cannot tell which others are silent.
 
-        The limit is longer than the longest heartbeat interval, half of `dead_after`.
+        The limit is three quarters of `dead_after`, and at least `SHORTEST_OUTAGE`: longer than the longest heartbeat
+        interval, which is half of `dead_after`.
         """
         return seconds > max(0.75 * self.dead_after, SHORTEST_OUTAGE)
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingUnixStreamServer
 
-os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"}  # nothing is asked of the internet
+os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"}  # no requests to the internet
 
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.exceptions import Submitted

@@ -52,10 +52,10 @@ def normalised(advantages: Sequence[torch.Tensor], world: World, clip: float | N
 
     Args:
         advantages: of each micro-batch of this rank [N].
-        clip: results are clipped to [-clip, clip]; None: no clipping.
+        clip: results are clipped to [-clip, clip]; None disables clipping.
 
     Returns:
-        float32 [N] of each micro-batch; zeros where all values are equal, or there are fewer than two.
+        float32 [N] of each micro-batch; zeros if all values are equal, or there are fewer than two.
     """
     own = torch.cat([values.double() for values in advantages]) if advantages else torch.zeros(0, dtype=torch.float64)
     count, total = world.sum_over_shares([float(len(own)), float(own.sum())])

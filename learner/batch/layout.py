@@ -56,7 +56,7 @@ class Layout:
         """The layout of a mask [B, T], and the index of each token in the flattened matrix, int64 [N].
 
         Args:
-            together: rows, one after another, that share one sample or prompt.
+            together: number of consecutive rows that share one sample or prompt.
         """
         places = mask.reshape(-1).nonzero().squeeze(1)
         lengths = mask.sum(1)

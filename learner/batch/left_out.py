@@ -14,7 +14,7 @@ WINDOW = 8  # batches
 class LeftOut:
     """Counts the samples of the newest batches that were left out; the same on all ranks.
 
-    The share is of whole batches: until there are `WINDOW`, or as many as the run has, missing ones count as complete.
+    The share is always of `WINDOW` batches, or of all steps of a shorter run: batches still to come count as complete.
     """
 
     def __init__(self, config: Config, broker: Broker) -> None:
@@ -29,7 +29,7 @@ class LeftOut:
             saved: version of the newest checkpoint.
 
         Raises:
-            UserError: more than `learner.max_left_out` of the newest batches were left out.
+            UserError: more than the share `learner.max_left_out` of the newest batches was left out.
         """
         self._counts.append(left_out)
         number = self._counts.maxlen or 1

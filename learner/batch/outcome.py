@@ -39,17 +39,17 @@ def critic_targets(batch: Batch) -> list[CriticTarget] | None:
 
 
 def of_rows(payload: Payload, rows: Sequence[Payload], numbers: Advantage, what: str) -> list[Advantage]:
-    """Each row's part of a sample's numbers. Raises `InvalidMessage` where there are not as many as turns."""
+    """Each row's part of a sample's numbers. Raises `InvalidMessage` if there are not as many as turns."""
     if not isinstance(numbers, Sequence):
         return [numbers] * len(rows)
     if len(numbers) != len(payload.model_spans):
-        raise InvalidMessage(f"{len(numbers)} {what} of {len(payload.model_spans)} turns")
+        raise InvalidMessage(f"{len(numbers)} {what} for {len(payload.model_spans)} turns")
     of_turns = iter(numbers)
     return [list(islice(of_turns, len(row.model_spans))) for row in rows]
 
 
 def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
-    """The advantage, or its turns', at each model token, float32 [M]."""
+    """The sample's advantage, or that of the token's turn, at each model token, float32 [M]."""
     lengths = payload.model_spans[:, 1] - payload.model_spans[:, 0]
     if not isinstance(advantage, Sequence):
         return np.full(lengths.sum(), advantage, np.float32)

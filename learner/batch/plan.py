@@ -46,7 +46,7 @@ def plan_micro_batches(
 def _pack(lengths: Mapping[RowId, int], ranks: int, budget: int) -> list[list[RowId]]:
     """A multiple of `ranks` bins, fullest first, so that the ranks of one micro-batch have similar amounts of work."""
     descending = sorted(lengths, key=lambda place: (-lengths[place], place))
-    # The fewest micro-batches that could hold all tokens; a row above the budget fills one alone.
+    # Begin with the fewest micro-batches that could hold all tokens; a row above the budget fills one alone.
     rounds = max(1, -(-sum(min(tokens, budget) for tokens in lengths.values()) // (budget * ranks)))
     while True:
         bins = _fill_evenly(descending, lengths, rounds * ranks)

@@ -33,7 +33,7 @@ class PackedRows(NamedTuple):
 
 
 def pack_rows(rows: Sequence[np.ndarray], share: bool) -> PackedRows:
-    """Pack rows of token ids: as a tree if asked to and at least `LEAST_SAVING` is saved, or else end to end."""
+    """Pack rows of token ids: as a tree if `share` and at least `LEAST_SAVING` is saved, otherwise end to end."""
     laid_out = np.concatenate(rows).astype(np.int64)
     positions = np.concatenate([np.arange(len(row)) for row in rows])
     if share and len(rows) > 1:

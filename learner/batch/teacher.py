@@ -22,7 +22,7 @@ class TeacherScores:
     Attributes:
         scored: tokens that have scores, bool [N]; the values of the others are zeros.
         logprobs: of the token that the policy sampled, float32 [N]; or of the teacher's K likeliest, [N, K].
-        ids: of the likeliest tokens, int64 [N, K]; None where the sampled ones were scored.
+        ids: of the likeliest tokens, int64 [N, K]; None if the sampled ones were scored.
     """
 
     scored: torch.Tensor
@@ -34,21 +34,21 @@ def check_scores(ids: np.ndarray, top_k: int, vocabulary: int) -> None:
     """Raise `InvalidMessage` if a row's scores are not those that the configuration asks for.
 
     Args:
-        ids: of the teacher's likeliest tokens, int32 [M, K]; empty where it scored the model's own.
+        ids: of the teacher's likeliest tokens, int32 [M, K]; empty if it scored the sampled tokens.
         top_k: likeliest tokens that `teacher.top_k` asks for.
         vocabulary: number of the model's token ids.
     """
     scored = ids.shape[1] if ids.size else 0
     if scored != top_k:
         what = f"its {scored} likeliest tokens" if scored else "the sampled token"
-        raise InvalidMessage(f"a teacher's scores of {what} at each place; teacher.top_k = {top_k}")
+        raise InvalidMessage(f"the teacher scored {what} at each position, but teacher.top_k = {top_k}")
     if not scored:
         return
     if ids.max() >= vocabulary:
-        raise InvalidMessage(f"a teacher's token id {ids.max()}; the model has {vocabulary}")
+        raise InvalidMessage(f"the teacher scored token id {ids.max()}, but the model has {vocabulary} ids")
     ascending = np.sort(ids, axis=1)
     if (ascending[:, 1:] == ascending[:, :-1]).any():
-        raise InvalidMessage("the same token twice among a teacher's likeliest at one place")
+        raise InvalidMessage("the teacher lists the same token twice among its likeliest at one position")
 
 
 def scores_of_rows(rows: Sequence[Payload], top_k: int, device: torch.device | str) -> TeacherScores | None:
@@ -95,7 +95,7 @@ def taught_advantages(
     Args:
         advantages: the reward's [N].
         old: log pi_old [N].
-        config: None: the run has no teacher.
+        config: None if the run has no teacher.
     """
     if scores is None or config is None:
         return advantages

@@ -30,7 +30,7 @@ class MicroBatch:
         position_ids: positions inside each row, int64 [1, T].
         sequences: where each row begins and ends.
         predict: packed positions whose row's next token is a model token, int64 [N]; one position even if N is 0.
-        targets: these next tokens, int64, as many.
+        targets: these next tokens, int64, one per position in `predict`.
         layout: which row each model token belongs to, and each row's share of its sample's model tokens.
         rollout_logprobs: log pi_rollout of the model tokens, float32 [N].
         advantages: float32 [N].
@@ -108,8 +108,8 @@ class Packer:
     Attributes:
         vocabulary: number of the model's token ids.
         device: where the tensors are.
-        experts: numbers of the model's experts, if those that the engine chose are replayed.
-        top_k: a teacher's likeliest tokens at each model token, 0 if it scores the sampled token; None: no teacher.
+        experts: shape of the model's experts, if those that the engine chose are replayed.
+        top_k: a teacher's likeliest tokens at each model token, 0 if it scores the sampled one; None without a teacher.
         share_prefixes: pack common prefixes once; not with `experts`, which are recorded for each row.
         together: number of consecutive samples that answer one prompt, with `prompt-mean`; otherwise 1.
     """
@@ -287,7 +287,7 @@ class Packer:
         )
 
     def _unit_tokens(self, payloads: Mapping[int, Payload], samples: int, world: World) -> list[float] | None:
-        """For each sample, the model tokens of all samples of its prompt, from all ranks; None: each has its own."""
+        """For each sample, the model tokens of all samples of its prompt, from all ranks; None if each counts alone."""
         if self.together == 1:
             return None
         own = [float(len(payloads[sample].logprobs)) if sample in payloads else 0.0 for sample in range(samples)]
@@ -299,22 +299,23 @@ class Packer:
 
 def _check_row(row: Payload, vocabulary: int, experts: ExpertShape | None) -> None:
     if len(row.logprobs) == 0:
-        raise InvalidMessage("no token of the model's")
+        raise InvalidMessage("it has no model token")
     if row.mask()[0]:
-        raise InvalidMessage("no token before the model's first, to predict it")
+        raise InvalidMessage("its first token is a model token, which no token before it predicts")
     least, most = int(row.token_ids.min()), int(row.token_ids.max())
     if least < 0 or most >= vocabulary:
-        raise InvalidMessage(f"token ids from {least} to {most}; the model has {vocabulary}")
+        raise InvalidMessage(f"token ids from {least} to {most}, but the model has {vocabulary} ids")
     if experts is None or not len(row.experts):
         return
     if row.experts.shape[1:] != (experts.layers, experts.chosen):
         layers, chosen = row.experts.shape[1:]
         raise InvalidMessage(
-            f"{chosen} experts a token in each of {layers} layers; the model has {experts.chosen} in each of "
-            f"{experts.layers}"
+            f"{chosen} experts per token in {layers} layers, but the model uses {experts.chosen} in {experts.layers}"
         )
     if row.experts.max() >= experts.experts:
-        raise InvalidMessage(f"expert {row.experts.max()}; the model has {experts.experts} in a layer, from 0 on")
+        raise InvalidMessage(
+            f"expert {row.experts.max()}, but the model has experts 0 to {experts.experts - 1} in a layer"
+        )
 
 
 def _replayed(rows: Sequence[Payload], shape: ExpertShape, device: torch.device | str) -> dict[str, torch.Tensor]:

@@ -236,7 +236,7 @@ class Checkpoints:
     def _load(self, folder: Path, metadata: dict[str, Any]) -> None:
         if difference := differing(contents(self._config), metadata):
             raise UserError(
-                f"checkpoint {folder} was written with {difference}; start the learner like that, or begin a "
+                f"checkpoint {folder} was written with {difference}; start the learner with its values, or begin a "
                 f"new run with model.path={folder / 'hf'}"
             )
         difference = differing(division(self._config, self._world), metadata)
@@ -246,7 +246,7 @@ class Checkpoints:
             load_own(self._trainer, folder)
 
     def _examine(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """A checkpoint's metadata, and its damage or ''; each rank checks a part of the files."""
+        """A checkpoint's metadata, and what is wrong with it, or ''; each rank checks a part of the files."""
         metadata, reason = {}, ""
         try:
             metadata = read_metadata(folder)

@@ -37,7 +37,7 @@ def contents(config: Config) -> dict[str, Any]:
 
 
 def _critic(config: Config) -> dict[str, Any] | None:
-    """What a critic starts from, and what of it is trained; frozen weights are not saved."""
+    """The critic's initial model, and whether its attention is frozen: frozen weights are not saved."""
     if not config.algorithm.has_critic:
         return None
     path = config.critic.model or config.model.path
@@ -64,7 +64,7 @@ def min_size(parameters: Iterable[nn.Parameter], exported: bool) -> int:
 
 
 class Damaged(Exception):
-    """A checkpoint is not what was written; the text says which file."""
+    """A checkpoint's files differ from what the learner wrote; the message names the file."""
 
 
 def paths_in(folder: Path) -> list[str]:
@@ -117,7 +117,7 @@ def compare(folder: Path, sums: Sums, paths: Sequence[str]) -> None:
         except OSError as error:
             raise Damaged(f"{path}: {error.strerror}") from None
         except (TypeError, ValueError):
-            raise Damaged(f"{METADATA} has no sum of {path}") from None
+            raise Damaged(f"{METADATA} has no checksum of {path}") from None
 
 
 def _checksum(path: Path) -> str:

@@ -78,7 +78,7 @@ def writes_later(engine: Any, is_later: bool) -> Iterator[dict[Path, Callable[[]
 def read(path: str | Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """A file's `plain` data. Nothing that the file names is run.
 
-    Files may hold some of DeepSpeed's own classes, which learners once wrote.
+    Files of earlier releases may hold some of DeepSpeed's own classes.
 
     Raises:
         ValueError: the file holds anything else.

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into the engine, also one written with another number of ranks or another ZeRO stage."""
+"""Loads a checkpoint into the engine, even if another number of ranks or another ZeRO stage wrote it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _load_redivided(engine: Any, world: World, folder: Path, tag: str, differing
         except Indivisible as error:
             raise UserError(
                 f"checkpoint {folder} was written with {differing}, and cannot be divided in another way: {error}; "
-                f"start the learner like that, or begin a new run with model.path={folder / 'hf'}"
+                f"start the learner with its values, or begin a new run with model.path={folder / 'hf'}"
             ) from error
         except Exception as error:
             raise _unreadable(folder, error) from error
@@ -84,7 +84,7 @@ NAMES_BELOW_3 = ("base_optimizer_state", "single_partition_of_fp32_groups")
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """Elements of a parameter from `start` on, which lie in a flat tensor from `offset` on."""
+    """`length` elements of a parameter from `start` on, which lie in a flat tensor from `offset` on."""
 
     name: str
     start: int
@@ -94,7 +94,7 @@ class FlatPiece:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """The fp32 weights that one rank holds, and the optimizer's state of each of its tensors."""
+    """The fp32 weights that one rank holds, as flat tensors, and the optimizer's state of each tensor by its number."""
 
     weights: list[torch.Tensor]
     states: dict[int, dict[str, Any]]
@@ -106,14 +106,14 @@ def trained_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def own_state(engine: Any, saved: SavedState, world: World) -> RankState:
-    """Assemble what this rank holds, in host memory.
+    """Assemble this rank's part of a saved state, in host memory.
 
     Raises:
         ValueError: the checkpoint is of another model.
     """
     shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in trained_parameters(engine).items()}
     if shapes != {name: parameter.shape for name, parameter in saved.parameters.items()}:
-        raise ValueError("it is of another model")
+        raise ValueError("it is of another model than this run trains")
     keys = {key for parameter in saved.parameters.values() for key in parameter.pieces}
     weights, states = [], {}
     for number, (size, places) in enumerate(_flat_pieces(engine, world.rank)):
@@ -188,5 +188,5 @@ def _even_pieces(group: list[Any], names: dict[Any, str], rank: int) -> Iterator
 
 
 def _optimizer_state(own: dict[str, Any], rank_state: RankState, saved: SavedState) -> dict[str, Any]:
-    """The state of torch's optimizer in its own form."""
+    """The state as torch's optimizer loads it: the saved settings replace those of its own groups."""
     return {"state": rank_state.states, "param_groups": [group | saved.settings for group in own["param_groups"]]}

@@ -33,7 +33,7 @@ class SavedParameter:
     pieces: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def part(self, key: str, start: int, length: int) -> torch.Tensor:
-        """A copy of elements `start` to `start + length` of a tensor [length]."""
+        """A copy of elements `start` to `start + length` of a flat tensor, [length]."""
         parts, end = [], start + length
         for piece in self.pieces[key]:
             parts.append(piece[max(start, 0) : max(end, 0)])
@@ -51,7 +51,7 @@ class SavedState:
 
     Attributes:
         parameters: by their names in the policy.
-        counts: the optimizer's values beside tensors, equal for all parameters: Adam's `step`.
+        counts: the optimizer's values that are not tensors, equal for all parameters: Adam's `step`.
         settings: the optimizer's learning rate, weight decay and so on.
         counters: DeepSpeed's.
     """
@@ -94,7 +94,7 @@ def read_state(folder: Path, names: Iterable[str] = ()) -> SavedState:
     for flat in flats:
         tensors, others = _split(flat)
         if counts and others and counts != others:
-            raise Indivisible("its optimizer has counted differently for each part of the model")
+            raise Indivisible("its optimizer's counters differ between parts of the model")
         counts = counts or others
         for name, offset, length in flat.places:
             for key, tensor in tensors.items():

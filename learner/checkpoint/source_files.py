@@ -1,4 +1,4 @@
-"""What an export takes from the model that the run started from: every file but the weights, and its config.json."""
+"""Copies what an export takes from the run's initial model: every file but the weights, and its config.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def complete(model: PreTrainedModel, dtype: torch.dtype, path: str, folder: Path
     (folder / GENERATION).unlink(missing_ok=True)
     source = source_folder(path)
     if source is None or not source.is_dir():
-        get_logger().warning("exported without a tokenizer: the files of the model are not there", model=path)
+        get_logger().warning("exported without a tokenizer: the files of the model are missing", model=path)
         return
     for file in _carried(source):
         target = folder / file.relative_to(source)
@@ -52,7 +52,7 @@ def source_folder(path: str) -> Path | None:
         return Path(path)
     try:
         folder = cached_folder(path)
-    except ValueError:  # it is no name: a folder that was moved away
+    except ValueError:  # not a Hugging Face name: a folder that was moved away
         return None
     if folder is None:
         return None
@@ -94,7 +94,7 @@ def _write_config(model: PreTrainedModel, dtype: torch.dtype, source: Path, targ
 
 
 def _with_dtype(values: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The values with another type of weights wherever they name one, in the configurations of parts too."""
+    """The values with `dtype` wherever they name a type of weights, in nested configurations too."""
     changed = {name: _with_dtype(value, dtype) if isinstance(value, dict) else value for name, value in values.items()}
     return changed | {name: dtype for name in DTYPES if isinstance(values.get(name), str)}
 

@@ -46,7 +46,7 @@ class Correction:
     """Weights and mask of padded rows, for the loss, and the metrics.
 
     Attributes:
-        weights: importance weights [B, T], constant in the gradient, zero where masked; None: no weighting.
+        weights: importance weights [B, T], constant in the gradient, zero where masked; None if not weighted.
         mask: tokens that take part in the loss, bool [B, T].
         metrics: `rollout_corr/...`.
     """
@@ -69,7 +69,7 @@ def correct(
         old_logprobs: log pi_old of each token [B, T].
         rollout_logprobs: log pi_rollout of each token [B, T].
         mask: true on model tokens [B, T]; values elsewhere are never read.
-        ages: versions between each token's weights and the batch's, int64 [B, T]; None: no metrics by age.
+        ages: versions between each token's weights and the batch's, int64 [B, T]; None omits the metrics by age.
 
     Raises:
         ValueError: the shapes differ.

@@ -34,7 +34,7 @@ class TokenCorrection:
     """Weights and mask of N tokens, for the loss.
 
     Attributes:
-        weights: importance weights, float64 [N]; None: no weighting.
+        weights: importance weights, float64 [N]; None if tokens are not weighted.
         keep: tokens that take part in the loss, bool [N].
     """
 
@@ -60,10 +60,10 @@ def correct_tokens(
     Args:
         old: log pi_old of each model token [N].
         rollout: log pi_rollout of each model token [N].
-        ages: versions between the token's weights and the batch's, int64 [N]; None: no statistics by age.
-        m2_keep: tokens that `m2_threshold` keeps, bool [N]; None: these tokens are the whole mini-batch.
+        ages: versions between the token's weights and the batch's, int64 [N]; None omits the statistics by age.
+        m2_keep: tokens that `m2_threshold` keeps, bool [N]; None if these tokens are the whole mini-batch.
     """
-    given = old, rollout
+    as_given = old, rollout
     old, rollout = old.double(), rollout.double()
     finite = old.isfinite() & rollout.isfinite()
     ratio_logs = log_ratios(old, rollout, finite)
@@ -79,7 +79,7 @@ def correct_tokens(
     for stage in dict.fromkeys(config.stages()):  # a stage named twice is applied once
         if isinstance(stage, SecondMoment):
             if m2_keep is None:
-                m2_keep = second_moment_mask(stage.threshold)(columns(*given, layout))
+                m2_keep = second_moment_mask(stage.threshold)(columns(*as_given, layout))
             stats.mean(f"{PREFIX}m2", x.square(), over="tokens")
             stats.mean(f"{PREFIX}m2_masked_fraction", ~m2_keep, over="tokens")
             keep = keep & m2_keep
@@ -113,7 +113,7 @@ def correct_tokens(
 
 
 def log_ratios(old: torch.Tensor, rollout: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """x = log pi_old - log pi_rollout of each token [N]; infinite where one policy gives probability 0, 0 for NaN."""
+    """x = log pi_old - log pi_rollout of each token [N]; infinite if one policy gives probability 0, 0 if NaN."""
     x = torch.where(finite, old - rollout, 0.0)
     x = torch.where(rollout.isneginf() & ~old.isnan(), math.inf, x)
     return torch.where(old.isneginf() & ~rollout.isnan(), -math.inf, x)
@@ -122,7 +122,7 @@ def log_ratios(old: torch.Tensor, rollout: torch.Tensor, finite: torch.Tensor) -
 def importance_ratio(x: torch.Tensor, stage: Weight, layout: Layout, seen: torch.Tensor) -> torch.Tensor:
     """exp(clip(x, +-20)) of each token [N], or exp(clip(sum of x, +-20)) over the seen tokens of each row [B]."""
     if stage.of_rows:
-        # The sum is NaN if it has both infinities: tokens that only one, and tokens that only the other policy samples.
+        # The sum is NaN if it has both infinities: tokens that only one policy, and tokens that only the other samples.
         x = layout.segment_sum(torch.where(seen, x, 0.0)).nan_to_num(nan=-LOG_RATIO_BOUND)
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 

@@ -46,11 +46,11 @@ def largest(values: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tenso
 def over_all(
     columns: Sequence[torch.Tensor], decide: Callable[[torch.Tensor], torch.Tensor], world: World
 ) -> list[torch.Tensor]:
-    """Decide about the tokens of all micro-batches and ranks together.
+    """Decide on the tokens of all micro-batches and ranks together.
 
     Args:
         columns: numbers of each token of this rank's micro-batches, [N, K] each.
-        decide: from the numbers of all tokens, float64 [M, K], to a verdict on each, bool [M].
+        decide: maps the numbers of all tokens, float64 [M, K], to a verdict on each, bool [M].
 
     Returns:
         The verdicts on each micro-batch's tokens, bool [N] each.
@@ -62,5 +62,6 @@ def over_all(
     tables = [torch.frombuffer(bytearray(part), dtype=torch.float64).view(-1, width) for part in data if part]
     everything = torch.cat(tables) if tables else own.cpu()
     verdicts = decide(everything)
+    # This rank's tokens follow those of the shares before it; a float64 has 8 bytes.
     before = sum(len(part) for part in data[: world.share * (world.size // world.shares)]) // (8 * width)
     return list(verdicts[before : before + len(own)].to(own.device).split([len(column) for column in columns]))

@@ -11,7 +11,7 @@ from learner.correction.ranking import largest, token_keys
 
 
 def columns(old: torch.Tensor, rollout: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The table that the mask is computed from, float64 [N, 3]: x^2, the key for ties, whether both are finite.
+    """The table that the mask is computed from, float64 [N, 3]: x^2, the key for ties, whether x is finite.
 
     Args:
         old, rollout: log-probs of each token of a micro-batch, of the proximal and of the generating policy [N].
@@ -23,7 +23,7 @@ def columns(old: torch.Tensor, rollout: torch.Tensor, layout: Layout) -> torch.T
 
 
 def second_moment_mask(threshold: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From the columns of all tokens of a mini-batch [M, 3] to those that stay, bool [M]."""
+    """A function from the columns of all tokens of a mini-batch [M, 3] to the tokens that are kept, bool [M]."""
 
     def stays(table: torch.Tensor) -> torch.Tensor:
         kept = table[:, 2].bool()
@@ -32,7 +32,7 @@ def second_moment_mask(threshold: float) -> Callable[[torch.Tensor], torch.Tenso
             return kept
         squares, keys, _ = table[places].unbind(1)
         order = largest(squares, keys, len(places))
-        # The mean of the tokens from each place of the descending order to its end.
+        # means[i] is the mean of x^2 without its i largest values: drop the fewest that bring it below the threshold.
         counts = torch.arange(len(order), 0, -1, dtype=squares.dtype, device=squares.device)
         means = squares[order].flip(0).cumsum(0).flip(0) / counts
         below = (means < threshold).nonzero()

@@ -38,7 +38,7 @@ def token_divergences(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def rows_in_means(config: CorrectionConfig) -> str:
-    """The total that sums over rows are divided by: rows with tokens, or all rows as in verl and SkyRL."""
+    """Name of the total that sums over rows are divided by: rows with tokens, or all rows as in verl and SkyRL."""
     return "all_rows" if config.compatible_metrics else "rows"
 
 
@@ -214,12 +214,12 @@ def ratio_statistics(
     beyond the bounds are over tokens, or over rows if the quantity belongs to rows; `seq_*` are those of row means.
 
     Args:
-        values: of each token [N], or of each row [B] where `of_rows`.
+        values: of each token [N], or of each row [B] if `of_rows`.
         lower, upper: bounds, shaped like `values` or plain numbers.
-        neutral: the quantity's value where both policies are the same.
+        neutral: the quantity's value if both policies are equal.
         all_rows: include empty rows, with a row mean of zero.
-        applied: what the mean, the std and `seq_*` but for the fractions are of instead, shaped like `values`; so are
-            the extremes, unless the quantity belongs to rows.
+        applied: values after truncation, shaped like `values`. If given, mean, std and `seq_*` except the fractions are
+            theirs, and so are the extremes unless `of_rows` and `all_rows`.
     """
     bounded = values.clamp(min=lower).clamp(max=upper) if applied is None else applied
     shown = values if applied is None else applied
@@ -293,7 +293,7 @@ def age_statistics(
 
 
 def _strictest(lower: Bound, upper: Bound, layout: Layout) -> tuple[Bound, Bound]:
-    """Bounds of row means [B]: the strictest of the row's tokens where these differ."""
+    """Bounds of row means [B]: the strictest of the row's tokens if these differ."""
     lowest = layout.segment_max(lower) if isinstance(lower, torch.Tensor) else lower
     highest = -layout.segment_max(-upper) if isinstance(upper, torch.Tensor) else upper
     return lowest, highest

@@ -20,8 +20,8 @@ class Denominators:
 
     Attributes:
         tokens: unmasked tokens.
-        samples: samples (with `prompt-mean`, prompts) with at least one of them; of a sample of several rows, the
-            shares of those that have one.
+        samples: samples (with `prompt-mean`, prompts) with at least one unmasked token; a sample of several rows counts
+            with the shares of those rows that have one.
         horizon: the constant length of `seq-mean-token-sum-norm`.
     """
 

@@ -72,7 +72,7 @@ def dro(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
 def dppo_tv(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """Divergence PPO by total variation (arXiv 2602.04879): tokens whose probability has moved too far are left out.
 
-    Only in the direction of the advantage: p - q at most `high` where A > 0, at least -`low` where not.
+    Only in the direction of the advantage: p - q at most `high` if A > 0, otherwise at least -`low`.
     """
     options = loss_options("dppo_tv", config)
     moved = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()

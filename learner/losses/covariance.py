@@ -40,7 +40,7 @@ def columns(tokens: PolicyTokens) -> torch.Tensor:
 
 
 def choose(loss: str, config: AlgorithmConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From the columns of all tokens [M, 5] to the tokens that the loss chooses, bool [M]."""
+    """A function from the columns of all tokens [M, 5] to the tokens that the loss chooses, bool [M]."""
     options = loss_options(loss, config)
 
     def chosen(table: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def load_loss(config: AlgorithmConfig) -> TokenLoss:
             raise UserError(str(error)) from None
         return loss
     if not callable(loss):
-        raise UserError(f"{field} is no function of (tokens, config)")
+        raise UserError(f"{field} is not a function of (tokens, config)")
     options = check_options(loss, config.loss_options, f"algorithm.loss_options of {config.loss!r}", ("tokens", config))
     own = partial(_call, loss, options, field)
     _try(own, config, field)

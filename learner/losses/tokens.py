@@ -25,10 +25,10 @@ class PolicyTokens:
         of_means: tokens that means of rows are taken over: those that take part, or with SkyRL's block, which never
             renormalises, all with finite log-probs; bool [N].
         layout: rows of the tokens.
-        weights: importance weights [N], zero where not kept; None: there are none. They are multiplied into the losses
-            afterwards, except losses of whole rows.
-        chosen: the tokens that a comparison with all of the mini-batch has chosen, bool [N]; None: these tokens are the
-            whole mini-batch, and the loss compares them itself.
+        weights: importance weights [N], zero where not kept; None if tokens are not weighted. They are multiplied into
+            the losses afterwards, except losses of whole rows.
+        chosen: the tokens that a comparison with all of the mini-batch has chosen, bool [N]; if None, these tokens are
+            the whole mini-batch, and the loss compares them itself.
     """
 
     logprobs: torch.Tensor

@@ -22,13 +22,13 @@ from transformers import AttentionInterface
 from common.errors import UserError
 from learner.ranks.ulysses import SequenceGroup
 
-varlen_attn: Any = None  # not every torch has it; `kernels.py` does not choose it then
+varlen_attn: Any = None  # not every torch has it; `kernels.py` then does not choose it
 with contextlib.suppress(ImportError):
     from torch.nn.attention.varlen import varlen_attn
 
 PACKED_SDPA = "spo_packed_padded"  # transformers would refuse a name with "sdpa" for models with sinks
 PACKED_VARLEN = "spo_packed_varlen"
-# Parts of a model's attention that these two implementations lack, and one that may have them.
+# Parts of a model's attention that an implementation here may lack, and the implementation that may have each.
 MISSING_PARTS = {"softcap": "flash_attention_2", "s_aux": "sdpa"}
 SINK_WIDTH = 8  # numbers that a sink adds to a head; kernels take multiples of 8
 # Up to this length torch's kernel for CPUs is faster in float32 than in 16 bits, up to twice at 85 tokens.
@@ -61,7 +61,7 @@ class PackedSequences:
         places: packed position of each token of the sequences laid end to end, int64 [cu_seqlens[-1]]; None if the
             sequences are packed end to end.
         first: first place of each packed token in that layout, int64 [T]; None if `places` is.
-        group: ranks that hold a slice each of the packed tokens; None: this rank has all.
+        group: ranks that hold a slice each of the packed tokens; if None, this rank holds all of them.
     """
 
     cu_seqlens: torch.Tensor
@@ -98,7 +98,7 @@ class PackedSequences:
             UserError: sequences share packed tokens, which it cannot take.
         """
         if self.places is not None:
-            raise UserError("flash_attention_2 reads no shared prefixes; set learner.attention to varlen or sdpa")
+            raise UserError("flash_attention_2 cannot read shared prefixes; set learner.attention to varlen or sdpa")
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
@@ -265,7 +265,7 @@ def packed_varlen(
 
 
 class _Repeated(torch.autograd.Function):
-    """Tokens [T, H, D] taken at int64 [N]; gradients of a token that is taken often are added up in float32."""
+    """Tokens [T, H, D] taken at int64 [N]; gradients of a token that is taken several times are added up in float32."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -322,7 +322,8 @@ def across_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
             return attend(module, query, key, value, attention_mask, sequences=sequences, **options)
         query, key, value = group.all_tokens(query, key, value)
         if options.get("s_aux") is not None:
-            options["s_aux"] = options["s_aux"].chunk(group.size)[group.rank]  # of the heads that are here now
+            # Only the sinks of the heads that this rank computes.
+            options["s_aux"] = options["s_aux"].chunk(group.size)[group.rank]
         output, _ = attend(module, query, key, value, attention_mask, sequences=sequences, **options)
         return group.own_tokens(output), None
 

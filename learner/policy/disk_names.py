@@ -19,7 +19,7 @@ class DiskNames:
     """Names and forms of a model's weights in its files.
 
     Raises:
-        UserError: a weight of the files is made of several of the model's, which are gathered one by one.
+        UserError: a weight in the files combines several of the model's weights, which are gathered one by one.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -31,14 +31,14 @@ class DiskNames:
             parts = self._on_disk(name, torch.empty(shape, device="meta"))
             if sum(part.numel() for part in parts.values()) != shape.numel() or taken & parts.keys():
                 raise UserError(
-                    f"{type(model).__name__} cannot be trained: its files have no weights of their own for {name}"
+                    f"{type(model).__name__} cannot be trained: its files have no separate weights for {name}"
                 )
             taken |= parts.keys()
             if parts.keys() != {name}:
                 self._converted.add(name)
 
     def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights by the model's names, one by one, as its files have them."""
+        """Convert whole weights, one by one, from the model's names and forms to those of its files."""
         for name, tensor in weights:
             if name in self._converted:
                 yield from self._on_disk(name, tensor).items()

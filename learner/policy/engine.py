@@ -150,7 +150,7 @@ class GradientFactor:
     """Multiplies the gradient just before the optimizer reads it, in every ZeRO stage.
 
     The divisor of a loss is known only after the last micro-batch; by then DeepSpeed's buffers hold the gradients of
-    the others.
+    the earlier ones.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -172,7 +172,7 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
 
 
 def optimizer_step(engine: Any, config: LearnerConfig, factor: float = 1.0) -> float:
-    """Multiply the accumulated gradient with `factor`, clip, step and clear it; returns its norm before clipping.
+    """Multiply the accumulated gradient by `factor`, clip, step and clear it; returns its norm before clipping.
 
     If the norm, which is the same on all ranks, is not finite, the gradient is only cleared.
     """
@@ -240,7 +240,7 @@ def _import_deepspeed(on_gpu: bool) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    # Its autotuner, which nothing here uses, would import MLflow where that is installed: a third of the time.
+    # Its autotuner, which nothing here uses, would import MLflow if it is installed, a third of the import time.
     mlflow = sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
     import deepspeed
 
@@ -248,7 +248,7 @@ def _import_deepspeed(on_gpu: bool) -> Any:
         del sys.modules["mlflow"]
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not on_gpu:
-        # Without this, a shared-memory all-reduce is compiled at first use, which takes a compiler and half a
+        # Without this, a shared-memory all-reduce is compiled at first use, which needs a compiler and half a
         # minute; gloo serves as well.
         deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})
     return deepspeed
@@ -273,7 +273,7 @@ def load_on_ranks(config: Config, world: World, load: Callable[..., Any] = load_
 
 
 def _load_in_pieces(config: Config, world: World, load: Callable[..., Any], key: str) -> Any:
-    # Ranks that load in pieces wait for each other at every layer, so a problem on one of them must be known before.
+    # Ranks that load in pieces wait for each other at every layer, so all must know of a problem on one of them before.
     shape = world.raise_on_all_ranks(lambda: _shape(config, load, key))
     with _divides_parameters(config.learner, world):
         policy = load(config)
@@ -291,7 +291,7 @@ def _shape(config: Config, load: Callable[..., Any], key: str) -> Any:
 
 @contextmanager
 def _divides_parameters(config: LearnerConfig, world: World) -> Iterator[None]:
-    """Within the block `from_pretrained` makes each layer's parameters under `zero.Init`, which keeps a rank's part.
+    """Within the block `from_pretrained` creates each layer under `zero.Init`, which keeps this rank's part of it.
 
     Rank 0 reads the files, and hands each layer to the others.
     """

@@ -18,8 +18,8 @@ from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN
 
 # In order of preference, as `learner.attention` and as transformers name them.
 IMPLEMENTATIONS = {"varlen": PACKED_VARLEN, "flash_attention_2": "flash_attention_2", "sdpa": PACKED_SDPA}
-CAPABILITY = (8, 0)  # of a GPU that can run flash attention, which the first two are
-LONGEST_HEAD = 256
+CAPABILITY = (8, 0)  # the least that flash attention, which the first two use, needs
+WIDEST_HEAD = 256
 WITH_SINKS = ("gpt_oss",)  # types of models whose attention only sdpa computes
 
 
@@ -29,7 +29,7 @@ class AttentionChoice:
 
     Attributes:
         name: as in `learner.attention`.
-        reason: why it was taken.
+        reason: why it was chosen.
     """
 
     name: str
@@ -91,7 +91,7 @@ def apply_kernels(model: PreTrainedModel, kernels: str) -> None:
 
 
 def _hindrance(name: str, config: LearnerConfig, model: PreTrainedConfig) -> str | None:
-    """Why an implementation of attention cannot be used here; None: it can."""
+    """Why an implementation of attention cannot be used here; None if it can."""
     if name == "sdpa":
         return None
     if has_sinks(model):
@@ -103,20 +103,20 @@ def _hindrance(name: str, config: LearnerConfig, model: PreTrainedConfig) -> str
     if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     if name == "flash_attention_2" and config.sequence_parallel > 1:
-        return "learner.sequence_parallel exchanges heads for varlen and sdpa only"
+        return "learner.sequence_parallel works with varlen and sdpa only"
     if config.dtype == "float32":
-        return "it computes in 16 bits, and learner.dtype is float32"
+        return "it computes in 16 bits, but learner.dtype is float32"
     capability = torch.cuda.get_device_capability()
     if capability < CAPABILITY:
-        return "the GPU has compute capability {}.{}, it needs {}.{}".format(*capability, *CAPABILITY)
+        return "the GPU has compute capability {}.{}, but it needs {}.{}".format(*capability, *CAPABILITY)
     width = _head_width(model)
-    if width > LONGEST_HEAD or width % 8:
-        return f"the model's heads are {width} wide, it takes multiples of 8 up to {LONGEST_HEAD}"
+    if width > WIDEST_HEAD or width % 8:
+        return f"the model's heads are {width} wide, but it takes multiples of 8 up to {WIDEST_HEAD}"
     return None
 
 
 def has_sinks(model: PreTrainedConfig) -> bool:
-    """Whether scores without a value take part in every softmax of its attention."""
+    """Whether the model's attention has sinks: scores without a value that take part in every softmax."""
     return model.get_text_config().model_type in WITH_SINKS
 
 

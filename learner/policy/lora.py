@@ -21,7 +21,7 @@ BASE, A, B = "base_layer", "lora_A", "lora_B"  # peft's parts of a layer that ha
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) -> None:
-    """Freeze the model and give its targets adapters that change nothing yet, the same ones on every rank.
+    """Freeze the model and give its targets adapters that change nothing yet, the same on every rank.
 
     Args:
         path: `model.path`, for messages.
@@ -46,13 +46,13 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def merged_weights(model: nn.Module, partitioned: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter of the model whole and with the adapter added, W + alpha / rank B A, by its name on disk.
+    """Each parameter of the model whole and with the adapter added, W + alpha / rank B A, by the model's name.
 
-    Computed in float32 and rounded once, as the generators do where `learner.lora.serve` is `merged`. All ranks must
+    Computed in float32 and rounded once, as the generators do if `learner.lora.serve` is `merged`. All ranks must
     consume this together.
 
     Args:
-        partitioned: the parameters lie in pieces on all ranks (ZeRO 3).
+        partitioned: whether the parameters lie in pieces on all ranks (ZeRO 3).
     """
     layers = _adapted_layers(model)
     for name, parameter in model.named_parameters():

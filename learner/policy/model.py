@@ -42,7 +42,7 @@ class Policy(nn.Module):
     """Wraps the model so that one forward goes from packed tokens to log-probs of the predicted ones.
 
     Attributes:
-        group: ranks that divide the packed tokens among them: all call `forward` together, with the same arguments.
+        group: ranks that divide the packed tokens; all call `forward` together, with the same arguments.
     """
 
     group: SequenceGroup | None = None
@@ -125,7 +125,7 @@ class Policy(nn.Module):
         return torch.cat([layers[len(layers) // 2][0, at], layers[-1][0, at]], 1).float()
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that training changes: all by their names on disk, tied ones once; or the adapter's alone."""
+        """The parameters that training changes: all by the model's names, tied ones once; or the adapter's alone."""
         yield from adapter_weights(self.model) if self.has_adapter else self.model.named_parameters()
 
 
@@ -152,14 +152,14 @@ def own_slice(
 ) -> tuple[torch.Tensor, torch.Tensor, PackedSequences, torch.Tensor, torch.Tensor, list[int]]:
     """The arguments of `Policy.forward` for this rank's slice of the packed tokens.
 
-    Padding tokens, a sequence of their own, make T a multiple of N.
+    Padding tokens, which form a sequence of their own, make T a multiple of the group's size.
 
     Args:
         predict: ascending positions.
 
     Returns:
-        The arguments in their order: tokens [1, T / N], and positions in the slice with their targets, of which it may
-        have none; then the number of targets of each rank.
+        The arguments in their order, for the slice [1, T / group.size]: `predict` counts from the slice's start and may
+        be empty. Then the number of targets of each rank.
     """
     length = -(-input_ids.shape[1] // group.size)
     padding = length * group.size - input_ids.shape[1]
@@ -235,7 +235,7 @@ def load_model(
         attention = choose_attention(config.learner, model_config)
         options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}
         if weights:
-            # Those of another shape are refused below by their names.
+            # `_check_loaded` refuses weights of another shape, and names them.
             options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
             model, loading = kind.from_pretrained(path, config=model_config, **options)
             missing = sorted(loading["missing_keys"])
@@ -252,7 +252,7 @@ def load_model(
             raise UserError(failure) from error
         raise UserError(f"{key} = {path!r} cannot be loaded: {first_line(error)}") from error
     if not getattr(model, "_supports_attention_backend", False):
-        raise UserError(f"{key} = {path!r}: {type(model).__name__} has no exchangeable attention in transformers")
+        raise UserError(f"{key} = {path!r}: {type(model).__name__} has an attention that transformers cannot replace")
     apply_kernels(model, config.learner.kernels)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -260,7 +260,7 @@ def load_model(
 
 
 def _check_loaded(model: PreTrainedModel, loading: dict[str, Any], path: str, key: str) -> None:
-    """Refuse weights of another shape than the model's; name those that it does not use."""
+    """Refuse weights of another shape than the model's; warn of those that it does not use."""
     if mismatched := sorted(loading["mismatched_keys"]):
         shapes = [f"{name} ({_shape(there)}, not {_shape(here)})" for name, there, here in mismatched]
         raise UserError(
@@ -281,7 +281,7 @@ def _shape(size: Any) -> str:
 
 
 def _check_tied(model: PreTrainedModel, path: str, key: str) -> None:
-    """Refuse a file with an output layer of its own where the configuration ties it: vLLM would not read it."""
+    """Refuse files with a separate output layer if config.json ties it to the embeddings: vLLM would not read it."""
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     if getattr(model.config, "tie_word_embeddings", False) and head is not embedding:
         raise UserError(
@@ -291,7 +291,7 @@ def _check_tied(model: PreTrainedModel, path: str, key: str) -> None:
 
 
 def _become_scalar(config: PreTrainedConfig, path: str, key: str) -> None:
-    """Give a model's configuration one number a token; refuse one for which transformers has no such model."""
+    """Configure a model to compute one number per token; refuse a type that transformers has no such class for."""
     remote = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING and "AutoModelForTokenClassification" not in remote:
         raise UserError(
@@ -322,8 +322,8 @@ def _check_heads(config: PreTrainedConfig, ranks: int) -> None:
     of_keys = getattr(text, "num_key_value_heads", None) or heads
     if heads % ranks or (of_keys % ranks and ranks % of_keys):
         raise UserError(
-            f"learner.sequence_parallel = {ranks} does not fit the model's {heads} heads of queries, {of_keys} of "
-            "keys: it must divide the first number, and divide the second or be a multiple of it"
+            f"learner.sequence_parallel = {ranks} does not fit the model's {heads} query heads and {of_keys} key "
+            "heads: it must divide the first number, and divide the second or be a multiple of it"
         )
 
 

@@ -2,9 +2,9 @@
 
 The state is the hidden states of the prompt's last token, when the model is about to answer (POISE, arXiv 2605.07579;
 BASIS, arXiv 2605.27293). Those of the middle and the last layer are scaled per dimension, reduced to their principal
-components, each divided by the root of its deviation, and scaled to length 1. Full whitening would weigh noise as much
-as the largest differences, and without whitening the regression would hardly use the smaller components: half
-whitening predicts best (docs/studies.md).
+components, each divided by the square root of its standard deviation, and scaled to length 1. Full whitening would
+weigh noise as much as the largest differences, and without whitening the regression would hardly use the smaller
+components: half whitening predicts best (docs/studies.md).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from learner.policy.attention import pack_sequences
 from learner.policy.model import Policy
 
-WIDTH = 128  # numbers a prompt
-BASIS = 8192  # prompts from which the components are found, at most
+WIDTH = 128  # numbers per prompt, at most
+BASIS = 8192  # prompts from which the components are computed, at most
 SPARE = 32  # extra components, which make the last ones more accurate
 ITERATIONS = 4  # of the randomised decomposition
 
 
 class Components:
-    """Principal components of states, found in some of them.
+    """Principal components of states, computed from some of them.
 
     Args:
         states: float32 [N, 2H].
     """
 
     def __init__(self, states: torch.Tensor) -> None:
-        # Dimensions in which prompts differ by rounding alone are left as small as they are.
+        # The added terms keep dimensions that differ only by rounding errors from being scaled up.
         spread = states.std(0, correction=0) + 1e-4 * states.abs().mean() + 1e-6
         self._mean, self._scale = states.mean(0), spread
         scaled = (states - self._mean) / self._scale
@@ -82,7 +82,7 @@ def prompt_states(
 
 
 def _packed(prompts: Sequence[np.ndarray], token_budget: int) -> Iterator[list[np.ndarray]]:
-    """The prompts in their order, together as long as they fit the budget."""
+    """Lists of consecutive prompts within the token budget; a longer prompt is alone in its list."""
     rows: list[np.ndarray] = []
     for prompt in prompts:
         if rows and sum(map(len, rows)) + len(prompt) > token_budget:

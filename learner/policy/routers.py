@@ -43,7 +43,7 @@ def weights_of_chosen(router: Any, logits: torch.Tensor, ids: torch.Tensor) -> t
     return logits.gather(-1, ids).softmax(-1)
 
 
-# transformers' classes, whose outputs are logits [T, experts], weights [T, k] and ids [T, k], and how each weighs.
+# transformers' classes, which return logits [T, experts], weights [T, k] and ids [T, k], and how each computes weights.
 ROUTERS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "GptOssTopKRouter": weights_of_chosen,
     "MixtralTopKRouter": weights_of_all,
@@ -54,7 +54,7 @@ ROUTERS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = 
 
 @dataclass(slots=True)
 class RoutedLayer:
-    """What the router of one layer did where model tokens [N] are predicted.
+    """What one layer's router did at the positions that predict the model tokens [N].
 
     Attributes:
         counts: tokens that went through each expert, int64 [experts].
@@ -75,7 +75,7 @@ class Routing:
 
     Attributes:
         positions: packed positions that predict the model tokens, int64 [N].
-        experts: ids that the engine chose [T, layers, k]; None: the routers choose themselves.
+        experts: ids that the engine chose [T, layers, k]; if None, the routers choose.
         known: tokens whose experts are recorded, bool [T]; None if `experts` is.
         balanced: whether `balance_loss` is to have a gradient.
     """
@@ -94,7 +94,7 @@ class Routing:
         return self.known[self.positions]
 
     def divided(self, group: SequenceGroup, tokens: int) -> Routing:
-        """This pass for a rank's slice of its `tokens`, which are padded as `own_slice` pads them."""
+        """This pass for this rank's slice of the packed `tokens`, which are padded as `own_slice` pads them."""
         length = -(-tokens // group.size)
         start, (self._counts, mine) = group.rank * length, group.among_slices(self.positions, length)
         own = Routing(self.positions[mine] - start, balanced=self.balanced)
@@ -118,7 +118,7 @@ class Routing:
     def balance_loss(self) -> torch.Tensor:
         """Load-balancing loss, the mean over the layers: 1 if all experts have the same load; 0 without model tokens.
 
-        Of a layer with E experts, E sum_i f_i P_i: f_i is the share of expert i in all choices, P_i its mean
+        A layer with E experts contributes E sum_i f_i P_i: f_i is the share of expert i in all choices, P_i its mean
         probability, which has the gradient (Switch Transformer, arXiv 2101.03961, equations 4 to 6; with k choices
         of a token f_i is divided by k).
         """
@@ -130,7 +130,7 @@ class Routing:
 
 
 class Routers:
-    """The routers of a model whose families are `ROUTERS`, made by `of`.
+    """The routers of a model of one of the families in `ROUTERS`; built by `of`.
 
     A forward pass of the model takes its `Routing` as the keyword argument `routing`. Each layer hands it to its
     router, so that an activation that is computed again in the backward pass goes through the same experts.
@@ -146,7 +146,7 @@ class Routers:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Routers | None:
-        """None for a model without such routers: a dense one, or another family."""
+        """The routers of a model; None if it is dense, or of another family."""
         layers = getattr(model.base_model, "layers", ())
         routers = {
             number: part
@@ -181,10 +181,10 @@ class Routers:
 
 
 def check_routers(routers: Routers | None, config: LearnerConfig, path: str, architecture: str) -> None:
-    """Refuse settings about routers for a model without known ones, and routers that cannot choose.
+    """Refuse settings about routers for a model without known ones, and routers that choose more experts than exist.
 
     Raises:
-        UserError: says why, and names the model.
+        UserError: the settings or the routers are refused; the message names the model.
     """
     if routers is not None:
         _, chosen, experts = routers.shape

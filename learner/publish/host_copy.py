@@ -67,7 +67,7 @@ class HostCopy:
 
 
 class HostMemory:
-    """Memory for such a copy, which can be handed to other processes of the machine.
+    """Host memory for a copy of the weights, which can be handed to other processes of the machine.
 
     Args:
         file: holds the memory; by default a new one.
@@ -99,20 +99,20 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event after all work now in the stream. It blocks, as each of many waiting threads would keep a core busy."""
+    """An event after all work now in the stream. Waiting for it blocks; a thread that polls would keep a core busy."""
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
 
 
 def _wait(event: torch.cuda.Event, device: torch.device) -> None:
-    """Wait in this thread. It may be on the first GPU, as new threads are, where waiting would take half a gigabyte."""
+    """Wait in this thread, on the copy's GPU: new threads are on GPU 0, where waiting would take half a gigabyte."""
     with torch.cuda.device(device):
         event.synchronize()
 
 
 def _pin(address: int, size: int) -> bool:
-    """Pin the memory; False where the system refuses."""
+    """Pin the memory; False if the system refuses."""
     if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
         return True
     # CUDA keeps the error, and torch raises it at the thread's next kernel. Start one here, so that no later one fails.

@@ -90,7 +90,7 @@ class RankCopies:
         return {chunk: value for part in parts for chunk, value in part}
 
     def _divide(self, memory: HostMemory | None) -> tuple[HostMemory | None, range | None]:
-        """Memory and share of this rank; rank 0 copies the first version, whose size is not known yet, alone."""
+        """Memory and share of this rank; rank 0 alone copies the first version, whose size is not known yet."""
         offer = b""
         if memory is not None:
             file = memory.file

@@ -26,7 +26,7 @@ class Checksums:
     waits for the copy, which would share the cores with the checksums.
 
     Args:
-        share: bytes that are copied, in whole chunks; None: all.
+        share: bytes that are copied, in whole chunks; None means all.
     """
 
     def __init__(self, chunk_bytes: int, copy: HostCopy, share: range | None) -> None:
@@ -64,7 +64,7 @@ class WeightCopy:
 
     Attributes:
         manifest: the snapshot's, without chunks and checksums.
-        memory: begins with the weights; None where this rank copies nothing.
+        memory: begins with the weights; None if this rank copies nothing.
         largest: largest absolute value of the weights; NaN if any weight is NaN, float32 [].
     """
 
@@ -121,8 +121,8 @@ def copy_weights(
         snapshot: its name (`common.weights.wire`); by default a random one.
         memory: of a snapshot that is no longer read, to overwrite: writing to fresh memory takes several times as long.
         prompt: see `WeightServer.copy`.
-        device: where the tensors are; None: on the CPU.
-        share: bytes that this rank copies, in whole chunks; None: all, and the memory grows as needed.
+        device: where the tensors are; None means the CPU.
+        share: bytes that this rank copies, in whole chunks; if None, it copies all, and the memory grows as needed.
     """
     if memory is None and share is None:
         memory = HostMemory(FIRST_GUESS, is_pinned=False)  # not pinned: it may grow larger than needed

@@ -72,7 +72,7 @@ class WeightServer:
         """Serve a copy from now on; in any thread, as long as `copy` is not called meanwhile.
 
         Args:
-            checksums: of all chunks, where other ranks have copied some of them.
+            checksums: of all chunks, if other ranks have copied some of them.
         """
         snapshot = copy.snapshot(checksums)
         if self._last is not None and self._deltas and self._server.deltas_wanted:

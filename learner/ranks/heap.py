@@ -18,7 +18,7 @@ class Heap:
     """
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         self._settled = 0
 
     def give_back(self) -> None:

@@ -1,4 +1,4 @@
-"""Ulysses (arXiv 2309.14509): each rank of a group holds a slice of the same packed tokens; they divide attention.
+"""Ulysses (arXiv 2309.14509): the ranks of a group hold slices of the same packed tokens, and divide the heads.
 
 All layers but attention treat each token by itself, so a rank computes them for its slice [1, T / N]. For attention the
 ranks exchange slices: each gets all T tokens of H / N heads, and afterwards its own tokens of all H heads again.
@@ -20,7 +20,7 @@ class SequenceGroup:
     Attributes:
         rank: number of this rank among them, and of its slice.
         size: their number N.
-        group: carries what they exchange; None only where nothing is sent.
+        group: the process group of their exchanges; None only if nothing is sent.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class SequenceGroup:
         return whole + (own - own.detach())
 
     def among_slices(self, positions: torch.Tensor, length: int) -> tuple[list[int], slice]:
-        """How many of these ascending positions each rank's slice of `length` tokens has, and which this one's."""
+        """The number of these ascending positions in each rank's slice of `length` tokens, and those in this rank's."""
         counts = (positions // length).bincount(minlength=self.size).tolist()
         first = sum(counts[: self.rank])
         return counts, slice(first, first + counts[self.rank])
@@ -65,7 +65,7 @@ class SequenceGroup:
             query, others: [1, H, T / N, D], each with its own H and D.
 
         Returns:
-            [1, H / N, T, D] each; where N > H, of the one head that belongs to this rank's queries.
+            [1, H / N, T, D] each; if N > H, of the one head that belongs to this rank's queries.
         """
         parts = [self._heads_by_rank(tensor[0]) for tensor in (query, *others)]
         received = self.exchange(torch.cat([part.flatten(2) for part in parts], dim=2)).flatten(0, 1)

@@ -46,7 +46,7 @@ class World:
     Attributes:
         group: gloo group of the collectives below, with its own time-out. Gradients and weights go through the
             default group, which is NCCL's on GPUs.
-        sequence: the ranks that hold slices of the sequences that this one trains on; None: it holds them whole.
+        sequence: the ranks that hold slices of the sequences that this one trains on; if None, it holds them whole.
     """
 
     rank: int
@@ -167,7 +167,7 @@ def start(timeout: float = 1800.0) -> World:
 
     Raises:
         UserError: the environment is incomplete, or MASTER_PORT is in use.
-        RendezvousError: the other ranks did not come, or cannot be reached.
+        RendezvousError: the other ranks did not join, or cannot be reached.
     """
     rendezvous = read_rendezvous(os.environ)
     has_gpu = torch.cuda.is_available()
@@ -196,12 +196,12 @@ def stop() -> None:
 
 
 def lost_rank_message(error: RuntimeError) -> str | None:
-    """The message for a call that failed because other ranks died or never came; None for any other failure."""
+    """The message for a call that failed because other ranks died or never joined; None for any other failure."""
     if isinstance(error, RendezvousError):
         return str(error)
     if any(sign in str(error).lower() for sign in LOST_RANK_SIGNS):
         reason = " ".join(str(error).split())[:200]
-        return f"another rank has gone; start all ranks again, they go on from the checkpoint ({reason})"
+        return f"another rank is gone; start all ranks again, they continue from the checkpoint ({reason})"
     return None
 
 

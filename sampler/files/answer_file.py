@@ -22,7 +22,7 @@ class Request:
         kind: `values`, sampled like training responses, or `eval`, sampled like evaluations and reported by group.
         responses: number of responses per prompt.
         output: the file of answers; tasks that it already answers are not sent again.
-        data: `[NAME=]PATH`, a part of the data source of that name, or of the only one; None: all of the data.
+        data: `[NAME=]PATH`, a part of the data source of that name, or of the only one; None means all of the data.
     """
 
     kind: Kind
@@ -84,7 +84,7 @@ class AnswerFile:
         return task_id in self.task_ids
 
     def append(self, rows: Mapping[str, dict[str, Any]]) -> None:
-        """Write answers by task id; on return they are on the disk. Raises `UserError` where that fails."""
+        """Write answers by task id; on return they are on the disk. Raises `UserError` if that fails."""
         if not rows:
             return
         try:

@@ -31,7 +31,7 @@ class EpisodeFiles:
     Args:
         folder: created when needed.
         keep_bytes: total size above which files of older versions are removed when a new file begins; None keeps all.
-        unfinished: call each file `<version>.jsonl.part` until `finish`, and keep the first version.
+        unfinished: call each file `<version>.jsonl.part` until `finish`, and never remove that of the first version.
     """
 
     def __init__(self, folder: Path, keep_bytes: int | None = None, *, unfinished: bool = False) -> None:
@@ -163,7 +163,7 @@ def episode_line(header: SampleHeader, about: dict[str, Any], prompt: dict[str, 
     try:
         front = json_line(fields).encode("utf-8", "backslashreplace")
     except (TypeError, ValueError, RecursionError):
-        # The data holds what JSON cannot, such as the bytes of a picture.
+        # The data holds values that JSON lacks, such as the bytes of a picture.
         front = open_record(pack_record(fields))
     return front if len(line) <= 2 else front[:-1] + b", " + line[1:]
 
@@ -246,7 +246,7 @@ class Rollouts:
         self._round[task.version].append((header.task_id, episode_line(header, about, prompt)))
 
     def write(self) -> None:
-        """Write what was added; raises `UserError` where the files cannot be written."""
+        """Write what was added; raises `UserError` if a file cannot be written."""
         for version, lines in self._round.items():
             self._files.write(version, lines)
         self._round.clear()

@@ -19,7 +19,7 @@ from common.files import append, rewrite
 MAX_PENDING = 4 << 20  # bytes that may wait while the disk is full
 NAME = "metrics.jsonl"
 MAX_BINS = 128
-NOT_WRITTEN = "metrics cannot be written, the run goes on"
+NOT_WRITTEN = "metrics cannot be written, the run continues"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class MetricsFile:
     A file that is too large is renamed to `metrics.old.jsonl`, replacing the previous one, and a new one begins. After
     a kill before the commit, the next sampler writes the same entries again; for each process, version and name the
     last value counts.
-    While the disk is full the run goes on, and entries wait in memory; if too many wait, the oldest are lost.
+    While the disk is full the run continues, and entries wait in memory; if too many wait, the oldest are lost.
 
     Args:
         folder: of the run; it exists.
@@ -145,7 +145,7 @@ class MetricsFile:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                self._log.warning("metrics of later versions stay", file=str(path), error=str(error))
+                self._log.warning("metrics of later versions could not be removed", file=str(path), error=str(error))
 
     def _cut_last_line(self) -> None:
         """Remove a last line that a kill cut short."""

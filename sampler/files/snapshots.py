@@ -71,7 +71,7 @@ class Snapshots:
         """Check that the batches in Redis lead to the newest state in the run folder.
 
         Raises:
-            RedisBehind: they do not, so Redis has an older state.
+            RedisBehind: the batches end before that state, so Redis has an older one.
         """
         newest, reached = max(map(_version, self._files()), default=0), self._state.open.next_id
         if newest > reached:

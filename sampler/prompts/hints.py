@@ -111,16 +111,16 @@ class Hints:
             "data.prompt_markup=true if the markup is meant",
             "json": f"the prompt is text that reads as chat messages, and is shown as it stands: write a list into "
             f"{prompts}, not text (json.loads), or name another by data.prompt_column",
-            "image": f"{detail} stands for what a model of images sees, and SPO's models read text alone: leave such "
-            "rows out, or name a column of text by data.prompt_column",
+            "image": f"{detail} stands for an image, video or sound, but SPO's models read only text: leave such rows "
+            "out, or name a column of text by data.prompt_column",
             "tools": "column 'tools' is not shown to the model, whose tools are those of episode.tools, the same for "
             "all rows of a source; only an agent or a tool of your own may read it",
-            "rounded": f"{detail} in {answers} is a number of 32 bits, written out: store it as text or with 64 bits, "
+            "rounded": f"{detail} in {answers} looks like a rounded 32-bit number: store it as text or with 64 bits, "
             "or name another column by data.answer_column",
-            "prefill": "the last message is the assistant's, which ends there: the model begins another; to have it "
+            "prefill": "the last message is the assistant's, after which the model begins another; to have it "
             "continued, set data.template_options.continue_final_message=true (with data.prompt_markup=true for "
             "tags such as <think>), or leave it out",
-            "system": "data.system_prompt is put before prompts of text alone, and these are chat messages: give them "
+            "system": "data.system_prompt is added only to text prompts, and these are chat messages: give them "
             "a system message, or remove data.system_prompt",
             "role": f"a message has the role {detail!r}, which models are not trained with: name it user, assistant or "
             "system, or name another column by data.prompt_column",

@@ -48,7 +48,7 @@ class Prompt:
 
 
 class SourcePrompts:
-    """The prompts of one source by position; their texts stay in the file until asked for.
+    """The prompts of one source by position; their texts are read from the file on demand.
 
     Args:
         usable: row number of each prompt, [N].
@@ -71,7 +71,7 @@ class SourcePrompts:
         except BadRow as problem:
             raise UserError(
                 f"{self.where(i)} can no longer be used ({problem}): the file was changed while it was in use; start "
-                "again, and the run goes on without that row"
+                "again, and the run continues without that row"
             ) from None
         used = (source.prompt_column, source.answer_column)
         return Prompt(prompt, answer, {name: value for name, value in row.items() if name not in used})
@@ -166,7 +166,7 @@ def too_few(config: Config, train: PromptSet) -> str | None:
     if groups <= len(train):
         return None
     return (
-        f"sampler.batch_size = {config.sampler.batch_size} takes {groups} prompts, and data.train has {len(train)}: "
+        f"sampler.batch_size = {config.sampler.batch_size} needs {groups} prompts, but data.train has {len(train)}: "
         "each is in a batch several times; lower it, or give more data"
     )
 
@@ -265,7 +265,7 @@ def read_prompt(row: dict[str, Any], source: Source) -> str | Messages:
 def read_answer(row: dict[str, Any], source: Source) -> Any:
     """The reference answer as it is in the data, or the text after the last mark; raises `BadRow`.
 
-    None where the source has no answers.
+    None if the source has no answers.
     """
     if source.answer_column is None:
         return None
@@ -301,7 +301,7 @@ def _why_not_packed(value: Any) -> str:
     except OverflowError:
         return "holds an integer of more than 64 bits; write it as text"
     except UnicodeError:
-        return "holds half a surrogate pair, which is no text"
+        return "holds half a surrogate pair, which is not text"
     except TypeError as error:
         return f"holds a value that no message can carry ({error})"
     except (ValueError, RecursionError) as error:
@@ -318,13 +318,13 @@ def _answer_after(mark: str, answer: Any, column: str) -> str:
 
 
 def missing_columns(row: dict[str, Any], source: Source) -> str:
-    """Names the source's columns that a row lacks, and those it has; empty where it lacks none."""
+    """Names the source's columns that a row lacks, and those it has; empty if it lacks none."""
     names = {key: name for key in COLUMNS if (name := getattr(source, key)) is not None}
     missing = {key: name for key, name in names.items() if name.partition(".")[0] not in row and name not in row}
     if not missing:
         return ""
     settings = " and ".join(f"data.{key}" for key in missing)
-    without = ", or to null where the reward needs no answer" if "answer_column" in missing else ""
+    without = ", or to null if the reward needs no answer" if "answer_column" in missing else ""
     columns = ", ".join(_columns(row)) or "none"
     return f"there is no column {', '.join(map(repr, missing.values()))}; there are {columns}; set {settings}{without}"
 

@@ -58,9 +58,9 @@ class CheckedRow:
 
     Attributes:
         number: position in the data.
-        row: None where it cannot be read.
+        row: None if it cannot be read.
         prompt_id, prompt, answer: set if the row has no problem or is a duplicate.
-        problem: why the row cannot be used; None where it can.
+        problem: why the row cannot be used; None if it can.
         earlier: of a duplicate, the number of the row with the same prompt or id.
     """
 
@@ -81,7 +81,7 @@ class Rows(ABC):
 
     @abstractmethod
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """Row i; raises `BadRow` where it cannot be read."""
+        """Row i; raises `BadRow` if it cannot be read."""
 
     @abstractmethod
     def where(self, i: int) -> str:
@@ -148,7 +148,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise BadRow(f"a key is there twice ({twice[:100]!r})", reason="a key is there twice")
+        raise BadRow(f"a key occurs twice ({twice[:100]!r})", reason="a key occurs twice")
     return values
 
 
@@ -249,7 +249,7 @@ def _seed(split: str, options: Mapping[str, Any], field: str) -> int:
     """The family's seed for a split. Item i has seed + i, so the seeds of splits must be far apart."""
     seed = options.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise UserError(f"{field}: seed = {seed!r} is no integer of 0 or more")
+        raise UserError(f"{field}: seed = {seed!r} is not an integer of 0 or more")
     # Some families take no more than 32 bits.
     return int.from_bytes(blake2b(f"{split} {seed}".encode(), digest_size=4).digest()) >> 1
 
@@ -339,7 +339,7 @@ def open_dataset(path: str, split: str, config: str | None) -> ArrowRows:
     """Open a Hugging Face dataset: a folder, or a name on the hub; raises `UserError`."""
     near = misspelt_set(path)
     if near is not None:
-        raise UserError(f"data {path!r} is no file, no folder and no known set; did you mean {near}?")
+        raise UserError(f"data {path!r} is not a file, a folder or a known set; did you mean {near}?")
     name = f"{path} ({split})" if config is None else f"{path} ({config}, {split})"
     return ArrowRows(_table(path, split, config), name)
 

@@ -43,7 +43,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, finished: bool) -> None:
-        """Send what is left, and end; `finished`: the run is over."""
+        """Send the rest, and end; `finished` says whether the run is over."""
 
     def discard(self, version: int) -> None:  # noqa: B027
         """Drop later versions, which will be logged again; not needed if the later of two values counts."""

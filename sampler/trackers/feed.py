@@ -24,7 +24,7 @@ class TrackerFeed:
     """Feeds one tracker from the file, and keeps its position in the run folder for the next sampler.
 
     The file is the queue: a tracker that is slow or unreachable costs no memory and catches up later; a new one gets
-    everything from the file's beginning. Whatever a tracker does, the run goes on.
+    everything from the file's beginning. Whatever a tracker does, the run continues.
 
     Args:
         name: of the tracker.
@@ -59,7 +59,7 @@ class TrackerFeed:
         self._wake.set()
 
     def stop(self, finished: bool) -> None:
-        """Send what is left, and end; `finished`: the run is over."""
+        """Send the rest, and end; `finished` says whether the run is over."""
         self._finished, self._stopped = finished, True
         self._wake.set()
 
@@ -99,11 +99,11 @@ class TrackerFeed:
     def _warn_once(self, error: Exception) -> None:
         if not self._has_failed:
             reason = f"{type(error).__name__}: {error}"[:500]
-            self._log.warning("a tracker has failed, the run goes on", tracker=self.name, error=reason)
+            self._log.warning("a tracker has failed, the run continues", tracker=self.name, error=reason)
         self._has_failed = True
 
     def _reopened(self, file: IO[bytes] | None) -> IO[bytes] | None:
-        """The file; None while there is none."""
+        """Open the file anew, and apply a `discard`; None if it does not exist yet."""
         if file is not None:
             file.close()
         discarded = self._discarded

@@ -1,4 +1,4 @@
-"""MLflow: a server by `MLFLOW_TRACKING_URI`, else files in the run folder."""
+"""MLflow: a server by `MLFLOW_TRACKING_URI`, otherwise files in the run folder."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class Features:
 
     Args:
         name: of the mean that the regression predicts.
-        rows: counts, uint8 [N, D], whose square roots are used; or vectors of length 1 (or 0: nothing is
-            known), float16.
+        rows: counts, uint8 [N, D], whose square roots are used; or vectors of length 1 (0 if
+            nothing is known of the prompt), float16.
     """
 
     def __init__(self, name: str, rows: np.ndarray) -> None:
@@ -62,9 +62,9 @@ class PromptTraits:
     """Traits of prompts that are known before they are answered.
 
     Attributes:
-        groups: number of each prompt's group, int64 [N]; None: no groups.
-        group_names: of each group, [G].
-        features: for the regression; None: there is none.
+        groups: number of each prompt's group, int64 [N]; None without groups.
+        group_names: name of each group, [G].
+        features: inputs of the regression; None without one.
     """
 
     groups: np.ndarray | None = None
@@ -145,7 +145,7 @@ class Population:
         return np.concatenate([part.ravel() for part in self._parts()]).tobytes()
 
     def unpack(self, data: bytes) -> None:
-        """Restore the state of `pack`; one with other groups or means is ignored."""
+        """Restore the state that `pack` returned; that of a run with other groups or means is ignored."""
         values = np.frombuffer(data, np.float64)
         if len(values) != sum(part.size for part in self._parts()):
             return

@@ -67,7 +67,7 @@ def _half_step(x: np.ndarray) -> np.ndarray:
 
 
 def probabilities(weights: np.ndarray) -> np.ndarray:
-    """Probability of being drawn first, float64 [N]; uniform where every weight is 0."""
+    """Probability of being drawn first, float64 [N]; uniform if every weight is 0."""
     total = weights.sum()
     if total == 0:
         return np.full(len(weights), 1 / len(weights))
@@ -118,7 +118,7 @@ def _propose(
     """Rejection sampling: uniform proposals, kept with probability weight / largest unless blocked or drawn before.
 
     Dropping repeats of independent weighted draws is the same as drawing without replacement. May return
-    fewer than n where the weights are very uneven, or nearly all are blocked.
+    fewer than n if the weights are very uneven, or nearly all are blocked.
     """
     drawn = NOTHING
     # A first guess; every round measures the share of proposals that are kept.

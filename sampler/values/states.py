@@ -1,7 +1,7 @@
 """The file of prompts' states (`spo values states`): a model's state at the end of each prompt, as a vector.
 
-An `.npz` with `ids`, the prompts' ids as UTF-8 bytes [N], and `states`, float16 [N, D]: vectors of length 1, and zeros
-where a prompt has no state.
+An `.npz` with `ids`, the prompts' ids as UTF-8 bytes [N], and `states`, float16 [N, D]: vectors of length 1, or zeros
+for a prompt without a state.
 """
 
 from __future__ import annotations
@@ -38,25 +38,27 @@ def read_states(path: str, ids: Sequence[str], log: Any) -> np.ndarray:
     key = f"sampler.tracker.prompt_states = {path}"
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            known, states = arrays["ids"], arrays["states"]
+            file_ids, states = arrays["ids"], arrays["states"]
     except FileNotFoundError:
         raise UserError(f"{key} does not exist; `spo values states CONFIG --output {path}` writes it") from None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        raise UserError(f"{key} is no file of `spo values states`") from None
+        raise UserError(f"{key} is not a file of `spo values states`") from None
     if (
         states.dtype != np.float16
         or states.ndim != 2
-        or known.shape != states.shape[:1]
+        or file_ids.shape != states.shape[:1]
         or not np.isfinite(states).all()
     ):
-        raise UserError(f"{key} is no file of `spo values states`: it needs finite states, float16 [N, D], and N ids")
-    index = {prompt_id: i for i, prompt_id in enumerate(known.tolist())}
+        raise UserError(
+            f"{key} is not a file of `spo values states`: it needs finite states, float16 [N, D], and N ids"
+        )
+    index = {prompt_id: i for i, prompt_id in enumerate(file_ids.tolist())}
     rows = np.array([index.get(prompt_id.encode(), -1) for prompt_id in ids], np.int64)
     missing = int((rows < 0).sum())
     if missing == len(ids):
-        raise UserError(f"{key} has {len(known):,} prompts, and none of data.train; make it with the same data")
+        raise UserError(f"{key} has {len(file_ids):,} prompts, but none of data.train; make it with the same data")
     if missing:
         log.warning("prompts without a state are predicted by the mean of all", prompts=missing, of=len(ids))
-    found = states[rows]
-    found[rows < 0] = 0
-    return found
+    own = states[rows]
+    own[rows < 0] = 0
+    return own

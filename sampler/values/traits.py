@@ -73,7 +73,7 @@ def _groups(prompts: PromptSet, column: str | None) -> tuple[np.ndarray | None, 
     if len(names) > MAX_GROUPS:
         raise UserError(
             f"sampler.tracker.group_column = {column!r} has {len(names):,} different values, and at most "
-            f"{MAX_GROUPS:,} groups are of use; name a column with a level, a task or a source"
+            f"{MAX_GROUPS:,} groups are allowed; name a column with a level, a task or a source"
         )
     index = {name: g for g, name in enumerate(names)}
     return np.array([index[value] for value in values], np.int64), names
@@ -84,7 +84,9 @@ def _group(prompts: PromptSet, i: int, column: str) -> str:
     value = row.get(column)
     if isinstance(value, str | int | float | bool):
         return str(value)
-    problem = "has no such column" if column not in row else f"has {value!r:.40} there, which is no text or number"
+    problem = (
+        "has no such column" if column not in row else f"has {value!r:.40} there, which is neither text nor a number"
+    )
     raise UserError(
         f"sampler.tracker.group_column = {column!r}: {prompts.where(i)} {problem}; its columns are "
         f"{', '.join(row) or 'none but prompt and answer'}"

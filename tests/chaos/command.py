@@ -28,12 +28,12 @@ TASKS = (DEFAULT, agent.TASK)
 STEPS_A_MINUTE = 20  # that two cores make while everything fails
 # Failures are noticed soon, so that many fit into a run; and each commit of the sampler is kept.
 SETTINGS = ["run.journal=true", "broker.dead_after=3", "learner.checkpoint_every=5"]
-# The initial model pulls the policy back to where it began, by so little that it learns all the same.
+# The teacher is the initial model. It pulls the policy back, but so weakly that the policy learns all the same.
 TEACHER_WEIGHT = "teacher.weight=0.01"
 
 
 def run_chaos(options: ChaosOptions) -> None:
-    """Run it, and print its table, the faults and every line of the audit; code 1 where one does not hold."""
+    """Run it, and print its table, the faults and every line of the audit; exit code 1 if one does not hold."""
     task = find_task(options.task)
     if task not in TASKS:
         raise UserError(f"--task {task.name}: chaos plays {' or '.join(one.name for one in TASKS)}")
@@ -70,7 +70,7 @@ def run_chaos(options: ChaosOptions) -> None:
 
 
 def _parts(folder: Path, task: QuickstartTask) -> list[str]:
-    """The settings with which tool or agent, and the reward, are those of `tests.chaos.parts`."""
+    """The settings that name the tool or agent, and the reward, of `tests.chaos.parts`."""
     parts = {"tool": ("PanickingCalculator", "panic tools"), "reward": ("ForkingExact", "fork rewards")}
     options = {
         kind: {f"tests.chaos.parts:{name}": {"while_there": str(flag(folder.absolute(), fault))}}

@@ -17,7 +17,7 @@ from tests.chaos.hook.sitecustomize import SYNCED, note_syncs
 
 INTERVAL = 0.5  # seconds between two looks
 HISTORY = 60.0  # seconds that are remembered
-WRITTEN_BACK = 30.0  # seconds after which Linux writes data to the disk that nobody has synced
+WRITTEN_BACK = 30.0  # seconds after which Linux writes unsynced data to the disk
 EVERYSEC = 1.0  # seconds of its log that Redis may lose
 # Redis syncs its other files; inputs are there long before a run; the audit reads logs and timelines as evidence.
 SAFE = ("redis", "inputs", "logs", "timeline")
@@ -40,7 +40,7 @@ class Disk:
             self._looks.popleft()
 
     def size(self, path: Path, at: float) -> int:
-        """Bytes of the file that it held at the time, or at the last look before, and still has; 0 if none."""
+        """Bytes that the file had at the last look before `at`, and has had ever since; 0 if it was not seen."""
         inode = path.stat().st_ino
         since = next((i for i in reversed(range(len(self._looks))) if self._looks[i][0] <= at), None)
         if since is None:

@@ -84,7 +84,7 @@ class Injector:
         """Do the next fault if it is due, and undo the one that has lasted long enough.
 
         Raises:
-            Blackout: there was one.
+            Blackout: the fault was a power cut.
         """
         self.disk.look()
         now = time.monotonic()
@@ -200,7 +200,7 @@ class Injector:
         return self._for(fault.seconds, lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, before), child.name)
 
     def _raise_flag(self, fault: Fault) -> str:
-        """The run's own tool or reward fails while there is a file."""
+        """Create the file in whose presence the run's own tool, agent or reward fails."""
         path = flag(self.folder.parent, fault.kind)
         path.touch()
         return self._for(fault.seconds, lambda: path.unlink(missing_ok=True), fault.kind.partition(" ")[2])

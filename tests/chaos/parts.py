@@ -1,4 +1,4 @@
-"""Tool, agent and reward of a chaotic run: they fail while a file says so, and are the quickstart's otherwise."""
+"""Tool, agent and reward of a chaotic run: those of the quickstart, which fail while a certain file exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AGENTS_FAIL = "CHAOS_AGENTS_FAIL"  # the variable that names the agents' file
 
 
 class Panic(BaseException):
-    """Raised by a tool, as the panic of an extension written in Rust is: it is no `Exception`."""
+    """Raised by a tool, like the panic of an extension written in Rust: it is not an `Exception`."""
 
 
 class PanickingCalculator(Calculator):

@@ -24,9 +24,9 @@ class ProxiedConnection:
     """A client's connection, with the one to the server that stands behind it.
 
     Attributes:
-        mode: `open`: as if there were no proxy. `slow`: everything is late. `held`: nothing passes in either direction,
+        mode: `open`: the proxy has no effect. `slow`: everything is late. `held`: nothing passes in either direction,
             and neither end is told. `mute`: requests arrive, the next reply is lost together with the connection.
-            `half-closed`: the client is told that nothing will come any more, its requests still arrive.
+            `half-closed`: the client is told that nothing more will come, but its requests still arrive.
     """
 
     client: asyncio.StreamWriter

@@ -38,7 +38,7 @@ class ChaoticRun:
     """Runs, and does the faults in the run's view, which is called several times a second.
 
     Attributes:
-        records: what the run left in Redis; None while it goes on.
+        records: what the run left in Redis; None while it is running.
     """
 
     def __init__(self, config: Config, faults: Iterator[Fault], seconds: float, log: Any) -> None:
@@ -57,7 +57,7 @@ class ChaoticRun:
         self._generators = 1  # started so far
 
     def run(self, view: Callable[[], View], phases: PhaseTimer) -> Summary:
-        """Start it, harm it, and wait for its end; raises what `run_here` raises."""
+        """Start the run, do the faults, and wait until it ends; raises what `run_here` raises."""
         self._disk.note_syncs()
         while True:
             full = self.tally.done["disk full"]
@@ -65,11 +65,11 @@ class ChaoticRun:
                 return self._run(view, phases)
             except Blackout:
                 lost = self._disk.lose(self._drawn)
-                self.log.warning("the run goes on, after a power cut", bytes_lost=lost)
+                self.log.warning("the run continues after a power cut", bytes_lost=lost)
             except UserError as error:
                 if self.tally.done["disk full"] == full:
                     raise
-                self.log.warning("the run has ended, as its disk was full; it goes on", error=str(error))
+                self.log.warning("the run ended because its disk was full; it continues", error=str(error))
 
     def audit(self) -> list[AuditLine]:
         assert self.records is not None, "the run is over"

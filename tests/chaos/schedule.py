@@ -33,7 +33,7 @@ WEIGHTS = {
     "more generators": 3,
     "fewer generators": 3,
 }
-# Those of a run with teachers; without them a seed's schedule is what it was before there were any.
+# Faults of runs with teachers; kept apart, so that they do not change a seed's schedule without teachers.
 TEACHERS = {"kill teacher": 5, "freeze teacher": 5}
 GAP = 4.0  # seconds between two faults, on average
 FIRST_GAP = 1.0  # seconds at least
@@ -60,7 +60,7 @@ class Fault:
 
 
 def schedule(seed: int, without: Collection[str] = (), *, taught: bool = False) -> Iterator[Fault]:
-    """Faults without end; the first ones are one of each kind, in random order, so that a short run has all of them.
+    """Faults without end; each kind comes once before any comes twice, so that a short run has all of them.
 
     Args:
         without: kinds that are left out.
@@ -73,7 +73,7 @@ def schedule(seed: int, without: Collection[str] = (), *, taught: bool = False) 
     unknown = sorted(set(without) - set(weights))
     kinds = sorted(set(weights) - set(without))
     if unknown or not kinds:
-        problem = f"is no fault: {unknown[0]!r}" if unknown else "leaves no fault"
+        problem = f"names no fault: {unknown[0]!r}" if unknown else "leaves no fault"
         raise UserError(f"--without {problem}; there are {', '.join(weights)}")
     return _drawn(random.Random(f"chaos {seed}"), {kind: weights[kind] for kind in kinds})
 

@@ -51,13 +51,13 @@ class Anthropic(PlainChat):
 
 @dataclass
 class PretendApp:
-    """Says `texts`, one a request and the last one over and over, once `gate` is open.
+    """Replies with `texts`, one a request and the last one repeatedly, once `gate` is open.
 
     Attributes:
         prompts: ids of the requests for tokens that reached it.
-        scopes: the other requests that did.
+        scopes: the other requests that reached it.
         fail: raised in place of a reply.
-        deaf: it does not end when its request is cut.
+        deaf: whether it continues after its request is cut.
     """
 
     texts: list[str] = field(default_factory=lambda: ["yes<|im_end|>"])
@@ -144,7 +144,7 @@ class Client:
         await self.task
 
     async def reply(self) -> tuple[int, Any]:
-        """Status and body; JSON where it is that."""
+        """Status and body, which is parsed if it is JSON."""
         await self.task
         body = b"".join(message.get("body", b"") for message in self.sent)
         try:

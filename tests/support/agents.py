@@ -1,4 +1,4 @@
-"""Agents of tests, what they are given, and an endpoint without a server that they ask."""
+"""Agents for tests, their tasks, and an endpoint without a server that they ask."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PretendEndpoint:
 
 
 async def answered(session: AgentSession, messages: Any, says: str) -> dict[str, Any]:
-    """A request of a session, which is told the reply."""
+    """A request in a session, to which the model replies `says`."""
     exchange = await session.begin(AgentRequest(list(messages), {}))
     session.sampled(exchange.node, completion(TOKENIZER.encode(says + END, add_special_tokens=False)))
     reply = {"role": "assistant", "content": says}
@@ -120,7 +120,7 @@ def agent_config(*sections: dict[str, Any], **episode: Any) -> Config:
 
 @asynccontextmanager
 async def agent_tasks(config: Config) -> AsyncIterator[tuple[TaskRunner, PretendEndpoint]]:
-    """What runs the tasks of a generator, before a scripted engine and a pretended endpoint."""
+    """A task runner as a generator has it, with a scripted engine and a pretended endpoint."""
     engine: Any = ScriptedEngine()
     endpoint: Any = PretendEndpoint()
     parts = RunParts(config)

@@ -40,7 +40,7 @@ def all_findings(name: str, role: Role, machine: Machine | None = None, **sectio
 
 
 def finding_of(name: str, role: Role, machine: Machine | None = None, **sections: Any) -> Any:
-    """The one finding of a check; None where it does not apply."""
+    """The one finding of a check; None if it does not apply."""
     findings = all_findings(name, role, machine, **sections)
     assert len(findings) < 2
     return findings[0] if findings else None

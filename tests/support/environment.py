@@ -1,4 +1,4 @@
-"""A stand-in for an environment server of `verifiers`, which says what the real one was recorded to say, or worse."""
+"""A stand-in for an environment server of `verifiers`, which gives recorded answers of the real one, or misbehaves."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ async def dies(call: Call) -> None:
 
 @contextmanager
 def nowhere() -> Iterator[str]:
-    """An address at which nothing listens, until it is left."""
+    """An address at which nothing listens until the block ends."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"tcp://127.0.0.1:{taken.getsockname()[1]}"
 
 
 class StandIn:
-    """Answers health as the real server does, and runs as told; `calls` are all others that it got, in order."""
+    """Answers health requests as the real server does, and others as told; `calls` are the others, in order."""
 
     def __init__(self, run: Behaviour, health: Behaviour | None = None, address: str = "tcp://127.0.0.1:*") -> None:
         self.run, self.health = run, health or replays("health")
@@ -143,7 +143,7 @@ def task(**row: Any) -> AgentTask:
 
 
 async def play_on(run: Behaviour) -> float:
-    """The reward of one episode on a server that answers it so."""
+    """The reward of one episode on a server with this behaviour."""
     async with StandIn(run) as server:
         client = EnvironmentServer(server.address)
         try:

@@ -37,7 +37,7 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Any:
 
 
 def used(make: Callable[[], Any], act: Callable[[Any], Awaitable[Any]]) -> Any:
-    """What an object gives that is made in an event loop of its own, and closed afterwards."""
+    """Make an object in an event loop of its own, act on it, and close it; returns the result of the act."""
 
     async def scene() -> Any:
         made = make()

@@ -71,7 +71,7 @@ def _overlay(name: str) -> Iterator[Path]:
 
 
 def rendered(overlay: str) -> list[Document]:
-    """The documents as applied; skips the test where no tool can render them."""
+    """The documents as applied; skips the test if no tool can render them."""
     return list(yaml.safe_load_all(_rendered(overlay)))
 
 

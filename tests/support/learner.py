@@ -215,7 +215,7 @@ def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequenc
 
 
 def without_export(checkpoint: Path, copy: Path) -> Path:
-    """A copy of a checkpoint as it is where `learner.export` is off."""
+    """A copy of a checkpoint as it is if `learner.export` is off."""
     shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("hf"))
     metadata = json.loads((copy / "checkpoint.json").read_text())
     metadata["files"] = {name: entry for name, entry in metadata["files"].items() if not name.startswith("hf/")}

@@ -47,10 +47,10 @@ class Run:
         return self.processes[-1]
 
     def send(self, *numbers: int, missing: Iterable[int] = (), by_turn: bool = False, kept: bool = False) -> None:
-        """Put batches on their stream, and their payloads but those `missing`.
+        """Put batches on their stream, and their payloads except those `missing`.
 
         Args:
-            by_turn: say each sample's advantage once for each of its two turns, and nothing of use for the whole.
+            by_turn: give each of a sample's two turns its advantage, and the whole sample a useless one.
             kept: what the learner computes for their tokens is recorded.
         """
         for number in numbers:

@@ -1,4 +1,4 @@
-"""A device other than the processor, for tests without one: it computes on the CPU, and mixes tensors as a GPU does.
+"""A device other than the CPU, for tests without one: it computes on the CPU, and mixes tensors as a GPU does.
 
 Torch's device `meta` stands for it within `other_device`. Its tensors may meet tensors of the CPU only where a GPU
 would allow that: in a copy, and where the CPU's tensor is a plain number. Elsewhere torch's error is raised.
@@ -43,7 +43,7 @@ class There(torch.Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Makes tensors on the other device where they are asked for there."""
+    """Makes tensors on the other device if they are asked for there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

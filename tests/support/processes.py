@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def ended(pid: int, seconds: float = 600.0) -> bool:
-    """Whether a process has ended, or does so in time."""
+    """Whether a process has ended, or ends within `seconds`."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

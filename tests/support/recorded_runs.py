@@ -85,7 +85,7 @@ def train_all(folder: Path) -> dict[str, Any]:
 
 
 def _digest(weight: torch.Tensor) -> dict[str, Any]:
-    """A digest that shows whether a tensor is the same, and how far off it is where not."""
+    """A digest that shows whether a tensor is the same, and how far off it is if not."""
     values = weight.detach().double().flatten()
     generator = torch.Generator().manual_seed(0)
     projections = torch.randn(4, len(values), generator=generator, dtype=torch.float64) @ values
@@ -117,7 +117,7 @@ def differences(recorded: dict[str, Any], now: dict[str, Any]) -> tuple[bool, fl
 
 
 def main(command: str) -> int:
-    """Record the runs, or compare them with the record; 1 where a run is more than 1e-6 off."""
+    """Record the runs, or compare them with the record; returns 1 if a run is more than 1e-6 off."""
     with tempfile.TemporaryDirectory() as folder:
         now = train_all(Path(folder))
     if command == "record":

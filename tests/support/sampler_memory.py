@@ -67,7 +67,7 @@ class MemoryRun:
     def renew(self) -> None: ...
 
     def answer(self, task_id: str, **values: Any) -> None:
-        """A generator's answer, skipped where `values` say so."""
+        """A generator's answer, or a skipped task if `values` say so."""
         task = self.tasks.pop(task_id)
         header = SampleHeader(task_id=task_id, prompt_id=task.prompt_id, tokens=9, model_tokens=5, **values)
         self.headers[f"{len(self.answered)}-0"] = self.answered[task_id] = header

@@ -1,6 +1,6 @@
 """A server that follows SandboxFusion's `/run_code` or breaks it as a test says, and calls of SandboxClient against it.
 
-It speaks HTTP by hand, because a well-made server cannot be made to misbehave.
+It speaks HTTP by hand, because a library's server cannot be made to misbehave.
 """
 
 from __future__ import annotations

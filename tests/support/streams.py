@@ -58,12 +58,12 @@ def finished(delivery: Delivery, reward: float = 1.0, **changes: object) -> Fini
 
 
 def silence(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
-    """Make a process look as if it was last heard of so long ago."""
+    """Make a process look as if its last heartbeat was `seconds` ago."""
     broker.redis.zincrby(broker.key(HOLDERS), -1000 * seconds, inbox.consumer)
 
 
 def lose_reply(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
-    """Lease one task to a process that never learns of it, so many seconds ago."""
+    """Lease one task, `seconds` ago, to a process that never learns of it."""
     consumer = inbox.consumer
     ((entry_id, _),) = broker.read_group(TRAINING, CONSUMER_GROUP, consumer, count=1)
     broker.redis.xclaim(
@@ -77,7 +77,7 @@ def saved_keys(broker: Broker) -> dict[bytes, bytes]:
 
 
 def put_back(broker: Broker, keys: dict[bytes, bytes]) -> None:
-    """All at once, as Redis answers nobody before it has read its log: a process must not meet an empty Redis."""
+    """Put all keys back at once: Redis answers no process before it has read its log, so none may see it empty."""
     with broker.redis.pipeline(transaction=True) as pipe:
         pipe.flushall()
         for name, value in keys.items():

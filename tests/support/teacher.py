@@ -16,7 +16,7 @@ def gives(value: Any, status: int = 200) -> Answer:
 
 
 def places(*rows: dict[str, tuple[float, int]] | None) -> Answer:
-    """An answer of vLLM's: in each place, log-prob and rank by id."""
+    """An answer of vLLM: log-prob and rank by token id, for each position."""
     shown = [
         None
         if row is None

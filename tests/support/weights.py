@@ -128,7 +128,7 @@ class ScriptedServer:
         return {"address": self._address}
 
     def near(self) -> list[Endpoint]:
-        """Its entry for its neighbours, where it plays a relay."""
+        """Its entry for its neighbours, if it plays a relay."""
         return [self.endpoint() | {"name": "scripted"}]
 
     def fetched(self) -> set[int]:

@@ -111,7 +111,7 @@ def options(settings: Mapping[str, Any]) -> list[str]:
 def spo(
     *words: object, folder: Path | None = None, timeout: float = 600, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command that comes to its end, in a folder; one that does not fails the test with what it printed so far."""
+    """Run a command in a folder; if it does not end, the test fails with its output so far."""
     command = [*SPO, *map(str, words)]
     try:
         return subprocess.run(

@@ -97,5 +97,5 @@ def test_when_a_rank_is_gone_the_others_end_as_a_crash_does(runs, fate):
     run.wait_for(1, first)
     second.send_signal(fate)
     (line,) = run.errors(first, code=1)
-    assert "another rank has gone; start all ranks again" in line
+    assert "another rank is gone; start all ranks again" in line
     assert run.left() == (1, 12), "what no checkpoint holds is still in Redis"

@@ -227,7 +227,7 @@ CALLED = asks(("user", "a")) | {
             (),
             "data.template_options.continue_final_message=true",
         ),
-        ([asks(("user", "0?"))], ("data.system_prompt=Be brief.",), "data.system_prompt is put before prompts of text"),
+        ([asks(("user", "0?"))], ("data.system_prompt=Be brief.",), "data.system_prompt is added only to text prompts"),
         ([{"prompt": "<|im_start|>user\n0?<|im_end|>", "answer": 1}], (), "'<|im_start|>'.*data.prompt_column"),
         ([{"prompt": "[INST] 0? [/INST]", "answer": 1}], (), r"'\[INST\]'"),
         ([{"prompt": JSON_TEXT, "answer": 1}], (), "reads as chat messages.*data.prompt_column"),
@@ -280,7 +280,7 @@ def test_what_a_template_leaves_out_beside_texts_is_a_hint(tmp_path: Path) -> No
 
 def test_data_without_answers_gets_a_way_out(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two."})
-    with pytest.raises(UserError, match="set data.answer_column, or to null where the reward needs no answer"):
+    with pytest.raises(UserError, match="set data.answer_column, or to null if the reward needs no answer"):
         check(path)
 
 

@@ -88,14 +88,14 @@ UNUSABLE: dict[str, tuple[Payload | None, Any]] = {
 }
 REASONS = {
     "missing": "",
-    "unknown token id": "token ids from 1 to 99; the model has 50",
-    "experts of other layers": "2 experts a token in each of 2 layers; the model has 2 in each of 3",
-    "another number of experts": "1 experts a token in each of 3 layers; the model has 2 in each of 3",
-    "an unknown expert": "expert 8; the model has 8 in a layer, from 0 on",
-    "scores of sampled tokens": "a teacher's scores of the sampled token at each place; teacher.top_k = 2",
-    "scores of fewer tokens": "a teacher's scores of its 1 likeliest tokens at each place; teacher.top_k = 2",
-    "a score of an unknown token": "a teacher's token id 50; the model has 50",
-    "a token scored twice": "the same token twice among a teacher's likeliest at one place",
+    "unknown token id": "token ids from 1 to 99, but the model has 50 ids",
+    "experts of other layers": "2 experts per token in 2 layers, but the model uses 2 in 3",
+    "another number of experts": "1 experts per token in 3 layers, but the model uses 2 in 3",
+    "an unknown expert": "expert 8, but the model has experts 0 to 7 in a layer",
+    "scores of sampled tokens": "the teacher scored the sampled token at each position, but teacher.top_k = 2",
+    "scores of fewer tokens": "the teacher scored its 1 likeliest tokens at each position, but teacher.top_k = 2",
+    "a score of an unknown token": "the teacher scored token id 50, but the model has 50 ids",
+    "a token scored twice": "the teacher lists the same token twice among its likeliest at one position",
 }
 SHAPE = ExpertShape(layers=3, chosen=2, experts=8)
 PACKER, ROUTED = Packer(50), Packer(50, experts=SHAPE)

@@ -85,7 +85,7 @@ def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn() -> None
     assert rewards(**turns) == [[0.5, 0.25], [0.5, 0.5]]
     wrong = {"turn_advantages": [[0.0] * 4], "returns": [[1.0, 0.5]]}
     batch = PACKER.own_share(Batch(**columns, **wrong), lambda _: [sample], config, ALONE)
-    assert (batch.left_out, batch.reason) == (1, "2 returns of 4 turns")
+    assert (batch.left_out, batch.reason) == (1, "2 returns for 4 turns")
 
 
 def sample(number: int, advantage: float, reward: float, **others: Any) -> OpenSample:

@@ -120,7 +120,7 @@ def test_without_the_source_it_is_written_with_a_warning(tmp_path: Path) -> None
     model.rename(tmp_path / "moved")
     with structlog.testing.capture_logs() as lines:
         write_model(policy.model, weights, str(model), tmp_path / "export")
-    assert [line["event"] for line in lines] == ["exported without a tokenizer: the files of the model are not there"]
+    assert [line["event"] for line in lines] == ["exported without a tokenizer: the files of the model are missing"]
     assert (tmp_path / "export" / "config.json").is_file()
 
 

@@ -167,7 +167,7 @@ def test_a_policy_that_diverged_is_not_published(
     monkeypatch.setattr(loop, "scored_prompt", lambda trainer: PROMPT._replace(logprobs=[0.0, logprob]))
     learner.trainer.not_finite = skipped
     learner.trainer.weights = lambda: iter([("weight", torch.tensor([1.0, weight]))])
-    line = f"diverged at step 1: {reason}; lower learner.lr (1e+06); go on from step 0"
+    line = f"diverged at step 1: {reason}; lower learner.lr (1e+06); start the run again to continue from step 0"
     with pytest.raises(UserError, match=re.escape(line)):
         train(learner)
     learner.publisher.wait()

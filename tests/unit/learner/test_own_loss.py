@@ -98,7 +98,7 @@ def test_the_documented_example_is_a_loss_that_trains(tmp_path: Path, monkeypatc
     [
         ("ppo", {}, ["algorithm.loss = 'ppo' is unknown", "ppo_clip, gspo", "module:object of your own"]),
         ("no_such_module:loss", {}, ["cannot import no_such_module"]),
-        ("own_losses:text", {}, ["'own_losses:text' is no function of (tokens, config)"]),
+        ("own_losses:text", {}, ["'own_losses:text' is not a function of (tokens, config)"]),
         ("own_losses:summed", {}, ["'own_losses:summed' must return the loss of each token", "[6]", "returned []"]),
         ("own_losses:not_a_number", {}, ["'own_losses:not_a_number' is not finite"]),
         ("own_losses:steep", {}, ["gradient that is not finite"]),

@@ -187,7 +187,7 @@ def test_a_subset_is_read_with_the_settings_of_its_source(tmp_path: Path) -> Non
     config = parse_config({"model": {"path": "none"}, "data": both})
     assert questions("values", tmp_path, config, f"sums={tmp_path / 'subset.jsonl'}") == [("a?", "sums")]
     for data in ("subset.jsonl", "sum=subset.jsonl"):
-        with pytest.raises(UserError, match=r"data\.train has sums, words; say which of them it is a part of"):
+        with pytest.raises(UserError, match=r"data\.train has sums, words; name the one that it is a part of"):
             questions("values", tmp_path, config, data)
 
 

@@ -211,7 +211,7 @@ def test_groups_are_named_by_a_column_or_by_several_sources(tmp_path: Path) -> N
     ("rows", "message"),
     [
         ([{"level": 1}, {}], r"line 2 has no such column; its columns are none but prompt and answer"),
-        ([{"level": 1}, {"level": None}], r"line 2 has None there, which is no text or number"),
+        ([{"level": 1}, {"level": None}], r"line 2 has None there, which is neither text nor a number"),
         ([{"task": 1}], r"'level'.*line 1 has no such column; its columns are task"),
         ([{"level": i} for i in range(4097)], r"'level' has 4,097 different values, and at most 4,096"),
     ],
@@ -246,13 +246,13 @@ def test_states_are_found_by_the_prompts_ids(tmp_path: Path) -> None:
     ("write", "message"),
     [
         (lambda path: None, "does not exist; `spo values states CONFIG --output .*` writes it"),
-        (lambda path: path.write_bytes(b"no archive"), "is no file of `spo values states`"),
-        (lambda path: np.savez(path, states=VECTORS), "is no file of"),
-        (lambda path: np.savez(path, ids=np.array([None]), states=VECTORS), "is no file of"),
+        (lambda path: path.write_bytes(b"no archive"), "is not a file of `spo values states`"),
+        (lambda path: np.savez(path, states=VECTORS), "is not a file of"),
+        (lambda path: np.savez(path, ids=np.array([None]), states=VECTORS), "is not a file of"),
         (lambda path: write_arrays(path, states=VECTORS[:1]), "it needs finite states"),
         (lambda path: write_arrays(path, states=VECTORS.astype(float)), "it needs finite states"),
         (lambda path: write_arrays(path, states=VECTORS + np.float16(np.nan)), "it needs finite states"),
-        (write_arrays, "has 2 prompts, and none of data.train; make it with the same data"),
+        (write_arrays, "has 2 prompts, but none of data.train; make it with the same data"),
     ],
     ids=["gone", "garbage", "no ids", "pickled", "too few", "float64", "nan", "other data"],
 )

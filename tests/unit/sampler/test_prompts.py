@@ -99,7 +99,7 @@ def test_text_that_is_not_utf8_is_named_a_bom_is_skipped(tmp_path: Path) -> None
 def test_a_batch_of_more_prompts_than_there_are_is_said(tmp_path: Path) -> None:
     prompts, _, _ = load(jsonl(tmp_path / "a.jsonl", *({"prompt": str(i), "answer": i} for i in range(5))))
     config = parse_config({"model": {"path": "m"}, "data": {"train": "a"}, "sampler": {"batch_size": 8}})
-    assert "takes 8 prompts, and data.train has 5" in (too_few(config, prompts) or "")
+    assert "needs 8 prompts, but data.train has 5" in (too_few(config, prompts) or "")
     grouped = config.model_copy(update={"algorithm": AlgorithmConfig(method="grpo", group_size=2)})
     assert too_few(grouped, prompts) is None
 
@@ -111,7 +111,7 @@ def test_the_sampler_says_it_before_it_starts(
         monkeypatch.setattr(cli, name, lambda *_, returned=stand_in, **__: returned)
     with capture_logs() as lines:
         cli.serve(make_config(tmp_path, prompts=5), LOG)
-    assert "takes 8 prompts, and data.train has 5" in " ".join(
+    assert "needs 8 prompts, but data.train has 5" in " ".join(
         line["event"] for line in lines if line["log_level"] == "warning"
     )
 
@@ -185,7 +185,7 @@ def test_keys_that_arrow_fills_with_null_are_dropped(tmp_path: Path) -> None:
         ("[1, 2]", "not a JSON object"),
         *(({"prompt": prompt, "answer": 1}, "neither text nor chat") for prompt in (5, {"text": "x"})),
         ({"prompt": {"messages": [user("a")]}, "answer": 1}, "but a value of type dict (messages)"),
-        ('{"prompt": "p", "prompt": "q", "answer": 1}', "a key is there twice ('prompt')"),
+        ('{"prompt": "p", "prompt": "q", "answer": 1}', "a key occurs twice ('prompt')"),
         ('{"prompt": "p", "answer": 18446744073709551616}', "column 'answer' holds an integer of more than 64 bits"),
         ('{"prompt": "p", "answer": 1, "seed": [{"n": -9223372036854775809}]}', "column 'seed' holds an integer"),
         ('{"prompt": "half \\ud800", "answer": 1}', "column 'prompt' holds half a surrogate pair"),

@@ -130,7 +130,7 @@ def test_folders_of_files_and_of_saved_configurations_are_read(hub: Path) -> Non
 
 @pytest.mark.parametrize(("name", "near"), [("gsm-8k", "gsm8k"), ("AIME24", "aime24")])
 def test_a_name_near_a_known_one_is_refused_with_the_nearest(hub: Path, name: str, near: str) -> None:
-    with pytest.raises(UserError, match=rf"{name!r} is no file.*did you mean {near}\?"):
+    with pytest.raises(UserError, match=rf"{name!r} is not a file.*did you mean {near}\?"):
         read({"train": name})
     (hub / name).mkdir()
     assert misspelt_set(name) is None, "a folder of that name is meant"
@@ -184,7 +184,7 @@ def test_the_prompts_of_a_run_can_come_from_a_family() -> None:
         ("chain_sum", {"min_terms": "many"}, "min_terms = 'many': input should be a valid integer"),
         ("chain_sum", {"min_terms": 5, "max_terms": 2}, "max_terms must be >= min_terms"),
         ("chain_sum", {"size": 0}, "size must be positive"),
-        ("chain_sum", {"seed": -1}, "seed = -1 is no integer of 0 or more"),
+        ("chain_sum", {"seed": -1}, "seed = -1 is not an integer of 0 or more"),
     ],
 )
 def test_a_family_that_cannot_be_used_is_one_line(family: str, options: dict[str, Any], message: str) -> None:
