@@ -1,11 +1,13 @@
-"""A whole run on real vLLM, DeepSpeed and Redis, in which sampler and Redis are killed once.
+"""A whole run on real vLLM, DeepSpeed and Redis: its sampler is killed, Redis is wiped, and one command resumes it.
 
-`test_deterministic_run.py` kills the others, which take longer to come back.
+`test_deterministic_run.py` kills the other processes, which take longer to come back. The loss and the reward are the
+user's own.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,31 +15,51 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from common.config import BrokerConfig
+from common.config import BrokerConfig, load_config
+from common.files import tracker_is_whole, tracker_path
 from common.messages import Batch
 from common.metrics import metric
 from common.streams.broker import Broker, connect
-from common.streams.steps import latest
+from common.streams.steps import StepReader, latest
 from launcher.folder.metrics import read_metrics
 from launcher.page.episode import trained_view, training_lines
 from launcher.trace import read_timelines
 from tests.conftest import RedisServer
 from tests.support.tracked import TRACKERS, offline, read_back
-from tests.support.whole_run import json_lines, kill, settled_counters, started, wait_for_version, write_run
+from tests.support.whole_run import (
+    importing,
+    json_lines,
+    kill,
+    settled_counters,
+    spo,
+    started,
+    wait_for_version,
+    write_run,
+)
 
 pytestmark = pytest.mark.e2e
 STEPS, BATCH, HELDOUT = 8, 16, 6
 SECTIONS = {
     "run": {"steps": STEPS, "log_to": list(TRACKERS)},
     "sampler": {"batch_size": BATCH, "max_staleness": 2, "tracker": {"reward_range": [-1, 1]}},
-    "algorithm": {"turn_advantage": "turn"},
-    "learner": {"checkpoint_every": 3, "exact_every": 1},
+    "algorithm": {"turn_advantage": "turn", "loss": "my_parts:soft_clip", "loss_options": {"width": 0.3}},
+    "learner": {"checkpoint_every": 1, "keep_checkpoints": 3, "exact_every": 1},
     # Nearly every answer of a random model is wrong, and each costs something.
     "episode": {"max_response_tokens": 32, "rollouts_every": 2, "max_assistant_turns": 3, "user": "corrector"}
-    | {"user_options": {"message": "No.", "penalty": 0.25}},
+    | {"user_options": {"message": "No.", "penalty": 0.25}, "reward": "my_parts:likes_letters"},
     "eval": {"every": 4},
 }
+MODULE = """
+def likes_letters(text, answer, row):
+    return sum(character.isascii() and character.isalpha() for character in text) / max(len(text), 1)
+
+
+def soft_clip(tokens, config, width=0.5):
+    ratio = tokens.log_ratio.clamp(-width, width).exp() * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    return -tokens.advantages * ratio, {"soft_clipped": tokens.log_ratio.abs() > width}
+"""
 
 
 @dataclass
@@ -72,26 +94,50 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     config = write_run(base, "whole", SECTIONS, heldout=HELDOUT)
     end_turns_early(base / "model")
     broker = connect(BrokerConfig(url=server.url, dead_after=3.0), "whole")
-    command = ("run", config, "--plain", "--generators", "1", "--redis", server.url)
-    with started(base / "launcher.log", *command, environment=offline(base)) as launcher:
+    here, environment = ("--plain", "--generators", "1", "--redis", server.url), offline(base)
+    environment |= importing(base, {"my_parts": MODULE})
+    run, log = Ended(base, broker, []), base / "launcher.log"
+    with started(log, "run", config, *here, environment=environment) as launcher:
         wait_for_version(broker, 2, launcher)
         kill(broker, "sampler")
-        wait_for_version(broker, 6, launcher)
-        batches = [Batch.unpack(fields[b"batch"]) for _, fields in broker.redis.xrange(broker.key("batches"))]
-        server.kill()
-        server.start()
-        assert launcher.wait(timeout=1500) == 0, (base / "launcher.log").read_text()[-3000:]
-    yield Ended(base, broker, batches)
+        wait_for_pair(run, 5, launcher)
+        run.batches += [Batch.unpack(fields[b"batch"]) for _, fields in broker.redis.xrange(broker.key("batches"))]
+        broker.redis.flushall()
+        assert launcher.wait(timeout=1500) == 2
+    assert "Redis has lost run 'whole'" in log.read_text()
+    again = spo("run", run.folder / "config.yaml", "--resume", *here, **environment)
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    yield run
     server.kill()
+
+
+def wait_for_pair(run: Ended, version: int, launcher: subprocess.Popen[str]) -> None:
+    """Wait until learner and sampler have written a checkpoint of this version or a later one."""
+    reader = StepReader(run.broker)
+    while not (run.folder / f"checkpoints/step_{version}").is_dir():
+        version = max([version, *(step.version - 1 for step in reader.read(block_ms=200))])
+        assert launcher.poll() is None, "the run ended early"
+    assert tracker_is_whole(tracker_path(run.folder, version))
 
 
 def test_every_task_is_counted_once(ended: Ended) -> None:
     counters = settled_counters(ended.broker)
     assert counters["batched"] == STEPS * BATCH
-    assert counters["rewarded"] == STEPS * BATCH + counters.get("late", 0)
+    assert counters["rewarded"] == STEPS * BATCH + counters.get("late", 0) + counters["lost_samples"]
+
+
+def test_a_loss_of_ones_own_trains_and_reports(ended: Ended) -> None:
     step = latest(ended.broker)
     assert step is not None
     assert step.version == STEPS
+    assert 0 <= step.metrics["actor/soft_clipped"] <= 1
+
+
+def test_the_optimizer_has_made_every_step(ended: Ended) -> None:
+    steps = load_config(ended.folder / "config.yaml").learner.mini_batches * STEPS
+    path = ended.folder / f"checkpoints/step_{STEPS}/deepspeed/mp_rank_00_model_states.pt"
+    optimizer = torch.load(path, weights_only=False)["optimizer"]
+    assert {int(moment["step"]) for moment in optimizer["state"].values()} == {steps}
 
 
 def test_evaluations_are_whole_and_of_one_version(ended: Ended) -> None:
@@ -99,7 +145,7 @@ def test_evaluations_are_whole_and_of_one_version(ended: Ended) -> None:
     versions = [result["version"] for result in results]
     assert [result["samples"] for result in results] == [HELDOUT] * len(versions)
     assert versions == sorted(set(versions))
-    assert versions[-1] == STEPS
+    assert (versions[0], versions[-1]) == (0, STEPS), "the curve begins where the run began"
     for version in versions:
         rows = json_lines(ended.folder / "validation_data" / f"{version}.jsonl")
         assert [row["versions"] for row in rows] == [[version, version]] * HELDOUT
