@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 MAX_BYTES = 1 << 20  # of one answer; a chat reply is short
 LONGEST_PAUSE = 30.0  # seconds between attempts, even if the server asks for more
-RETRIED = frozenset({408, 409, 425, 429})  # and every 5xx
+RETRIED = frozenset({408, 409, 425, 429})  # and every 5xx but the next
+NOT_IMPLEMENTED = 501  # no attempt will be answered otherwise
 
 
 class ChatUnavailable(Exception):
@@ -145,7 +146,7 @@ class ModelApi:
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise RetryableError(f"{type(error).__name__}: {excerpt(str(error))}") from None
         status = response.status_code
-        if status in RETRIED or status >= 500:
+        if status in RETRIED or (status >= 500 and status != NOT_IMPLEMENTED):
             raise RetryableError(
                 f"HTTP {status}: {excerpt(data)}", retry_after(response.headers.get("retry-after", ""))
             )

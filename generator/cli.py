@@ -75,7 +75,7 @@ async def _serve(config: Config, name: str) -> int:
         for line in notes:  # logged only now, so that a refused process reports only the reason
             log.warning(line)
         # vLLM takes seconds to import, so this waits until the configuration is known to be good.
-        from generator.agents.endpoint import Endpoint
+        from generator.agents.endpoint import Endpoint, check_parsers
         from generator.concurrency import exit_after
         from generator.engine.engine import Engine
         from generator.loop import Generator, serve
@@ -84,13 +84,13 @@ async def _serve(config: Config, name: str) -> int:
         from generator.teacher.server import start_servers
         from generator.weights.weight_client import WeightClient
 
+        has_agents = any(episode.agent for episode in config.episodes_in_use().values())
+        if has_agents:
+            check_parsers(config)
         presence.status(state="starting engine")
         log.info("starting engine", model=config.model.path)
         engine = await Engine.start(config, log)
-        endpoint = None
-        if any(episode.agent for episode in config.episodes_in_use().values()):
-            endpoint = await Endpoint.start(config, engine, log)
-        weights = None
+        endpoint = weights = None
         if config.run.has_learner:
             settings = config.learner.weights
             machine = machine_name(settings)
@@ -103,6 +103,8 @@ async def _serve(config: Config, name: str) -> int:
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.most_episodes, "blocking"))
         code = 1
         try:
+            if has_agents:
+                endpoint = await Endpoint.start(config, engine, log)
             agree_on_download(broker, config)
             teachers = await start_servers(config, presence, log)
             inbox = TaskInbox(broker, name)

@@ -70,7 +70,7 @@ def _task(config: Config, row: int, log: Any) -> Task:
 
 async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
     """Play a task once; returns its record, with its reward, or with its error as `failed`."""
-    from generator.agents.endpoint import Endpoint
+    from generator.agents.endpoint import Endpoint, check_parsers
     from generator.agents.environment import check_environments
     from generator.agents.sandboxed import check_agents
     from generator.engine.arguments import check_engine_names
@@ -84,6 +84,7 @@ async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
     try:
         await parts.shared.ready(log)
         await check_environments(config, log)
+        check_parsers(config)
         engine = await Engine.start(config, log)
         try:
             endpoint = await Endpoint.start(config, engine, log)

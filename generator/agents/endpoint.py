@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ class Endpoint:
         """Make vLLM's app around the engine and serve it.
 
         Raises:
-            UserError: vLLM has no such parser, or none for this model, or the chat template does not fit.
+            UserError: a parser of vLLM does not fit the model, or the chat template does not.
         """
         template = ChatTemplate(engine.tokenizer, ends=end_ids(config.model.path))
         client = EngineClient(engine, template.stop_ids, config.generator.keep_prefix == "episodes")
@@ -150,16 +149,12 @@ async def vllm_app(config: Config, client: Any) -> Any:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     # vLLM logs each call that cannot be parsed with a traceback; an untrained model writes many.
     for name in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     tools, reasoning = config.generator.tool_parser, config.generator.reasoning_parser
-    _check_parser("tool_parser", tools, ToolParserManager.list_registered())
-    _check_parser("reasoning_parser", reasoning, ReasoningParserManager.list_registered())
     words = ["--served-model-name", MODEL, "--enable-auto-tool-choice", "--tool-call-parser", tools]
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([*words, "--disable-fastapi-docs"])
     arguments.model = config.model.path
@@ -178,6 +173,12 @@ async def vllm_app(config: Config, client: Any) -> Any:
     return app
 
 
-def _check_parser(setting: str, name: str | None, known: Sequence[str]) -> None:
-    if name is not None and name not in known:
-        raise UserError(f"generator.{setting} = {name!r} is not a parser of vLLM; it has {', '.join(known)}")
+def check_parsers(config: Config) -> None:
+    """Raise `UserError` for a parser that vLLM lacks; before the engine starts, which may take minutes."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    for setting, parsers in (("tool_parser", ToolParserManager), ("reasoning_parser", ReasoningParserManager)):
+        name, known = getattr(config.generator, setting), parsers.list_registered()
+        if name is not None and name not in known:
+            raise UserError(f"generator.{setting} = {name!r} is not a parser of vLLM; it has {', '.join(known)}")

@@ -16,7 +16,7 @@ from generator.agents.exchange import Exchange
 from generator.agents.refusals import ContextTooLong, Refusal, Refusals, Refused, SessionsLog
 from generator.agents.tree import History, Node, Train, Tree
 from generator.chat.template import ChatTemplate, Message, TemplateFailed
-from generator.concurrency import LONG_TEXT, offload
+from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.engine.engine import Completion
 from generator.episode.episode import TokenRow, TranscriptEntry
 
@@ -157,7 +157,7 @@ class AgentSession:
         """Record what was sampled for a request, up to its end or until it was cut."""
         if len(turn.token_ids) == 0 or node.dropped:
             return
-        node.turn = turn
+        self.tree.sampled(node, turn)
         self._used += len(turn.token_ids)
         if self._used >= self.limits.max_response_tokens:
             self.end(Ending.LENGTH)
@@ -260,6 +260,13 @@ class AgentSession:
                 task.cancel()
         for exchange in unread:
             self.drop(exchange.node)
+        await offload(sum(len(node.tail) for node in self.tree.nodes) > LONG_TOKENS, self._compare)
+
+    def _compare(self) -> None:
+        """Compare all texts of the conversations, so that the methods below find the results."""
+        self.tree.trained(self.limits.train)
+        if self.limits.train == "connected":
+            self.tree.trained("quoting")
 
     def rows(self) -> list[TokenRow]:
         """The rows to train on; call it once the session is closed."""

@@ -115,6 +115,7 @@ class Tree:
         self.history, self.task = history, task
         self._task_forms = {_bare(form) for form in (task, _as_json(task, True), _as_json(task, False))} - {""}
         self._by_digest: dict[bytes, list[Node]] = {}
+        self._trained: dict[Train, list[Node]] = {}  # results of `trained` since the last change
 
     def find(self, setting: Any, messages: Sequence[Message]) -> Node:
         """A node, not yet in the tree, for a conversation; its parent has the longest matching history.
@@ -141,20 +142,28 @@ class Tree:
             tail: ids of the prompt after those of the parent's prompt and reply, int32 [T].
         """
         node.number, node.tail = len(self.nodes), tail
+        self._trained.clear()
         self.nodes.append(node)
         if node.parent is not None:
             node.kept = node.parent.length
             node.parent.children.append(node)
 
+    def sampled(self, node: Node, turn: Completion) -> None:
+        """Record what was sampled for a request."""
+        node.turn = turn
+        self._trained.clear()
+
     def answer(self, node: Node, reply: Message) -> None:
         """Record the reply that the agent was sent, so that later requests can continue it."""
         node.reply = reply
+        self._trained.clear()
         self._by_digest.setdefault(self._after(node, reply), []).append(node)
 
     def drop(self, node: Node) -> None:
         """Forget what was sampled for a request, since no client has read its reply; none may continue it."""
         assert not node.children
         node.turn, node.dropped = None, True
+        self._trained.clear()
         if node.parent is not None:
             node.parent.children.remove(node)
         if node.reply is not None:
@@ -199,7 +208,14 @@ class Tree:
         sent in the other, or if they have a message in common, or both quote the task, under the same instructions: the
         same system messages, or none and the same tools. With `quoting` the instructions may differ: requests beside
         the task, such as for a title, often quote it.
+
+        The time is linear in the length of all texts: seconds for megabytes. The result is kept until the tree changes.
         """
+        if train not in self._trained:
+            self._trained[train] = self._choose(train)
+        return self._trained[train]
+
+    def _choose(self, train: Train) -> list[Node]:
         conversations = {root: list(root.conversation()) for root in self.nodes if root.parent is None and root.turn}
         if train == "all" or len(conversations) < 2:
             return list(conversations)
