@@ -73,7 +73,7 @@ def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
         ("values estimate CONFIG --output v.json", "--output v.json must be a file *.jsonl"),
         ("values estimate gone.yaml --output v.jsonl", "cannot read configuration gone.yaml"),
         ("values estimate CONFIG --data empty.jsonl --output v.jsonl", "no prompts in empty.jsonl"),
-        ("values estimate CONFIG --data x=good.jsonl --output v.jsonl", "data.train has train; say which"),
+        ("values estimate CONFIG --data x=good.jsonl --output v.jsonl", "data.train has train; name the one"),
         ("values estimate CONFIG --data train.jsonl --output good.jsonl", "good.jsonl line 1 is not an answer"),
         ("values states CONFIG --output v.json", "--output v.json must be a file *.npz"),
         ("values states CONFIG --output v.npz -o data.train=gone.jsonl", "data file gone.jsonl does not exist"),

@@ -174,7 +174,7 @@ def test_a_model_with_sinks_is_computed_where_sinks_are(monkeypatch: pytest.Monk
         ("varlen", {"varlen": False}, {}, "torch.nn.attention.varlen"),
         ("varlen", {}, {"dtype": "float32"}, "float32"),
         ("flash_attention_2", {}, {}, "not installed"),
-        ("flash_attention_2", {"packages": FLASH}, {"sequence_parallel": 2}, "for varlen and sdpa only"),
+        ("flash_attention_2", {"packages": FLASH}, {"sequence_parallel": 2}, "with varlen and sdpa only"),
         ("varlen", {}, {}, None),
         ("varlen", {}, {"sequence_parallel": 2}, None),
         ("flash_attention_2", {"packages": FLASH}, {}, None),
