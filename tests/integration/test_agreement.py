@@ -219,7 +219,7 @@ def test_weights_on_disk_count_where_they_are_computed_with(real_broker: Broker,
 def test_a_process_of_another_release_is_refused(real_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     agree(real_broker, config())
     monkeypatch.setattr("common.streams.agreement.release", lambda: "99.0")
-    with pytest.raises(UserError, match=r"was started with SPO .*, this is 99.0; use the same release \(image\)"):
+    with pytest.raises(UserError, match=r"was started with SPO .*, but this is 99.0; use the same release \(image\)"):
         agree(real_broker, config())
 
 

@@ -97,7 +97,7 @@ def test_an_image_of_another_release(role: str, real_broker: Broker, redis_serve
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     config = run_file(tmp_path, broker={"url": redis_server.url}, data={"train": str(tmp_path / "train.jsonl")})
     line = refusal_of(f"{role}.cli", "-c", config)
-    assert "run 'test' was started with SPO 0.0.1, this is " in line
+    assert "run 'test' was started with SPO 0.0.1, but this is " in line
     assert "use the same release (image) for all processes of a run" in line
 
 

@@ -127,7 +127,7 @@ def test_gpus_are_divided(
         (0, {"sequence_parallel": 2}, Choice(), "the number of the learner's ranks, 1: start a"),
         ({"count": 2, "product": "NVIDIA RTX 4080", "mebibytes": 16_376}, {"run": {"steps": 0}}, Choice(),
          "set generator.engine.tensor_parallel_size=2"),
-        ({"count": 2, "visible": "0,5"}, {}, Choice(), "CUDA_VISIBLE_DEVICES names '5', and the GPUs here are 0, 1"),
+        ({"count": 2, "visible": "0,5"}, {}, Choice(), "CUDA_VISIBLE_DEVICES names '5', but the GPUs here are 0, 1"),
         ({"count": 5, "used": {1: 70_000}}, {}, Choice(None, "0-3"), "of GPU 1: end them, or name another GPU"),
         ({"count": 2, "used": {0: 70_000, 1: 70_000}}, {}, Choice(), "and so of every other GPU here"),
         ({"count": 2, "slices": ["3g.40gb"] * 2}, SLICED, Choice(None, "0-1"), "slices of a GPU cannot work together"),
@@ -211,7 +211,7 @@ def test_a_mixture_of_uneven_layers_is_divided_evenly(gpus: StandInGpus, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B.to_dict() | {"mlp_only_layers": [0]}))
     layout = lay_out(config_of(model={"path": str(tmp_path)}), Choice())
     assert devices(layout) == ("0,1", ["2", "3"])
-    assert "mixtures with mlp_only_layers = [0] are not known" in layout.reasons[-1]
+    assert "mixtures with mlp_only_layers = [0] are not supported" in layout.reasons[-1]
 
 
 def test_builds_for_the_cpu_use_no_gpu(gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_each_source_may_have_a_teacher_of_its_own(
     [
         (2, {"engine": TWO}, Choice(), "1 teacher takes 2 GPUs, but only 2 are free, one of them for learner"),
         (8, {}, Choice(None, "0-3", "4-7"), "1 teacher takes 1 GPU, but only 0 are free: lower the parallel sizes in"),
-        (8, {}, Choice(teacher_gpus="6-7"), "--teacher-gpus names 2 GPUs, and 1 teacher takes 1 (teacher.engine): "),
+        (8, {}, Choice(teacher_gpus="6-7"), "--teacher-gpus names 2 GPUs, but 1 teacher takes 1 (teacher.engine): "),
         (8, {}, Choice(None, "0-3", None, "3"), "--teacher-gpus names GPU 3, which learner or generators have"),
         (8, {"dtype": "float32", "engine": {"gpu_memory_utilization": 0.4}}, Choice(),
          "GB of each of its GPUs, but vLLM takes 40% of 85.5 GB: set teacher.engine.tensor_parallel_size=2, or"),
