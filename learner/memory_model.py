@@ -125,7 +125,9 @@ def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int =
     count -= untrained
     part = -(-count // zero.ranks)
     # In fp32, stage 3 takes the weights as the master copy; the other stages are counted with a copy.
-    optimizer = (12 if zero.weight_bytes < 4 else 8 if zero.stage == 3 else 8 + 4) * (part if zero.stage else count)
+    optimizer = (12 if zero.weight_bytes < 4 else 8 if zero.stage in (0, 3) else 8 + 4) * (
+        part if zero.stage else count
+    )
     optimizer = 0 if zero.host_optimizer else optimizer
     gradients = 4 * (part if zero.stage > 1 else count)
     bucket = min(max(zero.reduce_bucket, largest), count)

@@ -79,7 +79,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
         return
     if request is None and (few := too_few(config, data.train)):
         log.warning(few)
-    write_config(config)
+    write_into(config.run.folder, "config.yaml", dump_config(config, absolute=True))
     write_changes(broker, config.run.folder)
     record_versions(config.run.folder, "sampler", broker)
     ledger = SamplerLedger(broker, journal=config.run.journal)
@@ -124,20 +124,20 @@ def run_once(sampler: Sampler) -> bool:
     return True
 
 
-def write_config(config: Config) -> None:
-    folder = config.run.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        rewrite(folder / "config.yaml", [dump_config(config, absolute=True).encode()])
-    except OSError as error:
-        raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
-
-
 def write_changes(broker: Broker, folder: Path) -> None:
     """Write the settings that changed since the run began to `changes.jsonl`, one line per key."""
     changes = changes_of(broker)
     if changes:
-        (folder / "changes.jsonl").write_text("".join(json.dumps(change) + "\n" for change in changes))
+        write_into(folder, "changes.jsonl", "".join(json.dumps(change) + "\n" for change in changes))
+
+
+def write_into(folder: Path, name: str, text: str) -> None:
+    """Write a file of the run folder; raises `UserError` if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        rewrite(folder / name, [text.encode()])
+    except OSError as error:
+        raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
 
 
 main = entry_point(app)

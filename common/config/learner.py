@@ -115,7 +115,9 @@ class LearnerConfig(Section):
         "divisor of the number of ranks and of the model's attention heads.",
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type the learner computes in.")
-    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage.")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        0, description="DeepSpeed ZeRO stage. In bfloat16, 0 is computed as 1, which keeps fp32 master weights."
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="What is kept in host memory: the state of the `optimizer` (ZeRO 1 to 3), or `all`, which is the "
@@ -187,6 +189,15 @@ class LearnerConfig(Section):
         fields, notes = without_gone(cls.__name__, data)
         fields, more = offload(fields)
         return fields, notes + more
+
+    @property
+    def deepspeed_stage(self) -> int:
+        """The ZeRO stage that DeepSpeed gets.
+
+        Without ZeRO, DeepSpeed would accumulate gradients in bfloat16 and begin Adam with a step of zeros; stage 1
+        computes the same update in fp32.
+        """
+        return max(self.zero_stage, 1) if self.dtype == "bfloat16" else self.zero_stage
 
     @property
     def router_setting(self) -> str | None:

@@ -342,7 +342,7 @@ class _Plan:
             if self.needs and learning[0].total:
                 needed = rank_bytes(self.needs, len(learning)) / GB
                 memory = f", {needed:.1f} of {learning[0].total / GB:.1f} GB each"
-            stage = self.config.learner.zero_stage
+            stage = self.config.learner.deepspeed_stage
             lines.append(
                 f"learner: GPU {numbers(learning)} ({learning[0].product}), {len(learning)} "
                 f"rank{'s'[: len(learning) != 1]}, ZeRO {stage}{memory}"

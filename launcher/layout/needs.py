@@ -48,7 +48,7 @@ class Needs:
         config = config or self.config
         learner = config.learner
         zero = Zero(
-            learner.zero_stage,
+            learner.deepspeed_stage,
             ranks,
             weight_bytes=2 if learner.dtype == "bfloat16" else 4,
             frozen=learner.lora is not None,

@@ -280,13 +280,16 @@ class Checkpoints:
         """Make the folder to write into, and refuse on all ranks if the disk is too small."""
         problem = b""
         if self._world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.folder).free
             modules = [engine.module for engine in self._trainer.engines().values()]
             needed = sum(min_size(module.parameters(), self._config.learner.export) for module in modules)
-            if free < needed:
-                problem = f"{needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free".encode()
-            unfinished.mkdir()
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                free = shutil.disk_usage(self.folder).free
+                if free < needed:
+                    problem = f"{needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free".encode()
+                unfinished.mkdir()
+            except OSError as error:  # the other ranks wait for the answer
+                problem = str(error).encode()
         problem = self._world.broadcast(problem)
         if problem:
             raise OSError(problem.decode())

@@ -110,9 +110,7 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dic
     """
     _check_own_keys(config.deepspeed)
     in_bf16 = config.dtype == "bfloat16"
-    # Without ZeRO, DeepSpeed would accumulate gradients in bfloat16 and begin Adam with a step of zeros; stage 1
-    # computes the same update in fp32.
-    zero: dict[str, Any] = {"stage": max(config.zero_stage, 1) if in_bf16 else config.zero_stage}
+    zero: dict[str, Any] = {"stage": config.deepspeed_stage}
     if config.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     if config.offload == "all":

@@ -153,8 +153,16 @@ def load_data(config: DataConfig, log: Any) -> RunData:
         return RunData(train, None)
     heldout = load_prompts(config.sources("heldout"), log)
     # Ids of different columns cannot be compared.
-    trained = {(part.source.id_column, prompt_id) for part in train.parts for prompt_id in part.ids}
-    shared = sum((part.source.id_column, prompt_id) in trained for part in heldout.parts for prompt_id in part.ids)
+    trained = {
+        (part.source.id_column, prompt_id): (part, i) for part in train.parts for i, prompt_id in enumerate(part.ids)
+    }
+    shared = 0
+    for part in heldout.parts:
+        column = part.source.id_column
+        for i, prompt_id in enumerate(part.ids):
+            other, place = trained.get((column, prompt_id), (part, -1))
+            # Two files may each number their rows, so an id from a column does not tell that the prompts are the same.
+            shared += place >= 0 and (column is None or other[place].prompt == part[i].prompt)
     if shared:
         log.warning("held-out prompts are also trained on", prompts=shared, of=len(heldout))
     return RunData(train, heldout)
