@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from generator.rewards.code.unit_tests import CodeLimits, run_code_tests
 from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, Status
 from sandbox_client.isolation import Canary
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
 from tests.integration.sandbox import attacks_on_host, attacks_on_limits
+from tests.support import code_attacks
 from tests.support.sandbox import SandboxUnderTest, programs_of
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -136,3 +138,22 @@ def test_the_same_programs_find_leaks_without_isolation(loop: asyncio.Runner, ho
     for name, answer in answers.items():
         assert answer.run_result is not None
         assert "LEAK" in (answer.run_result.stdout or ""), name
+
+
+ON_THE_JUDGE = (
+    "reads what it finds",
+    "searches the memory of the judge",
+    "attaches to the judge",
+    "writes a verdict to the judge's stdout",
+    "interrupts the judge",
+    "puts modules where imports look",
+)
+CODE = {name: code_attacks.ATTACKS[name] for name in ON_THE_JUDGE}
+CODE |= {"right": f"def f(x): return {code_attacks.ANSWER}"}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_only_the_right_program_passes_code_tests(http: SandboxUnderTest, name: str) -> None:
+    limits, tests = CodeLimits(timeout=10.0, longest_run=30.0, memory_mb=512), code_attacks.TESTS
+    verdict = http.loop.run(run_code_tests(http.sandbox, CODE[name], tests, limits=limits))
+    assert (verdict.passed, verdict.total) == (len(tests) if name == "right" else 0, len(tests))
