@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socketserver
 import threading
@@ -23,7 +24,6 @@ class Double:
     Attributes:
         connections: of all requests; `connected` counts those that the client has not closed.
         open: requests under way; `most_open`: most of them at a time.
-        over: set at the end of a test, so that no waiting handler outlives it.
     """
 
     answers: list[Callable[[Handler, Any], None]]
@@ -37,7 +37,6 @@ class Double:
     open: int = 0
     most_open: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    over: threading.Event = field(default_factory=threading.Event)
 
 
 class UnixServer(ThreadingHTTPServer):
@@ -61,13 +60,10 @@ def serve(
         def handle(self) -> None:
             with double.lock:
                 double.connected += 1
-            try:
+            with contextlib.suppress(ConnectionResetError):
                 super().handle()
-            except ConnectionResetError:
-                pass
-            finally:
-                with double.lock:
-                    double.connected -= 1
+            with double.lock:
+                double.connected -= 1
 
         def do_POST(self) -> None:
             self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -96,7 +92,6 @@ def serve(
 
     server = ThreadingHTTPServer((host, port), Answering) if socket is None else UnixServer(str(socket), Answering)  # type: ignore[arg-type]
     server.daemon_threads = True
-    server.over = double.over  # type: ignore[attr-defined]
     double.port = server.server_port
     double.url = f"http://{host}:{server.server_port}" if socket is None else f"unix:{socket}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -104,7 +99,6 @@ def serve(
     try:
         yield double
     finally:
-        double.over.set()
         server.shutdown()
         server.server_close()
         thread.join()

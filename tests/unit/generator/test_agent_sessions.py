@@ -234,7 +234,7 @@ async def test_a_reward_in_its_range_is_sent_once_until_the_session_closes() -> 
 @in_event_loop
 async def test_a_flood_ends_its_own_session_and_no_other() -> None:
     """Most of it comes after the session's end, at its limit of turns."""
-    rig, turns = Rig(), 300
+    rig, turns = Rig(), 100
     flooded, other = (rig.session(max_turns=turns, max_response_tokens=20_000, train="all") for _ in range(2))
     statuses: Counter[int] = Counter()
     for start in range(0, 4 * turns, 100):

@@ -140,9 +140,8 @@ def test_a_reward_that_fails_ten_times_in_a_row_ends_the_process(fake_broker: Br
 
 @pytest.mark.integration
 def test_a_reward_that_fails_now_and_then_does_not(fake_broker: Broker) -> None:
-    rig = rewarded(fake_broker, "odd_rows_fail", max_attempts=3)
+    rig = rewarded(fake_broker, "odd_rows_fail", max_attempts=3, max_concurrency=4)
     rows = [{"n": n} for n in (1, 0) * 11]
-
     for i, row in enumerate(rows):
         rig.dispatch(1, task_id=f"t{i}", row=row)
     assert [header.status for header in rig.play(lambda rig: rig.headers(len(rows)))].count("set_aside") == 11

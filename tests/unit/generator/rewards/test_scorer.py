@@ -21,6 +21,7 @@ from generator.rewards.pool import RewardFailed
 from generator.rewards.scorer import returns_to_go
 from tests.support.documented import DOCS
 from tests.support.episode import configured, scored
+from tests.support.event_loop import used
 
 HERE = "tests.support.some_rewards"
 
@@ -44,11 +45,16 @@ def test_a_weighted_sum_over_all_the_places_rewards_run_in() -> None:
     options = {"format": {"pattern": r"<(a|a)*>b"}, "overlong": {"buffer": 2}, f"{HERE}:shorter": {"scale": 200.0}}
     settings = config(reward, (-1.0, 3.0), reward_options=options, reward_timeout=3.0)
     text = r"\boxed{\frac12}" + "x" * 35
-    made, *_ = scored(settings, Outcome(text, response="<a>b", answer="0.5", tokens=19, limit=20))
+
+    async def both(scorer: Scorer) -> Score:
+        made = await scorer.score(Outcome(text, response="<a>b", answer="0.5", tokens=19, limit=20))
+        with pytest.raises(TimeoutError, match="'format'"):
+            await scorer.score(Outcome(text, response="<" + "a" * 100, answer="0.5", tokens=19, limit=20))
+        return made
+
+    made = used(lambda: Scorer(settings), both)
     assert made.parts == {"exact": 0.0, "format": 1.0, "overlong": -0.5, f"{HERE}:shorter": 0.75, "math": 1.0}
     assert made.value == 0.5 - 0.125 + 0.375 + 1.0
-    with pytest.raises(TimeoutError, match="'format'"):
-        scored(settings, Outcome(text, response="<" + "a" * 100, answer="0.5", tokens=19, limit=20))
 
 
 @pytest.mark.integration
@@ -63,8 +69,9 @@ def test_a_part_that_fails_or_leaves_the_range_is_an_error() -> None:
 @pytest.mark.integration
 def test_a_part_without_a_number_is_left_out_of_the_sum() -> None:
     both = {"length": 0.5, f"{HERE}:skips": 0.5}
-    assert score(both, Outcome("", tokens=5, limit=10)) == Score(0.25, {"length": 0.5}, 0.25)
-    assert score(both, Outcome("a", tokens=5, limit=10)).value == 0.75
+    without, with_it = scored(config(both), *(Outcome(text, tokens=5, limit=10) for text in ("", "a")))
+    assert without == Score(0.25, {"length": 0.5}, 0.25)
+    assert with_it.value == 0.75
     with pytest.raises(RewardFailed, match="returned \\[None\\], and no other part gives a number"):
         score(f"{HERE}:skips", Outcome(""))
 
