@@ -1,6 +1,6 @@
 """Programs that try to get out, or to take more than is theirs: each ends in a bounded result, the host unharmed.
 
-They stand in two tables: a line `#: name | how it ends`, and below it what the program does.
+They stand in a table: a line `#: name | how it ends`, and below it what the program does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, Statu
 from sandbox_client.isolation import Canary
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
-from tests.integration.sandbox import attacks_on_host, attacks_on_limits
+from tests.integration.sandbox.attacks import PROGRAMS
 from tests.support import code_attacks
 from tests.support.sandbox import SandboxUnderTest, programs_of
 
@@ -94,7 +94,7 @@ def parsed(table: str) -> dict[str, Attack]:
     return attacks
 
 
-ATTACKS = parsed(attacks_on_host.PROGRAMS) | parsed(attacks_on_limits.PROGRAMS)
+ATTACKS = parsed(PROGRAMS)
 GREEDY = [
     name for name, attack in ATTACKS.items() if attack.stopped == "memory" or name in ("disk", "millions of files")
 ]
