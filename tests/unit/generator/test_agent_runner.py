@@ -15,10 +15,8 @@ from common.config import AgentConfig, parse_config
 from common.errors import UserError
 from common.messages import MAX_TURNS, Task
 from generator.agents.programs import AgentFailed, make_program
-from generator.agents.runner import AgentRunner
 from generator.agents.sandboxed import check_agents
 from generator.agents.session import EndpointFailed
-from generator.episode.parts import EpisodeParts
 from launcher.tasks import calculator_agent
 from tests.support.agents import (
     PretendEndpoint,
@@ -26,10 +24,8 @@ from tests.support.agents import (
     agent_task,
     agent_tasks,
     play_agent,
-    remove_folder,
     run_agent,
 )
-from tests.support.episode import ScriptedEngine
 from tests.support.event_loop import in_event_loop
 from tests.support.waiting import until
 
@@ -156,23 +152,18 @@ def test_an_attempt_that_the_endpoint_has_stalled_is_tried_again(monkeypatch: py
 
 @in_event_loop
 async def test_a_cancelled_episode_ends_its_agent() -> None:
-    config, engine, endpoint = agent_config(), ScriptedEngine(), PretendEndpoint()
-    parts = EpisodeParts(config)
-    runner = AgentRunner(config, engine, parts, endpoint)  # type: ignore[arg-type]
-    task = asked_once({"waits": True})
-    episode = await runner.prepare(task)
-    playing = asyncio.create_task(runner.run(task, episode, temperature=1.0, top_p=1.0, top_k=0))
-    await until(lambda: endpoint.sessions and endpoint.sessions[0].requests)
-    assert episode.step is not None
-    assert (episode.step.name, episode.step.ends) == ("agent", math.inf)
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
+    async with agent_tasks(agent_config()) as (tasks, endpoint):
+        attempt = await tasks.begin(asked_once({"waits": True}))
+        playing = asyncio.create_task(attempt.run())
+        await until(lambda: endpoint.sessions and endpoint.sessions[0].requests)
+        assert attempt.episode.step is not None
+        assert (attempt.episode.step.name, attempt.episode.step.ends) == ("agent", math.inf)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
     assert endpoint.sessions[0].reason == "stopped"
-    said = [(entry.role, entry.text) for entry in episode.transcript.entries]
+    said = [(entry.role, entry.text) for entry in attempt.episode.transcript.entries]
     assert said == [("user", "What is 1+1?"), ("assistant", "2")]
-    remove_folder(episode)
-    await parts.close()
 
 
 def test_a_failed_engine_is_never_the_models_doing() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import structlog
 
-from common.config import Config, parse_config
+from common.config import Config
 from common.errors import UserError
 from common.messages import Task
 from common.payload import Payload, decode_payload, encode_payload, open_record
@@ -91,9 +91,8 @@ def test_tags_that_the_template_opens_in_front_of_a_turn_are_seen(prompt: str, o
     assert TEMPLATE.opened(np.asarray(TOKENIZER.encode(prompt, add_special_tokens=False), np.int32)) == opened
 
 
-def config(*train: dict[str, Any], heldout: Any = None, **episode: Any) -> Config:
-    data = {"train": list(train), "heldout": heldout}
-    return parse_config({"model": {"path": "m"}, "data": data, "episode": {"max_assistant_turns": 3} | episode})
+def config(*train: dict[str, Any], heldout: Any = None) -> Config:
+    return configured({"data": {"train": list(train), "heldout": heldout}})
 
 
 def test_one_sandbox_serves_all_and_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
