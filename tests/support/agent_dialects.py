@@ -15,16 +15,12 @@ END_OF_THINKING = "</think>"
 
 @dataclass
 class Said:
-    """What the agent says, or the result of a call."""
-
     text: str
     call_id: str | None = None
 
 
 @dataclass
 class Reply:
-    """What the model said, as far as the agent has it."""
-
     text: str = ""
     calls: list[tuple[str, str, str]] = field(default_factory=list)  # id, name, arguments
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from generator.agents.layer import SessionLayer
 from generator.agents.refusals import Refusal, SessionsLog
 from generator.agents.session import AgentRequest, AgentSession, SessionLimits
 from tests.support.episode import TEMPLATE, TOKENIZER, completion
+from tests.support.event_loop import within
 
 MODEL = "policy"
 MAX_BODY = 1 << 16
@@ -178,3 +180,14 @@ class Rig:
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
         body = {"messages": messages} | more.pop("body", {})
         return Client(self.layer, path, session.key, body, **more)
+
+
+def in_session(*texts: str, **limits: Any) -> Callable[[Any], Any]:
+    """Plays a test with a rig whose model says these texts, and a session of it."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[tuple[Rig, AgentSession]]:
+        rig = Rig(*texts)
+        yield rig, rig.session(**limits)
+
+    return within(opened, gives=2)

@@ -43,7 +43,6 @@ def agent_task(folder: Path, **changes: Any) -> AgentTask:
 
 
 def python(code: str) -> Program:
-    """An agent that is a Python program of its own."""
     return make_program(AgentConfig(command=[sys.executable, "-c", textwrap.dedent(code)]))
 
 
@@ -120,7 +119,6 @@ def agent_config(*sections: dict[str, Any], **episode: Any) -> Config:
 
 @asynccontextmanager
 async def agent_tasks(config: Config) -> AsyncIterator[tuple[TaskRunner, PretendEndpoint]]:
-    """A task runner as a generator has it, with a scripted engine and a pretended endpoint."""
     engine: Any = ScriptedEngine()
     endpoint: Any = PretendEndpoint()
     parts = RunParts(config)
@@ -133,7 +131,6 @@ async def agent_tasks(config: Config) -> AsyncIterator[tuple[TaskRunner, Pretend
 
 
 async def run_agent(config: Config, prompt: Any = "What is 1+1?", **row: Any) -> Episode:
-    """An episode of the agent that a configuration names."""
     parts = EpisodeParts(config)
     engine: Any = ScriptedEngine()
     endpoint: Any = PretendEndpoint()

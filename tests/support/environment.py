@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ BASE_URL = RECORDED["played"]["request"]["client"]["base_url"]
 
 
 class Call:
-    """One request to the stand-in."""
-
     def __init__(self, server: StandIn, client: bytes, number: bytes, method: str, content: Any) -> None:
         self.server, self.client, self.number, self.method, self.content = server, client, number, method, content
 
@@ -57,11 +55,15 @@ def says(*messages: tuple[str, Any]) -> Behaviour:
     return behave
 
 
+def asked(call: Call) -> AgentTask:
+    key = call.content["client"]["base_url"].split("/")[-2]
+    return agent_task(Path(), api_key=key, row=call.content["task_data"])
+
+
 async def scores(call: Call) -> None:
     """Plays as the row says, with the session that the address names; what this returns is the reward."""
-    row, key = call.content["task_data"], call.content["client"]["base_url"].split("/")[-2]
     try:
-        reward = await scripted(agent_task(Path(), api_key=key, row=row))
+        reward = await scripted(asked(call))
         await call.send("delta", {"trace": "t", "set": {"rewards": {"right": {"score": reward, "weight": 1.0}}}})
         await call.send("reply", {"success": True, "head": {"ok": True}, "traces": [{"id": "t"}]})
     except ValueError as error:
@@ -71,9 +73,7 @@ async def scores(call: Call) -> None:
 
 async def dies(call: Call) -> None:
     """Plays as the row says, and ends without an answer."""
-    await scripted(
-        agent_task(Path(), api_key=call.content["client"]["base_url"].split("/")[-2], row=call.content["task_data"])
-    )
+    await scripted(asked(call))
     call.server.die()
 
 
@@ -142,11 +142,15 @@ def task(**row: Any) -> AgentTask:
     return agent_task(Path(), row=ROW | row, base_url=BASE_URL)
 
 
+@asynccontextmanager
+async def client_of(address: str) -> AsyncIterator[EnvironmentServer]:
+    client = EnvironmentServer(address)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 async def play_on(run: Behaviour) -> float:
-    """The reward of one episode on a server with this behaviour."""
-    async with StandIn(run) as server:
-        client = EnvironmentServer(server.address)
-        try:
-            return await client.run(task())
-        finally:
-            await client.close()
+    async with StandIn(run) as server, client_of(server.address) as client:
+        return await client.run(task())

@@ -42,7 +42,6 @@ def configured(*sections: dict[str, Any], **episode: Any) -> Config:
 
 
 def tool_texts(episode: Episode) -> list[str]:
-    """The tools' answers in an episode."""
     return [entry.text for entry in episode.transcript.entries if entry.role == "tool"]
 
 
@@ -62,8 +61,6 @@ def talk(user: Any, *replies: str, row: dict[str, Any] | None = None, **limits: 
 
 
 def scored(config: Config, *outcomes: Outcome) -> list[Score]:
-    """Rewards of outcomes, by one scorer."""
-
     async def each(scorer: Scorer) -> list[Score]:
         return [await scorer.score(outcome) for outcome in outcomes]
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 DEADLINE = 600.0
@@ -34,6 +35,23 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Any:
 
     run.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
     return run
+
+
+def within(context: Callable[[], AbstractAsyncContextManager[Any]], gives: int = 1) -> Callable[[Any], Any]:
+    """Make a test of a coroutine function whose first parameters, as many as it `gives`, come from a context."""
+
+    def decorate(test: Any) -> Any:
+        @functools.wraps(test)
+        async def scene(**fixtures: Any) -> None:
+            async with context() as given:
+                await test(*(given if gives > 1 else (given,)), **fixtures)
+
+        signature = inspect.signature(test)
+        fixtures = list(signature.parameters.values())[gives:]
+        scene.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+        return in_event_loop(scene)
+
+    return decorate
 
 
 def used(make: Callable[[], Any], act: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -215,13 +215,11 @@ def over(rig: Rig, name: str) -> None:
 
 
 def story(header: SampleHeader) -> dict[str, Any]:
-    """The record that came with a header."""
     assert header.record is not None
     return json.loads(open_record(header.record))
 
 
 def one(rig: Rig, **task: Any) -> SampleHeader:
-    """The header of one task."""
     rig.dispatch(1, **task)
     (header,) = rig.play(lambda rig: rig.headers(1))
     return header

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socketserver
 import threading
@@ -18,18 +19,24 @@ Handler = BaseHTTPRequestHandler
 
 @dataclass
 class Double:
-    """The requests so far, and the answers: one for each request, the last one repeated."""
+    """The requests so far, and the answers: one for each request, the last one repeated.
+
+    Attributes:
+        connections: of all requests; `connected` counts those that the client has not closed.
+        open: requests under way; `most_open`: most of them at a time.
+    """
 
     answers: list[Callable[[Handler, Any], None]]
     url: str = ""
+    port: int = 0
     requests: list[Any] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     connections: set[Any] = field(default_factory=set)
+    connected: int = 0
     open: int = 0
     most_open: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # Set at the end of a test, so that no waiting handler outlives it.
-    over: threading.Event = field(default_factory=threading.Event)
 
 
 class UnixServer(ThreadingHTTPServer):
@@ -42,13 +49,21 @@ class UnixServer(ThreadingHTTPServer):
 
 @contextmanager
 def serve(
-    *answers: Callable[[Handler, Any], None], host: str = "127.0.0.1", socket: Path | None = None
+    *answers: Callable[[Handler, Any], None], host: str = "127.0.0.1", port: int = 0, socket: Path | None = None
 ) -> Iterator[Double]:
     """Serve until the block ends, at a port of `host` or on a Unix socket."""
     double = Double(list(answers))
 
     class Answering(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def handle(self) -> None:
+            with double.lock:
+                double.connected += 1
+            with contextlib.suppress(ConnectionResetError):
+                super().handle()
+            with double.lock:
+                double.connected -= 1
 
         def do_POST(self) -> None:
             self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -59,6 +74,7 @@ def serve(
         def answer(self, body: Any) -> None:
             with double.lock:
                 double.requests.append(body)
+                double.paths.append(self.path)
                 double.headers.append(dict(self.headers))
                 double.connections.add(self.client_address)
                 double.open += 1
@@ -74,16 +90,15 @@ def serve(
 
         def log_message(self, *_: Any) -> None: ...
 
-    server = ThreadingHTTPServer((host, 0), Answering) if socket is None else UnixServer(str(socket), Answering)  # type: ignore[arg-type]
+    server = ThreadingHTTPServer((host, port), Answering) if socket is None else UnixServer(str(socket), Answering)  # type: ignore[arg-type]
     server.daemon_threads = True
-    server.over = double.over  # type: ignore[attr-defined]
+    double.port = server.server_port
     double.url = f"http://{host}:{server.server_port}" if socket is None else f"unix:{socket}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         yield double
     finally:
-        double.over.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -107,3 +122,17 @@ def says(text: str) -> Callable[[Handler, Any], None]:
 
 def fails(status: int, text: str = "no", **headers: str) -> Callable[[Handler, Any], None]:
     return lambda handler, body: raw(handler, text.encode(), status, **headers)
+
+
+def hangs(handler: Handler, body: Any) -> None:
+    """Does not answer until the client gives up."""
+    handler.close_connection = handler.connection.recv(1) == b""
+
+
+def endless(handler: Handler, body: Any) -> None:
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    for _ in range(1000):
+        handler.wfile.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+    raise AssertionError("the client read 65 MB")

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from sandbox_client import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status
 
@@ -68,3 +69,14 @@ class ProcessSandbox:
         return RunCodeResponse(status=Status.FAILED if failed else Status.SUCCESS, run_result=run)
 
     async def close(self) -> None: ...
+
+
+class FixedSandbox(ProcessSandbox):
+    """Runs nothing and gives one answer."""
+
+    def __init__(self, **answer: Any) -> None:
+        super().__init__()
+        self.answer = RunCodeResponse.model_validate(answer)
+
+    async def _run(self, request: RunCodeRequest, folder: Path) -> RunCodeResponse:
+        return self.answer

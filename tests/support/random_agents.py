@@ -144,11 +144,7 @@ class Thread:
 
 
 class AgentRun:
-    """Runs an agent in a session.
-
-    Attributes:
-        calls: in order.
-    """
+    """Runs an agent in a session; `calls` are in order."""
 
     def __init__(
         self,
@@ -286,7 +282,6 @@ def _trouble(step: Step) -> Trouble | None:
 
 
 def _shortened(thread: Thread, back: int) -> Thread:
-    """A conversation without its last exchanges."""
     turns, markers, whole = list(thread.conversation.turns), list(thread.markers), list(thread.whole)
     for _ in range(min(back, len(whole) - 1)):
         turns.pop()

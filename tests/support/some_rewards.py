@@ -46,7 +46,6 @@ def boxes(text: str, answer: str) -> float:
 
 
 def solved(text: str, answer: str | list[str]) -> float:
-    """Takes the answer out of a solution."""
     return float(text == re.split(r"#### |\\boxed\{|\}", str(np.ravel(answer)[0]))[1 if len(answer) > 1 else 0])
 
 
@@ -59,7 +58,6 @@ def half(text: str, answer: str) -> float:
 
 
 def marked(text: str, answer: str, mark: str | int = "", end: str | None = None) -> float:
-    """Wants the answer in a form of its own."""
     form = f"<{mark}>{{}}</{mark}>" if end is None else str(mark)
     return float(text == form.replace("{}", answer))
 
@@ -125,8 +123,6 @@ asynchronous_call = AsynchronousCall()
 
 
 class CountingReward:
-    """Knows how often it was asked, and sees the whole outcome."""
-
     def __init__(self, start: int = 0) -> None:
         self.calls = start
 
@@ -160,8 +156,6 @@ class BadStart:
 
 
 class SizeOfFolder:
-    """A hundredth of the characters in the files that an agent has left."""
-
     def score(self, outcome: Outcome) -> float:
         return size_of_folder(outcome.folder)
 

@@ -134,6 +134,18 @@ CARELESS = (
 AS_JSON = CARELESS.replace("{{ m.content }}", "{{ m.content | tojson if m.role == 'tool' else m.content }}")
 
 
+def tokenizer_of(
+    model: Any, decoder: Any, special: Sequence[str], *, steps: Any = None, rstrip: bool = False, **options: Any
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of these parts; `steps` is its pre-tokenizer, `rstrip` an option of its special tokens."""
+    made = Tokenizer(model)
+    made.decoder = decoder
+    if steps is not None:
+        made.pre_tokenizer = steps
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False, rstrip=rstrip) for text in special])
+    return PreTrainedTokenizerFast(tokenizer_object=made, **options)
+
+
 def byte_level(
     special: Sequence[str],
     template: str,
@@ -144,13 +156,26 @@ def byte_level(
 ) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer, whose end of text is the first special token; `pairs` are its merges."""
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in pairs)]
-    vocabulary = {symbol: i for i, symbol in enumerate(dict.fromkeys(symbols))}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=list(pairs)))
+    model = models.BPE(vocab={symbol: i for i, symbol in enumerate(dict.fromkeys(symbols))}, merges=list(pairs))
+    options = {"steps": pre_tokenizer, "eos_token": special[0], "chat_template": template}
+    made = tokenizer_of(model, decoders.ByteLevel(), special, **options)
     if normalizer is not None:
-        made.normalizer = normalizer
-    made.pre_tokenizer, made.decoder = pre_tokenizer, decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[0], chat_template=template)
+        made.backend_tokenizer.normalizer = normalizer
+    return made
+
+
+def of_pieces(
+    pieces: Sequence[str] = ("▁", *(chr(code) for code in range(33, 127)), "\n"),
+    merges: Sequence[tuple[str, str]] = (),
+    special: Sequence[str] = ("<|im_end|>", "<|im_start|>"),
+    template: str = QWEN,
+    scheme: str = "always",
+    **options: Any,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer like SentencePiece's, which puts a blank before each text, or before the first."""
+    model = models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=list(merges))
+    steps, decoder = (kind.Metaspace(prepend_scheme=scheme) for kind in (pre_tokenizers, decoders))
+    return tokenizer_of(model, decoder, special, steps=steps, eos_token=special[0], chat_template=template, **options)
 
 
 def shaped(name: str, ends: Sequence[str] = ()) -> tuple[PreTrainedTokenizerFast, ChatTemplate]:
@@ -163,13 +188,3 @@ def with_template(template: str | None) -> Any:
     tokenizer = build_tokenizer(["<think>", "</think>"])
     tokenizer.chat_template = template
     return tokenizer
-
-
-def of_pieces() -> Any:
-    """A tokenizer like SentencePiece's, which puts a blank before each text."""
-    characters = ["▁", *(chr(code) for code in range(33, 127)), "\n"]
-    made = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(characters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    made.decoder = decoders.Metaspace(prepend_scheme="always")
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=QWEN)

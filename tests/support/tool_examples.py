@@ -14,8 +14,6 @@ TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required"
 
 
 class Echo:
-    """Repeats its text, behind another."""
-
     name = "echo"
     description = "Repeats a text."
     schema = TEXT
@@ -85,8 +83,6 @@ class Patient(Hanging):
 
 
 class CountingTool:
-    """Counts the calls of each episode."""
-
     name = "count"
     description = "Counts."
     schema: dict[str, Any] = {"type": "object"}  # noqa: RUF012

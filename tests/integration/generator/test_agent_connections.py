@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import structlog
@@ -17,49 +18,45 @@ from generator.agents.endpoint import Endpoint
 from generator.agents.session import AgentSession, SessionLimits
 from tests.support.agent_sessions import CHAT, Rig
 from tests.support.episode import TEMPLATE
-from tests.support.event_loop import in_event_loop
+from tests.support.event_loop import within
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
 LENGTH = b"content-length: %d\r\n" % len(BODY)
-
-
-@asynccontextmanager
-async def serving(rig: Rig) -> AsyncIterator[Endpoint]:
-    endpoint = Endpoint(rig.layer, TEMPLATE, 400, structlog.get_logger())
-    await endpoint._serve()
-    try:
-        yield endpoint
-    finally:
-        await endpoint.close()
 
 
 def opened(endpoint: Endpoint) -> AgentSession:
     return endpoint.open_session(SessionLimits(max_response_tokens=10_000, max_turns=1000))
 
 
-def asks(session: AgentSession) -> bytes:
-    return request(f"POST /s/{session.key}{CHAT} HTTP/1.1", LENGTH)
-
-
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Rig, AgentSession, int]]:
-    """An endpoint, a session of it, and its port."""
+async def served() -> AsyncIterator[tuple[Rig, Endpoint, AgentSession]]:
     rig = Rig()
-    async with serving(rig) as endpoint:
-        yield rig, opened(endpoint), port_of(endpoint)
+    endpoint = Endpoint(rig.layer, TEMPLATE, 400, structlog.get_logger())
+    await endpoint._serve()
+    try:
+        yield rig, endpoint, opened(endpoint)
+    finally:
+        await endpoint.close()
 
 
-def port_of(endpoint: Endpoint) -> int:
-    return int(endpoint.url.rpartition(":")[2])
+in_endpoint = within(served, gives=3)
 
 
 def request(head: str, *headers: bytes, body: bytes = BODY) -> bytes:
     return head.encode() + b"\r\nhost: x\r\n" + b"".join(headers) + b"\r\n" + body
 
 
-async def statuses(port: int, sent: bytes, count: int = 1) -> list[int]:
+def asks(session: AgentSession) -> bytes:
+    return request(f"POST /s/{session.key}{CHAT} HTTP/1.1", LENGTH)
+
+
+def port_of(endpoint: Endpoint) -> int:
+    return int(endpoint.url.rpartition(":")[2])
+
+
+async def statuses(endpoint: Endpoint, sent: bytes, count: int = 1) -> list[int]:
     """The statuses of the first answers on one connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(endpoint))
     writer.write(sent)
     received, answers = b"", list[int]()
     while len(answers) < count and (piece := await reader.read(1 << 16)):
@@ -88,52 +85,46 @@ CASES = {
 }  # fmt: skip
 
 
-@in_event_loop
-async def test_an_odd_request_is_one_answer() -> None:
-    async with served() as (rig, session, port):
-        key = f"authorization: Bearer {session.key}\r\n".encode()
-        for name, (head, headers, body, answer, asked) in CASES.items():
-            rig.app.prompts.clear()
-            sent = request(head.format(chat=CHAT), *(key if h == b"KEY" else h for h in headers), body=body)
-            assert await statuses(port, sent) == [answer], name
-            assert (len(rig.app.prompts), session.in_flight) == (asked, 0), name
+@in_endpoint
+async def test_an_odd_request_is_one_answer(rig, endpoint, session) -> None:
+    key = f"authorization: Bearer {session.key}\r\n".encode()
+    for name, (head, headers, body, answer, asked) in CASES.items():
+        rig.app.prompts.clear()
+        sent = request(head.format(chat=CHAT), *(key if h == b"KEY" else h for h in headers), body=body)
+        assert await statuses(endpoint, sent) == [answer], name
+        assert (len(rig.app.prompts), session.in_flight) == (asked, 0), name
 
 
-@in_event_loop
-async def test_a_key_opens_no_later_request_of_its_connection() -> None:
-    async with served() as (rig, session, port):
-        key = f"x-api-key: {session.key}\r\n".encode()
-        with_key, without = (request(f"POST {CHAT} HTTP/1.1", *k, LENGTH) for k in ((key,), ()))
-        assert await statuses(port, with_key + without, 2) == [200, 401]
-        assert len(rig.app.prompts) == 1
+@in_endpoint
+async def test_a_key_opens_no_later_request_of_its_connection(rig, endpoint, session) -> None:
+    key = f"x-api-key: {session.key}\r\n".encode()
+    with_key, without = (request(f"POST {CHAT} HTTP/1.1", *k, LENGTH) for k in ((key,), ()))
+    assert await statuses(endpoint, with_key + without, 2) == [200, 401]
+    assert len(rig.app.prompts) == 1
 
 
-@in_event_loop
-async def test_requests_of_many_connections_at_once_are_answered() -> None:
+@in_endpoint
+async def test_requests_of_many_connections_at_once_are_answered(rig, endpoint, session) -> None:
     """All are connected before the server has read from one of them."""
-    async with served() as (_, session, port):
-        connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(240)]
-        loop, heard = asyncio.get_running_loop(), 0
-        for some in (connections[:120], connections[120:]):  # at most 128 requests of a session are in flight
-            for connection in some:
-                connection.sendall(asks(session))
-                connection.setblocking(False)
-            replies = await asyncio.gather(*(loop.sock_recv(connection, 1 << 16) for connection in some))
-            heard += sum(reply.startswith(b"HTTP/1.1 200") for reply in replies)
-        for connection in connections:
-            connection.close()
-        assert heard == len(connections)
+    connections = [socket.create_connection(("127.0.0.1", port_of(endpoint))) for _ in range(240)]
+    loop, heard = asyncio.get_running_loop(), 0
+    for some in (connections[:120], connections[120:]):  # at most 128 requests of a session are in flight
+        for connection in some:
+            connection.sendall(asks(session))
+            connection.setblocking(False)
+        replies = await asyncio.gather(*(loop.sock_recv(connection, 1 << 16) for connection in some))
+        heard += sum(reply.startswith(b"HTTP/1.1 200") for reply in replies)
+    for connection in connections:
+        connection.close()
+    assert heard == len(connections)
 
 
 FILES = 256  # that the generator may open, in the tests below: 32 connections of one owner or without a key, 64 in all
 
 
-Streams = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
-
-
-async def connected(endpoint: Endpoint, sent: bytes, count: int) -> Streams:
+async def connected(endpoint: Endpoint, sent: bytes, count: int) -> list[Any]:
     """Connections, each of which sends something, and gets its answer if that is a whole request, before the next."""
-    streams: Streams = []
+    streams: list[Any] = []
     for _ in range(count):
         streams.append(await asyncio.open_connection("127.0.0.1", port_of(endpoint)))
         reader, writer = streams[-1]
@@ -150,35 +141,32 @@ def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_files")
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: no"])
-@in_event_loop
-async def test_connections_without_a_key_are_few_and_stop_no_other(sent: bytes) -> None:
-    async with serving(Rig()) as endpoint:
-        streams = await connected(endpoint, sent, FILES)
-        with contextlib.suppress(ConnectionResetError):
-            assert await streams[0][0].read() == b""
-        assert len(endpoint._connections.waiting) == FILES // 8
-        await connected(endpoint, asks(opened(endpoint)), 1)
+@in_endpoint
+async def test_connections_without_a_key_are_few_and_stop_no_other(rig, endpoint, session, sent: bytes) -> None:
+    streams = await connected(endpoint, sent, FILES)
+    with contextlib.suppress(ConnectionResetError):
+        assert await streams[0][0].read() == b""
+    assert len(endpoint._connections.waiting) == FILES // 8
+    await connected(endpoint, asks(session), 1)
 
 
 @pytest.mark.usefixtures("few_files")
-@in_event_loop
-async def test_connections_of_a_session_and_of_all_are_bounded() -> None:
-    async with serving(Rig()) as endpoint:
-        sessions = [opened(endpoint) for _ in range(3)]
-        kept = [await connected(endpoint, asks(session), 40) for session in sessions]
-        held = {owner: len(group) for owner, group in endpoint._connections.owned.items()}
-        assert held == {sessions[1].key: FILES // 8, sessions[2].key: FILES // 8}
-        assert len(endpoint._connections.admitted) == FILES // 4
-        assert sum(map(len, kept)) == 3 * 40
+@in_endpoint
+async def test_connections_of_a_session_and_of_all_are_bounded(rig, endpoint, session) -> None:
+    sessions = [session, opened(endpoint), opened(endpoint)]
+    kept = [await connected(endpoint, asks(one), 40) for one in sessions]
+    held = {owner: len(group) for owner, group in endpoint._connections.owned.items()}
+    assert held == {sessions[1].key: FILES // 8, sessions[2].key: FILES // 8}
+    assert len(endpoint._connections.admitted) == FILES // 4
+    assert sum(map(len, kept)) == 3 * 40
 
 
-@in_event_loop
-async def test_the_end_of_a_session_cuts_no_connection_that_another_goes_on_with() -> None:
+@in_endpoint
+async def test_the_end_of_a_session_cuts_no_connection_that_another_goes_on_with(rig, endpoint, session) -> None:
     """Agents share a client, whose connections serve one task after another."""
-    async with serving(Rig()) as endpoint:
-        one, another = opened(endpoint), opened(endpoint)
-        ((reader, writer),) = await connected(endpoint, asks(one), 1)
-        await reader.readuntil(b"0\r\n\r\n")  # the end of the answer
-        await endpoint.close_session(one)
-        writer.write(asks(another))
-        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    another = opened(endpoint)
+    ((reader, writer),) = await connected(endpoint, asks(session), 1)
+    await reader.readuntil(b"0\r\n\r\n")  # the end of the answer
+    await endpoint.close_session(session)
+    writer.write(asks(another))
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"

@@ -9,10 +9,10 @@ from unittest.mock import ANY
 import pytest
 
 from generator.rewards.code.unit_tests import CodeLimits, CodeVerdict, run_code_tests
-from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
+from sandbox_client import SandboxUnavailable
 from tests.support.code_attacks import ANSWER, ATTACKS, SEARCH, TAKE_OVER, TESTS
 from tests.support.code_meanings import MEANINGS, parts
-from tests.support.process_sandbox import ProcessSandbox
+from tests.support.process_sandbox import FixedSandbox, ProcessSandbox
 
 
 def check(code: str, *tests: str, timeout: float = 20.0, longest_run: float = 60.0, **more: Any) -> CodeVerdict:
@@ -32,12 +32,11 @@ def test_assertions_mean_what_they_mean_in_python(meaning: str) -> None:
     assert verdict.passed == verdict.total, [result for result in verdict.results if not result.passed]
 
 
-LOOP = "while True: pass"
 WRONG = [
     ("def f(x): return x", "AssertionError"),
     ("def f(x): return 1 / 0", "ZeroDivisionError: division by zero"),
     ("def f(x: return 2", "SyntaxError"),
-    ("def f(x):\n    " + LOOP, "time limit"),
+    ("def f(x):\n    while True: pass", "time limit"),
     ("def f(x):\n    while True: yield 1", "time limit"),
     ("def f(x): return f(x)", "RecursionError"),
     ("def f(x): return 'x' * (20 << 20)", "the program ended"),
@@ -56,7 +55,7 @@ def test_a_wrong_program_fails_with_its_reason(code: str, reason: str) -> None:
     assert 0 < len(verdict.results[0].reason) < 200
 
 
-ENDS = "def f(x):\n    if x == 2: {}\n    return x"
+ENDS = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x"
 LEAVES = "import sys\ndef f(x):\n    if x == 1: sys.exit(0)\n    if x == 2: raise KeyboardInterrupt\n    return x"
 COUNTED = ["import math", "a = f(2)", "def same(x): return f(x) == x", "assert a == 2", "assert same(4)"]
 COUNTED += ["assert f(3) == 4", "assert f(math.pi) == math.pi"]
@@ -66,11 +65,7 @@ COUNTED += ["assert f(3) == 4", "assert f(math.pi) == math.pi"]
     ("code", "tests", "results"),
     [
         ("def f(x): return x", COUNTED, [True, True, False, True]),  # preparation does not count
-        (
-            ENDS.format("__import__('os')._exit(0)"),
-            [f"assert f({i}) == {i}" for i in range(5)],
-            [True] * 2 + [False] * 3,
-        ),
+        (ENDS, [f"assert f({i}) == {i}" for i in range(5)], [True] * 2 + [False] * 3),
         (LEAVES, [f"assert f({i}) == {i}" for i in range(4)], [True, False, False, True]),
     ],
     ids=["each counts", "ends in the middle", "leaves in one test"],
@@ -80,7 +75,7 @@ def test_each_assertion_counts(code: str, tests: list[str], results: list[bool])
     assert passed(verdict) == results
     share = sum(results) / len(results)
     assert (verdict.score(), verdict.score(partial=False)) == (share, 0.0)
-    if code.startswith(ENDS[:30]):
+    if code == ENDS:
         assert verdict.results[4].reason.startswith("not run")
 
 
@@ -107,18 +102,12 @@ def test_many_assertions_are_one_run_whose_code_holds_none() -> None:
     ],
 )
 def test_a_harness_that_did_not_start_is_no_verdict(fields: dict[str, Any]) -> None:
-    class FixedSandbox(ProcessSandbox):
-        async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
-            return RunCodeResponse.model_validate(fields)
-
     with pytest.raises(SandboxUnavailable):
-        asyncio.run(run_code_tests(FixedSandbox(), "def f(): return 1", ["assert f() == 1"]))
+        asyncio.run(run_code_tests(FixedSandbox(**fields), "def f(): return 1", ["assert f() == 1"]))
 
 
-# Programs that try to pass assertions without knowing what they should return.
-
-
-# Each of them takes about a second; every third runs in `make test`.
+# Programs that try to pass assertions without knowing what they should return. Each of them takes about a second;
+# every third runs in `make test`.
 BY_TURNS = [
     pytest.param(name, marks=[] if number % 3 == 0 else [pytest.mark.slow]) for number, name in enumerate(ATTACKS)
 ]

@@ -11,34 +11,22 @@ from common.config import EpisodeConfig
 from common.messages import Task
 from generator.tools import Toolbox, ToolError
 from generator.tools.code_interpreter import CodeInterpreter
-from sandbox_client import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status
 from tests.support.episode import END, ScriptedEngine, play, tool_texts
 from tests.support.golden import GOLDEN
-from tests.support.process_sandbox import ProcessSandbox
-
-TASK = Task(task_id="t", prompt_id="p", prompt="hi")
-
-
-class FixedSandbox(ProcessSandbox):
-    def __init__(self, answer: RunCodeResponse) -> None:
-        super().__init__()
-        self.answer = answer
-
-    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
-        self.requests.append(request)
-        return self.answer
+from tests.support.process_sandbox import FixedSandbox, ProcessSandbox
 
 
 def outputs(programs: list[str], sandbox: Any = None, **options: Any) -> list[str]:
     async def story() -> list[str]:
-        session = await CodeInterpreter(sandbox or ProcessSandbox(), **options).open(TASK)
+        task = Task(task_id="t", prompt_id="p", prompt="hi")
+        session = await CodeInterpreter(sandbox or ProcessSandbox(), **options).open(task)
         return [await session.call(program) for program in programs]
 
     return asyncio.run(story())
 
 
 def test_golden_m03_a_program_runs_as_the_model_wrote_it() -> None:
-    sandbox = FixedSandbox(RunCodeResponse(status=Status.SUCCESS))
+    sandbox = FixedSandbox(status="Success")
     outputs(GOLDEN["M03"]["inputs"]["code"], sandbox)
     assert [request.code for request in sandbox.requests] == GOLDEN["M03"]["inputs"]["code"]
 
@@ -58,17 +46,14 @@ def test_a_programs_output_is_its_result(program: str, start: str, end: str) -> 
     assert outputs(["x = 1", "print(x)"])[1].endswith("NameError: name 'x' is not defined")
 
 
-CUT = CommandRunResult(status=CommandStatus.TIME_LIMIT_EXCEEDED, stdout="half")
-WRONG = CommandRunResult(status=CommandStatus.FINISHED, return_code=1, stderr="expected ;")
-
-
 def test_a_cut_program_and_compile_errors_are_the_models_doing() -> None:
-    sandbox = FixedSandbox(RunCodeResponse(status=Status.FAILED, run_result=CUT))
+    sandbox = FixedSandbox(status="Failed", run_result={"status": "TimeLimitExceeded", "stdout": "half"})
     limits = {"run_timeout": 2.5, "memory_mb": 77, "language": "bash"}
     assert outputs(["sleep 9"], sandbox, **limits) == ["half\nerror: no end within 2.5 s"]
     (request,) = sandbox.requests
     assert (request.run_timeout, request.memory_limit_MB, request.language) == (2.5, 77, "bash")
-    compiled = FixedSandbox(RunCodeResponse(status=Status.FAILED, compile_result=WRONG))
+    wrong = {"status": "Finished", "return_code": 1, "stderr": "expected ;"}
+    compiled = FixedSandbox(status="Failed", compile_result=wrong)
     assert outputs(["int"], compiled, language="cpp") == ["expected ;"]
 
 

@@ -37,17 +37,15 @@ def test_a_wrong_program_fails_with_its_reason(code: str, reason: str) -> None:
     assert (verdict.passed, verdict.results[0].reason) == (0, reason)
 
 
-# It ends well and has printed anything but the answer, which no program can find where it runs.
-WITHOUT_THE_ANSWER = """
+def test_no_program_passes_without_printing_the_answer() -> None:
+    # It ends well and has printed anything but the answer, which no program can find where it runs.
+    program = """
 import atexit, gc, os, sys
 atexit.register(os._exit, 0)
 print("passed", 0, *os.environ.items(), *os.listdir("."), open("/proc/self/cmdline").read(), open(__file__).read())
 print(sys.modules, gc.get_objects()[:100], sys._getframe().f_globals, "".join(map(chr, range(32, 127))))
 """
-
-
-def test_no_program_passes_without_printing_the_answer() -> None:
-    verdict = check(WITHOUT_THE_ANSWER, {"inputs": ["20", "21"], "outputs": ["81549300", "81549301"]})
+    verdict = check(program, {"inputs": ["20", "21"], "outputs": ["81549300", "81549301"]})
     assert (verdict.passed, verdict.score(), verdict.score(partial=False)) == (0, 0.0, 0.0)
 
 
@@ -117,9 +115,7 @@ def test_nothing_more_is_run_once_all_or_nothing_is_decided_or_the_sandbox_fails
         ("1000000000000000001", "1000000000000000000", False, False),
     ],
 )
-def test_outputs_are_compared_line_by_line_and_numbers_may_differ_by_the_tolerance(
-    output: str, expected: str, exact: bool, tolerant: bool
-) -> None:
+def test_outputs_are_compared_line_by_line_and_numbers_may_differ_by_the_tolerance(output, expected, exact, tolerant):
     assert same_output(output, expected) is exact
     assert same_output(output, expected, tolerance=1e-4) is tolerant
 
@@ -153,27 +149,17 @@ SOLUTION = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
 WRONG_ADD = "def add(a, b):\n    return a - b\n"
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
 PAIRS = "def pairs(n):\n    return [(i, {i: None}) for i in range(n)]\n"
-PAIRED = [[[0, {"0": None}], [1, {"1": None}]]]
+PAIRED = {"fn_name": "pairs", "inputs": [[2]], "outputs": [[[0, {"0": None}], [1, {"1": None}]]]}
+LINES = {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"']}
+CHECK = {"assertions": ["def check(f):\n    assert f(1, 2) == 3"], "entry_point": "add"}
 FORMS = {
     "APPS, a function": (CALLS, ADD, WRONG_ADD),
     "APPS, a method": (json.dumps(CALLS), SOLUTION, SOLUTION.replace("+", "-")),
     "APPS, each output in a list": (CALLS | {"outputs": [[3], [7]]}, SOLUTION, WRONG_ADD),
-    "tuples and keys that are numbers": (
-        {"fn_name": "pairs", "inputs": [[2]], "outputs": PAIRED},
-        PAIRS,
-        PAIRS.replace("range(n)", "range(n - 1)"),
-    ),
-    "LiveCodeBench, arguments in lines": (
-        {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"']},
-        ADD,
-        WRONG_ADD,
-    ),
+    "tuples and keys that are numbers": (PAIRED, PAIRS, PAIRS.replace("range(n)", "range(n - 1)")),
+    "LiveCodeBench, arguments in lines": (LINES, ADD, WRONG_ADD),
     "LiveCodeBench, stdin": (json.dumps([{"input": "1\n2\n", "output": "3\n", "testtype": "stdin"}]), SUM, DOUBLE),
-    "HumanEval, with the name": (
-        {"assertions": ["def check(f):\n    assert f(1, 2) == 3"], "entry_point": "add"},
-        ADD,
-        WRONG_ADD,
-    ),
+    "HumanEval, with the name": (CHECK, ADD, WRONG_ADD),
     "pytest": ("from solution import add\n\ndef test_a():\n    assert add(1, 2) == 3", ADD, WRONG_ADD),
     "pytest, a list": (["def test_a(): assert add(1, 2) == 3", "def test_b(): assert add(4, 3) == 7"], ADD, WRONG_ADD),
     "a list as Python writes it": ("['assert add(1, 2) == 3']", ADD, WRONG_ADD),
@@ -186,12 +172,10 @@ def test_tests_are_read_as_public_data_sets_have_them(form: str) -> None:
     assert [check(code, tests).score() for code in (right, wrong)] == [1.0, 0.0]
 
 
-HALVES = {"fn_name": "half", "inputs": [[1], [3]], "outputs": [0.5, 1.5]}
-
-
 @pytest.mark.parametrize(("tolerance", "passed"), [(None, 0), (1e-6, 2)])
 def test_results_of_calls_may_differ_by_the_tolerance(tolerance: float | None, passed: int) -> None:
-    assert check("def half(x): return x / 2 + 1e-7", HALVES, tolerance=tolerance).passed == passed
+    halves = {"fn_name": "half", "inputs": [[1], [3]], "outputs": [0.5, 1.5]}
+    assert check("def half(x): return x / 2 + 1e-7", halves, tolerance=tolerance).passed == passed
 
 
 FENCED = "```python\nfirst\n```\ntext\n```python\nlast\n  indented\n```\nafter\n```\nplain\n```"
@@ -212,8 +196,6 @@ FENCED = "```python\nfirst\n```\ntext\n```python\nlast\n  indented\n```\nafter\n
 def test_the_program_is_the_last_whole_block(text: str, code: str) -> None:
     assert extract_code(text) == code
 
-
-# The reward: where the tests come from, partial credit, and a sandbox that fails.
 
 DOUBLED = "Here it is:\n```python\nprint(2 * int(input()))\n```\nI hope it helps."
 TWICE = "```python\ntwice = lambda x: 2 * x\n```"

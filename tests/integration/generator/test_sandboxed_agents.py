@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,44 +31,6 @@ pytestmark = [
     pytest.mark.usefixtures("bubblewrap"),
     pytest.mark.skipif(GROUPS is None, reason="no control group can be made here"),
 ]
-
-AGENT = """
-    import json, os, socket, sys
-    import openai
-    task = json.load(sys.stdin)
-    reached = []
-    for family, kind, where in [(2, 1, ("127.0.0.1", port)) for port in task["row"]["ports"]] + [
-        (2, 2, ("127.0.0.1", 9)), (2, 1, ("192.0.2.1", 80)), (10, 1, ("::1", 80)), (1, 1, task["row"]["unix"])
-    ]:
-        try:
-            one = socket.socket(family, kind)
-            one.settimeout(5)
-            one.connect(where)
-            reached.append(where)
-        except OSError:
-            pass
-    body = {"messages": [{"role": "user", "content": task["prompt"]}]}
-    said = [openai.OpenAI().post("/chat/completions", cast_to=object, body=body) for _ in range(2)]
-    told = {"said": said, "reached": reached, "stdin": task, "file": json.load(open(os.environ["SPO_TASK_FILE"]))}
-    told |= {"folder": sorted(os.listdir(".")), "environment": sorted(os.environ)}
-    open(os.environ["SPO_ANSWER_FILE"], "w").write(json.dumps(told))
-"""
-# Connections of its own, whose other ends are not read.
-BUFFERS = """
-    import os, socket
-    listener = socket.create_server(("127.0.0.1", 0))
-    held, kept = 0, []
-    for _ in range(100):
-        sender = socket.create_connection(listener.getsockname())
-        kept += [sender, listener.accept()[0]]
-        sender.setblocking(False)
-        try:
-            while True:
-                held += sender.send(bytes(1 << 16))
-        except BlockingIOError:
-            pass
-    open(os.environ["SPO_ANSWER_FILE"], "w").write(str(held))
-"""
 
 
 class Scene:
@@ -105,11 +67,32 @@ def scene(tmp_path_factory: pytest.TempPathFactory, bubblewrap: str) -> Iterator
 
 
 def test_an_agent_reaches_the_endpoint_and_nothing_else(scene: Scene, tmp_path: Path) -> None:
+    program = """
+        import json, os, socket, sys
+        import openai
+        task = json.load(sys.stdin)
+        reached = []
+        for family, kind, where in [(2, 1, ("127.0.0.1", port)) for port in task["row"]["ports"]] + [
+            (2, 2, ("127.0.0.1", 9)), (2, 1, ("192.0.2.1", 80)), (10, 1, ("::1", 80)), (1, 1, task["row"]["unix"])
+        ]:
+            try:
+                one = socket.socket(family, kind)
+                one.settimeout(5)
+                one.connect(where)
+                reached.append(where)
+            except OSError:
+                pass
+        body = {"messages": [{"role": "user", "content": task["prompt"]}]}
+        said = [openai.OpenAI().post("/chat/completions", cast_to=object, body=body) for _ in range(2)]
+        told = {"said": said, "reached": reached, "stdin": task, "file": json.load(open(os.environ["SPO_TASK_FILE"]))}
+        told |= {"folder": sorted(os.listdir(".")), "environment": sorted(os.environ)}
+        open(os.environ["SPO_ANSWER_FILE"], "w").write(json.dumps(told))
+    """
     with socket.create_server(("127.0.0.1", 0)) as other, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(str(tmp_path / "unix"))
         unix.listen()
         ports = [other.getsockname()[1], int(scene.endpoint.url.rpartition(":")[2])]
-        told = json.loads(scene.play(AGENT, ports=ports, unix=str(tmp_path / "unix")))
+        told = json.loads(scene.play(program, ports=ports, unix=str(tmp_path / "unix")))
     assert [json.loads(said) for said in told["said"]] == [{"content": "yes"}] * 2
     assert told["reached"] == []
     assert len(scene.rig.app.prompts) == 2
@@ -125,7 +108,23 @@ def test_an_agent_reaches_the_endpoint_and_nothing_else(scene: Scene, tmp_path: 
     GROUPS is not None and (GROUPS / cgroup.LIMITS[0]).exists(), reason="version 2 counts them with all other memory"
 )
 def test_connections_take_no_memory_beyond_a_bound(scene: Scene) -> None:
-    assert int(scene.play(BUFFERS)) < 2 * cgroup.TCP_BYTES
+    # Connections of its own, whose other ends are not read.
+    program = """
+        import os, socket
+        listener = socket.create_server(("127.0.0.1", 0))
+        held, kept = 0, []
+        for _ in range(100):
+            sender = socket.create_connection(listener.getsockname())
+            kept += [sender, listener.accept()[0]]
+            sender.setblocking(False)
+            try:
+                while True:
+                    held += sender.send(bytes(1 << 16))
+            except BlockingIOError:
+                pass
+        open(os.environ["SPO_ANSWER_FILE"], "w").write(str(held))
+    """
+    assert int(scene.play(program)) < 2 * cgroup.TCP_BYTES
 
 
 @pytest.mark.parametrize(
@@ -143,8 +142,9 @@ def test_a_failure_says_how_the_program_ended(scene: Scene, code: str, says: str
 
 def test_an_agent_whose_session_ends_is_killed(scene: Scene) -> None:
     asks = """
-        import openai
-        openai.OpenAI().post("/chat/completions", cast_to=object, body={"messages": [{"role": "user", "content": "a"}]})
+        import json, os, urllib.request
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+        urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
     """
 
     async def end_it_while_it_waits() -> None:
@@ -176,9 +176,7 @@ def twice(folder: Path) -> list[str]:
         (lambda _: ["python"], {"sandbox": {"url": "http://127.0.0.1:1"}}, "leave sandbox.url out"),
     ],
 )
-def test_what_cannot_run_there_is_refused(
-    tmp_path: Path, command: Callable[[Path], list[str]], settings: dict[str, Any], says: str
-) -> None:
+def test_what_cannot_run_there_is_refused(tmp_path, command, settings, says) -> None:
     agent = {"command": command(tmp_path), "sandbox": True}
     with pytest.raises(UserError, match=says):
         SandboxedCommand(configured(settings, agent=agent), None)

@@ -72,7 +72,6 @@ def canary() -> Iterator[Canary]:
 
 @pytest.fixture(scope="session")
 def host(canary: Canary) -> dict[str, Any]:
-    """What hostile programs know of the host."""
     more = {"project": __file__, "socket": str(Path(canary.folder.name) / "socket"), "secret": SECRET}
     return {**canary.parameters(), **more}
 

@@ -1,6 +1,6 @@
 """Programs that try to get out, or to take more than is theirs: each ends in a bounded result, the host unharmed.
 
-They stand in two tables: a line `#: name | how it ends`, and below it what the program does.
+They stand in a table: a line `#: name | how it ends`, and below it what the program does.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from generator.rewards.code.unit_tests import CodeLimits, run_code_tests
 from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, Status
 from sandbox_client.isolation import Canary
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
-from tests.integration.sandbox import attacks_on_host, attacks_on_limits
+from tests.integration.sandbox.attacks import PROGRAMS
+from tests.support import code_attacks
 from tests.support.sandbox import SandboxUnderTest, programs_of
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -92,7 +94,7 @@ def parsed(table: str) -> dict[str, Attack]:
     return attacks
 
 
-ATTACKS = parsed(attacks_on_host.PROGRAMS) | parsed(attacks_on_limits.PROGRAMS)
+ATTACKS = parsed(PROGRAMS)
 GREEDY = [
     name for name, attack in ATTACKS.items() if attack.stopped == "memory" or name in ("disk", "millions of files")
 ]
@@ -136,3 +138,22 @@ def test_the_same_programs_find_leaks_without_isolation(loop: asyncio.Runner, ho
     for name, answer in answers.items():
         assert answer.run_result is not None
         assert "LEAK" in (answer.run_result.stdout or ""), name
+
+
+ON_THE_JUDGE = (
+    "reads what it finds",
+    "searches the memory of the judge",
+    "attaches to the judge",
+    "writes a verdict to the judge's stdout",
+    "interrupts the judge",
+    "puts modules where imports look",
+)
+CODE = {name: code_attacks.ATTACKS[name] for name in ON_THE_JUDGE}
+CODE |= {"right": f"def f(x): return {code_attacks.ANSWER}"}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_only_the_right_program_passes_code_tests(http: SandboxUnderTest, name: str) -> None:
+    limits, tests = CodeLimits(timeout=10.0, longest_run=30.0, memory_mb=512), code_attacks.TESTS
+    verdict = http.loop.run(run_code_tests(http.sandbox, CODE[name], tests, limits=limits))
+    assert (verdict.passed, verdict.total) == (len(tests) if name == "right" else 0, len(tests))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+import sandbox_client
 from common.checks.check import Context, Level, Need
 from common.checks.machine import Machine
 from common.config import SandboxConfig
@@ -21,20 +21,13 @@ from common.errors import UserError
 from common.log import get_logger
 from common.process import Role
 from launcher.checks.command import local_isolation
-from sandbox_client import (
-    CommandRunResult,
-    CommandStatus,
-    RunCodeRequest,
-    RunCodeResponse,
-    Status,
-    make_sandbox,
-    wait_until_ready,
-)
+from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, Status, make_sandbox, wait_until_ready
 from sandbox_client.isolation import MEMORY_HOG, advice, check_isolation, check_isolation_once
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings, find_bwrap
 from sandbox_client.worker.cgroup import find
 from tests.support.checks import config_of
+from tests.support.event_loop import in_event_loop
 from tests.support.process_sandbox import ProcessSandbox
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -67,13 +60,11 @@ def stripped(folder: Path) -> str:
 
 @pytest.mark.parametrize("bwrap", sorted({REAL, shutil.which("bwrap") or REAL}))
 @pytest.mark.parametrize("cgroup", ["auto", "none"])
-def test_the_sandbox_holds(loop: asyncio.Runner, bwrap: str, cgroup: str) -> None:
-    async def run() -> Path | None:
-        async with LocalSandbox(Settings(workers=2, bwrap=bwrap, cgroup=cgroup)) as sandbox:
-            await check_isolation(sandbox)
-            return sandbox.cgroup
-
-    assert loop.run(run()) == find(cgroup)
+@in_event_loop
+async def test_the_sandbox_holds(bwrap: str, cgroup: str) -> None:
+    async with LocalSandbox(Settings(workers=2, bwrap=bwrap, cgroup=cgroup)) as sandbox:
+        await check_isolation(sandbox)
+        assert sandbox.cgroup == find(cgroup)
 
 
 @pytest.mark.parametrize("limits", [{**SMALL, "disk_mb": 2, "file_mb": 1}, {"processes": 4}], ids=str)
@@ -125,13 +116,8 @@ def test_a_generators_sandbox_is_checked_before_its_use(folder: Path, monkeypatc
         make_sandbox(SandboxConfig(concurrency=1, memory_mb=256))
 
 
-def test_what_nothing_bounds_is_said_at_start_and_by_doctor(
-    loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def start() -> None:
-        async with LocalSandbox(Settings(workers=1, isolated=False)) as sandbox:
-            await wait_until_ready(sandbox, 60, get_logger())
-
+@in_event_loop
+async def test_what_nothing_bounds_is_said_at_start_and_by_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     context = Context(Role.GENERATOR, Machine(), config_of(episode={"reward": "code"}), Need.CONFIG)
     monkeypatch.setattr("sandbox_client.isolation.check_isolation_once", lambda _: None)
     for group in (Path("/"), None):
@@ -140,7 +126,8 @@ def test_what_nothing_bounds_is_said_at_start_and_by_doctor(
         assert finding is not None
         assert finding.level is (Level.OK if group else Level.WARNING)
     with capture_logs() as lines:
-        loop.run(start())
+        async with LocalSandbox(Settings(workers=1, isolated=False)) as sandbox:
+            await wait_until_ready(sandbox, 60, get_logger())
     assert [line["event"] for line in lines] == [finding.line]
     assert finding.line.startswith("no control group")
 
@@ -154,31 +141,26 @@ class Unbounded:
         if request.code == MEMORY_HOG:
             return await ProcessSandbox().run_code(request)
         stdout = "42\n" if request.language == "bash" else "{}"
-        result = CommandRunResult(status=CommandStatus.FINISHED, return_code=0, stdout=stdout)
+        result = sandbox_client.CommandRunResult(status=CommandStatus.FINISHED, return_code=0, stdout=stdout)
         return RunCodeResponse(status=Status.SUCCESS, run_result=result)
 
 
-def test_missing_limits_are_found(loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_missing_limits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sandbox is held to limits that it does not know of, and one that bounds only single processes is found."""
-
-    async def run() -> None:
-        async with LocalSandbox(Settings(workers=2)) as sandbox:
-            sandbox.settings = Settings(workers=2, memory_mb=128, processes=8, disk_mb=16, file_mb=8)
+    async with LocalSandbox(Settings(workers=2)) as sandbox:
+        sandbox.settings = Settings(workers=2, memory_mb=128, processes=8, disk_mb=16, file_mb=8)
+        with pytest.raises(UserError) as caught:
             await check_isolation(sandbox)
-
-    with pytest.raises(UserError) as caught:
-        loop.run(run())
     for words in ("take processes: 9 processes", "take disk: a file of more than 8 MB"):
         assert words in str(caught.value)
     monkeypatch.setattr("sandbox_client.isolation.TIMEOUT", 2.0)
     with pytest.raises(UserError, match="the sandbox leaks: memory together: processes tried to hold more than the"):
-        asyncio.run(check_isolation(Unbounded()))  # type: ignore[arg-type]
+        await check_isolation(Unbounded())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("value", "remedy"), [("0\n", "sysctl -w"), ("1000\n", "--security-opt")])
-def test_the_switch_that_is_off_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, remedy: str
-) -> None:
+def test_the_switch_that_is_off_is_named(tmp_path, monkeypatch, value: str, remedy: str) -> None:
     switch = tmp_path / "max_user_namespaces"
     switch.write_text(value)
     monkeypatch.setattr("sandbox_client.isolation.SWITCHES", {str(switch): ("0", "sysctl -w user.max=1")})

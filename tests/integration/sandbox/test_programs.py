@@ -8,7 +8,6 @@ import contextlib
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from sandbox_client import CommandStatus, RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
+from tests.support.event_loop import in_event_loop, within
 from tests.support.sandbox import FOREVER, SandboxUnderTest, programs_of, workers_of
 from tests.support.waiting import until
 
@@ -75,22 +75,11 @@ def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def use(loop: asyncio.Runner, settings: Settings, using: Callable[[LocalSandbox], Coroutine[Any, Any, Any]]) -> Any:
-    """Await something with a sandbox of its own."""
-
-    async def both() -> Any:
-        async with LocalSandbox(settings) as sandbox:
-            return await using(sandbox)
-
-    return loop.run(both())
-
-
 def workers() -> list[psutil.Process]:
     return workers_of(os.getpid())
 
 
 def running() -> bool:
-    """True once bubblewrap has started the program."""
     with contextlib.suppress(psutil.NoSuchProcess):
         pairs = [(parent, child) for parent in programs_of(os.getpid()) for child in parent.children()]
         return any(parent.name() == "bwrap" and child.name() != "bwrap" for parent, child in pairs)
@@ -111,14 +100,15 @@ def test_a_program_gives_its_result(name: str, runner: SandboxUnderTest) -> None
     assert 0 < (result.execution_time or 0) < 60
 
 
-def test_cpu_time_is_a_time_limit(loop: asyncio.Runner) -> None:
+@within(lambda: LocalSandbox(ONE))
+async def test_cpu_time_is_a_time_limit(sandbox: LocalSandbox) -> None:
     """Eight threads use eight seconds in one: the process's own limit comes before the wall's, given enough cores."""
     code = """
         import hashlib, threading
         for _ in range(8):
             threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 10**9)).start()
     """
-    answer = use(loop, ONE, lambda sandbox: sandbox.run_code(program(code, run_timeout=1.0)))
+    answer = await sandbox.run_code(program(code, run_timeout=1.0))
     assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
 
 
@@ -152,7 +142,8 @@ def test_a_request_that_cannot_run_is_no_failed_program(runner: SandboxUnderTest
     assert output(runner.run(program("print(2)"))) == "2\n"
 
 
-def test_nothing_of_one_run_is_there_for_the_next(loop: asyncio.Runner, folder: Path) -> None:
+@in_event_loop
+async def test_nothing_of_one_run_is_there_for_the_next(folder: Path) -> None:
     """The sandbox has another interpreter and another folder to show; either may be below /tmp."""
     (folder / "shown").write_text("text")
     look_then_write = f"""
@@ -162,60 +153,54 @@ def test_nothing_of_one_run_is_there_for_the_next(loop: asyncio.Runner, folder: 
             open(place, 'w')
     """
 
-    async def two(sandbox: LocalSandbox) -> list[str]:
-        return [output(await sandbox.run_code(program(look_then_write))) for _ in range(2)]
-
     settings = Settings(workers=1, python=sys.executable, read_only=(str(folder),))
-    first, second = use(loop, settings, two)
+    async with LocalSandbox(settings) as sandbox:
+        first, second = [output(await sandbox.run_code(program(look_then_write))) for _ in range(2)]
     assert first == second
     assert second.endswith(f" [] ['program.py'] text {sys.prefix}\n")
 
 
-def test_a_cancelled_caller_leaves_nothing_running(loop: asyncio.Runner) -> None:
-    async def cancel() -> None:
-        sandbox = LocalSandbox(ONE)  # its worker is not there yet when the first is cancelled
-        for started in (False, True):
-            task = asyncio.create_task(sandbox.run_code(program(FOREVER)))
-            await asyncio.sleep(0)
-            if started:
-                await until(running)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            # The one worker is free again, so the program is dead; a run cancelled while it waits takes no slot.
-            first = asyncio.create_task(sandbox.run_code(program("import time; time.sleep(0.3); print(1)")))
-            waiting = asyncio.create_task(sandbox.run_code(program(FOREVER)))
-            await until(running)
-            waiting.cancel()
-            assert output(await first) == "1\n"
-            await until(lambda: not running())
-        await sandbox.close()
-
-    loop.run(cancel())
-
-
-def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: asyncio.Runner) -> None:
-    async def kill(sandbox: LocalSandbox) -> None:
+@in_event_loop
+async def test_a_cancelled_caller_leaves_nothing_running() -> None:
+    sandbox = LocalSandbox(ONE)  # its worker is not there yet when the first is cancelled
+    for started in (False, True):
         task = asyncio.create_task(sandbox.run_code(program(FOREVER)))
-        await until(running)
-        (worker,) = [worker for worker in workers() if worker.children()]
-        family = worker.children(recursive=True)
-        worker.kill()
-        with pytest.raises(SandboxUnavailable, match=r"ended \(SIGKILL\)"):
+        await asyncio.sleep(0)
+        if started:
+            await until(running)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
             await task
-        assert psutil.wait_procs(family, timeout=600)[1] == []
-        assert output(await sandbox.run_code(program("print(1)"))) == "1\n"
+        # The one worker is free again, so the program is dead; a run cancelled while it waits takes no slot.
+        first = asyncio.create_task(sandbox.run_code(program("import time; time.sleep(0.3); print(1)")))
+        waiting = asyncio.create_task(sandbox.run_code(program(FOREVER)))
+        await until(running)
+        waiting.cancel()
+        assert output(await first) == "1\n"
+        await until(lambda: not running())
+    await sandbox.close()
 
-    use(loop, ONE, kill)
+
+@within(lambda: LocalSandbox(ONE))
+async def test_a_worker_that_dies_is_no_verdict_and_is_replaced(sandbox: LocalSandbox) -> None:
+    task = asyncio.create_task(sandbox.run_code(program(FOREVER)))
+    await until(running)
+    (worker,) = [worker for worker in workers() if worker.children()]
+    family = worker.children(recursive=True)
+    worker.kill()
+    with pytest.raises(SandboxUnavailable, match=r"ended \(SIGKILL\)"):
+        await task
+    assert psutil.wait_procs(family, timeout=600)[1] == []
+    assert output(await sandbox.run_code(program("print(1)"))) == "1\n"
 
 
-def test_a_worker_killed_while_bubblewrap_starts_leaves_nothing(loop: asyncio.Runner, folder: Path) -> None:
+@in_event_loop
+async def test_a_worker_killed_while_bubblewrap_starts_leaves_nothing(folder: Path) -> None:
     """Here bubblewrap never gets as far as to bind its life to its parent's."""
     stuck = folder / "bwrap"
     stuck.write_text("#!/bin/sh\nexec sleep 1000\n")
     stuck.chmod(0o755)
-
-    async def kill(sandbox: LocalSandbox) -> None:
+    async with LocalSandbox(Settings(workers=1, bwrap=str(stuck))) as sandbox:
         task = asyncio.create_task(sandbox.run_code(program("print(1)")))
         await until(lambda: programs_of(os.getpid()) != [])
         (bwrap,) = programs_of(os.getpid())
@@ -224,68 +209,60 @@ def test_a_worker_killed_while_bubblewrap_starts_leaves_nothing(loop: asyncio.Ru
             await task
         assert psutil.wait_procs([bwrap], timeout=600)[1] == []
 
-    use(loop, Settings(workers=1, bwrap=str(stuck)), kill)
+
+@in_event_loop
+async def test_closing_ends_what_runs_on_as_many_workers_as_allowed() -> None:
+    sandbox = LocalSandbox(Settings(workers=2))
+    others = set(workers())
+    answers = await asyncio.gather(*(sandbox.run_code(program("print(1)")) for _ in range(5)))
+    assert [output(answer) for answer in answers] == ["1\n"] * 5
+    tasks = [asyncio.create_task(sandbox.run_code(program(FOREVER))) for _ in range(3)]
+    own = set(workers()) - others
+    assert len(own) == 2
+    await until(lambda: all(worker.children() for worker in own))
+    family = [child for worker in own for child in (worker, *worker.children(recursive=True))]
+    await sandbox.close()
+    assert not any(process.is_running() for process in family)
+    for answer in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(answer, SandboxUnavailable)
+    if sandbox.cgroup is not None:
+        assert list(sandbox.cgroup.glob(f"{sandbox._name}-*")) == []
 
 
-def test_closing_ends_what_runs_on_as_many_workers_as_allowed(loop: asyncio.Runner) -> None:
-    async def close() -> None:
-        sandbox = LocalSandbox(Settings(workers=2))
-        others = set(workers())
-        answers = await asyncio.gather(*(sandbox.run_code(program("print(1)")) for _ in range(5)))
-        assert [output(answer) for answer in answers] == ["1\n"] * 5
-        tasks = [asyncio.create_task(sandbox.run_code(program(FOREVER))) for _ in range(3)]
-        own = set(workers()) - others
-        assert len(own) == 2
-        await until(lambda: all(worker.children() for worker in own))
-        family = [child for worker in own for child in (worker, *worker.children(recursive=True))]
-        await sandbox.close()
-        assert not any(process.is_running() for process in family)
-        for answer in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(answer, SandboxUnavailable)
-        if sandbox.cgroup is not None:
-            assert list(sandbox.cgroup.glob(f"{sandbox._name}-*")) == []
-
-    loop.run(close())
+@in_event_loop
+async def test_closing_ends_a_worker_whose_pipe_a_forked_process_holds() -> None:
+    sandbox = LocalSandbox(Settings(workers=1))
+    await sandbox.start()
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        await asyncio.wait_for(sandbox.close(), 30)
+    finally:
+        os.write(write, b".")
+        os.waitpid(child, 0)
 
 
-def test_closing_ends_a_worker_whose_pipe_a_forked_process_holds(loop: asyncio.Runner) -> None:
-    async def close() -> None:
-        sandbox = LocalSandbox(Settings(workers=1))
-        await sandbox.start()
-        read, write = os.pipe()
-        if not (child := os.fork()):
-            os.read(read, 1)
-            os._exit(0)
-        try:
-            await asyncio.wait_for(sandbox.close(), 30)
-        finally:
-            os.write(write, b".")
-            os.waitpid(child, 0)
-
-    loop.run(close())
-
-
-def test_without_isolation_limits_hold_and_nothing_is_left(loop: asyncio.Runner) -> None:
-    async def run(sandbox: LocalSandbox) -> None:
-        code = """
-            import os, sys
-            print(open("a/b").read(), input(), os.path.exists("/proc/cmdline"))
-            open("out", "w").write(os.getcwd())
-            if os.fork() == 0:
-                os.setsid()
-                os.execvp("sleep", ["sleep", "1000"])
-        """
-        request = program(code, files={"a/b": encoded(b"x")}, stdin="y", fetch_files=["out"])
-        answer = await sandbox.run_code(request)
-        assert output(answer) == "x y True\n"
-        folder = base64.b64decode(answer.files["out"]).decode()
-        assert "spo-sandbox-" in folder
-        assert not os.path.exists(folder)
-        assert programs_of(os.getpid()) == []
-        answer = await sandbox.run_code(program("bytearray(1 << 30)"))
-        assert "MemoryError" in answer.run_result.stderr
-        answer = await sandbox.run_code(program("sleep 1000", language="bash", run_timeout=0.5))
-        assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
-
-    # Without a namespace, processes of the same user in other sandboxes count too.
-    use(loop, Settings(workers=1, isolated=False, processes=4096), run)
+# Without a namespace, processes of the same user in other sandboxes count too.
+@within(lambda: LocalSandbox(Settings(workers=1, isolated=False, processes=4096)))
+async def test_without_isolation_limits_hold_and_nothing_is_left(sandbox: LocalSandbox) -> None:
+    code = """
+        import os, sys
+        print(open("a/b").read(), input(), os.path.exists("/proc/cmdline"))
+        open("out", "w").write(os.getcwd())
+        if os.fork() == 0:
+            os.setsid()
+            os.execvp("sleep", ["sleep", "1000"])
+    """
+    request = program(code, files={"a/b": encoded(b"x")}, stdin="y", fetch_files=["out"])
+    answer = await sandbox.run_code(request)
+    assert output(answer) == "x y True\n"
+    folder = base64.b64decode(answer.files["out"]).decode()
+    assert "spo-sandbox-" in folder
+    assert not os.path.exists(folder)
+    assert programs_of(os.getpid()) == []
+    answer = await sandbox.run_code(program("bytearray(1 << 30)"))
+    assert "MemoryError" in answer.run_result.stderr
+    answer = await sandbox.run_code(program("sleep 1000", language="bash", run_timeout=0.5))
+    assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED

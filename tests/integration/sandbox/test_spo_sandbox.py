@@ -22,6 +22,7 @@ from sandbox_client import RunCodeRequest, SandboxClient, Status
 from sandbox_client.cli import app
 from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
+from tests.support.event_loop import in_event_loop
 from tests.support.sandbox import FOREVER, SandboxServer, SandboxUnderTest
 from tests.support.waiting import until
 
@@ -31,7 +32,6 @@ TOKEN = {"Authorization": "Bearer the-token"}
 
 
 async def wait_for(client: httpx.AsyncClient, name: str, value: float) -> None:
-    """Wait until a metric has a value."""
     while f"spo_sandbox_{name} {value}\n" not in (await client.get("/metrics", headers=TOKEN)).text:
         await asyncio.sleep(0.01)
 
@@ -41,51 +41,44 @@ def post(client: httpx.AsyncClient, code: str, **values: Any) -> asyncio.Task[ht
     return asyncio.create_task(client.post("/run_code", json=body, headers=TOKEN, timeout=600))
 
 
-def test_a_server_s_life(loop: asyncio.Runner) -> None:
+@in_event_loop
+async def test_a_server_s_life() -> None:
     """It says that it is isolated, asks for the token, kills what has no caller, and finishes what runs at SIGTERM."""
     server = SandboxServer("workers=1", "queue=0", "grace=60", token="the-token")
     assert [line["event"] for line in server.log if line["level"] == "info"] == ["isolation checked", "listening"]
-
-    async def live() -> None:
-        async with httpx.AsyncClient(base_url=server.url) as client:
-            assert (await client.post("/run_code", json={"code": ""})).status_code == 401
-            assert (await post(client, "x", language="cobol")).status_code == 422
-            left = post(client, FOREVER)
-            await wait_for(client, "running", 1.0)
-            assert (await post(client, "print(1)")).status_code == 503
-            left.cancel()
-            await wait_for(client, "running", 0.0)
-            last = post(client, "import time; time.sleep(1); print('done')")
-            await wait_for(client, "running", 1.0)
-            server.process.terminate()
-            assert (await last).json()["run_result"]["stdout"] == "done\n"
-
-    loop.run(live())
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.post("/run_code", json={"code": ""})).status_code == 401
+        assert (await post(client, "x", language="cobol")).status_code == 422
+        left = post(client, FOREVER)
+        await wait_for(client, "running", 1.0)
+        assert (await post(client, "print(1)")).status_code == 503
+        left.cancel()
+        await wait_for(client, "running", 0.0)
+        last = post(client, "import time; time.sleep(1); print('done')")
+        await wait_for(client, "running", 1.0)
+        server.process.terminate()
+        assert (await last).json()["run_result"]["stdout"] == "done\n"
     assert server.stop() == 0
     assert server.log[-1]["event"] == "stopped"
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_no_program_outlives_its_server(killed: bool, loop: asyncio.Runner) -> None:
+@in_event_loop
+async def test_no_program_outlives_its_server(killed: bool) -> None:
     server = SandboxServer("workers=1", "grace=0.2", token="the-token")
     process = psutil.Process(server.process.pid)
-
-    async def live() -> list[psutil.Process]:
-        async with httpx.AsyncClient(base_url=server.url) as client:
-            running, waiting = post(client, FOREVER), post(client, FOREVER)
-            await wait_for(client, "queued", 1.0)
-            await until(lambda: len(process.children(recursive=True)) >= 5)  # keeper, worker, bubblewrap twice, program
-            family = process.children(recursive=True)
-            (server.process.kill if killed else server.process.terminate)()
-            for answer in await asyncio.gather(waiting, running, return_exceptions=True):
-                if killed:
-                    assert isinstance(answer, httpx.TransportError)
-                else:
-                    assert isinstance(answer, httpx.Response)
-                    assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
-        return family
-
-    family = loop.run(live())
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        running, waiting = post(client, FOREVER), post(client, FOREVER)
+        await wait_for(client, "queued", 1.0)
+        await until(lambda: len(process.children(recursive=True)) >= 5)  # keeper, worker, bubblewrap twice, program
+        family = process.children(recursive=True)
+        (server.process.kill if killed else server.process.terminate)()
+        for answer in await asyncio.gather(waiting, running, return_exceptions=True):
+            if killed:
+                assert isinstance(answer, httpx.TransportError)
+            else:
+                assert isinstance(answer, httpx.Response)
+                assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
     assert killed or server.process.wait(timeout=600) == 0
     assert psutil.wait_procs(family, timeout=600)[1] == []
     server.stop()
@@ -126,18 +119,16 @@ async def guarded(admission: Connections) -> AsyncIterator[tuple[asyncio.StreamR
         await serving
 
 
-def test_a_connection_not_admitted_in_time_is_cut_off(loop: asyncio.Runner) -> None:
-    async def dribble() -> None:
-        admission = Connections(patience=0.2)
-        async with guarded(admission) as (reader, writer):
-            writer.write(b"GET /health HTTP/1.1\r\nHost: sandbox\r\n\r\n")
-            assert b"200" in await reader.readline()
-            with contextlib.suppress(ConnectionError):
-                while await asyncio.wait_for(reader.read(1), 120):
-                    writer.write(b"G")
-            assert not admission.waiting
-
-    loop.run(dribble())
+@in_event_loop
+async def test_a_connection_not_admitted_in_time_is_cut_off() -> None:
+    admission = Connections(patience=0.2)
+    async with guarded(admission) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: sandbox\r\n\r\n")
+        assert b"200" in await reader.readline()
+        with contextlib.suppress(ConnectionError):
+            while await asyncio.wait_for(reader.read(1), 120):
+                writer.write(b"G")
+        assert not admission.waiting
 
 
 CHUNKED = b"POST /run_code HTTP/1.1\r\nAuthorization: Bearer right\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -153,15 +144,13 @@ BAD = b"HTTP/1.1 400 Bad Request\r\n"
     ],
     ids=["token", "endless headers", "endless chunk line"],
 )
-def test_the_token_admits_and_headers_are_bounded(request_: bytes, line: bytes, loop: asyncio.Runner) -> None:
-    async def ask() -> None:
-        admission = Connections()
-        async with guarded(admission) as (reader, writer):
-            writer.write(request_)
-            assert await reader.readline() == line
-            assert b"200" not in line or not admission.waiting
-
-    loop.run(ask())
+@in_event_loop
+async def test_the_token_admits_and_headers_are_bounded(request_: bytes, line: bytes) -> None:
+    admission = Connections()
+    async with guarded(admission) as (reader, writer):
+        writer.write(request_)
+        assert await reader.readline() == line
+        assert b"200" not in line or not admission.waiting
 
 
 def test_it_says_where_it_cannot_isolate_or_is_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:

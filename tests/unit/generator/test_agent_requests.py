@@ -9,26 +9,21 @@ import pytest
 import structlog
 
 from generator.agents import layer
-from tests.support.agent_sessions import CHAT, MAX_BODY, MODEL, Client, Rig
-from tests.support.event_loop import in_event_loop
+from generator.agents.session import AgentSession
+from tests.support.agent_sessions import CHAT, MAX_BODY, MODEL, Client, Rig, in_session
 
 
-@in_event_loop
-async def test_a_session_is_known_by_its_key() -> None:
-    rig = Rig()
-    one = rig.session()
+@in_session()
+async def test_a_session_is_known_by_its_key(rig: Rig, one: AgentSession) -> None:
     body, in_path = {"messages": [{"role": "user", "content": "a"}]}, f"/s/{one.key}{CHAT}"
-    for path, key, headers in (
-        (CHAT, one.key, {}), (CHAT, None, {"x-api-key": one.key}), (in_path, None, {}), (in_path, "EMPTY", {}),
-    ):  # fmt: skip
+    by_header = (CHAT, None, {"x-api-key": one.key})
+    for path, key, headers in ((CHAT, one.key, {}), by_header, (in_path, None, {}), (in_path, "EMPTY", {})):
         assert (await Client(rig.layer, path, key, body, headers=headers).reply())[0] == 200
 
 
-@in_event_loop
-async def test_no_other_key_opens_a_session() -> None:
-    rig = Rig()
-    one, other = rig.session(), rig.session()
-    gone = rig.session()
+@in_session()
+async def test_no_other_key_opens_a_session(rig: Rig, one: AgentSession) -> None:
+    other, gone = rig.session(), rig.session()
     await rig.close(gone)
     body = {"messages": [{"role": "user", "content": "a"}]}
     for key in (None, "", "x", one.key[:-1], one.key + "A", one.reward_key, "*", "EMPTY"):
@@ -48,10 +43,8 @@ PATHS = [
 ]  # fmt: skip
 
 
-@in_event_loop
-async def test_only_the_dialects_paths_are_served() -> None:
-    rig = Rig()
-    one = rig.session()
+@in_session()
+async def test_only_the_dialects_paths_are_served(rig: Rig, one: AgentSession) -> None:
     for path in [*PATHS, *(f"/s/{one.key}{path}" for path in PATHS)]:
         for method in ("GET", "POST", "DELETE"):
             assert (await Client(rig.layer, path, one.key, {}, method=method).reply())[0] in (401, 404, 405), path
@@ -60,10 +53,8 @@ async def test_only_the_dialects_paths_are_served() -> None:
     assert (rig.app.scopes, rig.app.prompts) == ([], [])
 
 
-@in_event_loop
-async def test_nothing_of_a_clients_headers_reaches_the_app() -> None:
-    rig = Rig()
-    one = rig.session()
+@in_session()
+async def test_nothing_of_a_clients_headers_reaches_the_app(rig: Rig, one: AgentSession) -> None:
     headers = {"x-data-parallel-rank": "1", "cookie": "a=b", "x-request-id": "z", "host": "evil"}
     path = "/v1/messages/count_tokens"
     await rig.ask(one, "a", path=f"/s/{one.key}{path}", headers=headers).reply()
@@ -72,33 +63,28 @@ async def test_nothing_of_a_clients_headers_reaches_the_app() -> None:
     assert (scope["path"], scope["query_string"], scope["root_path"]) == (path, b"", "")
 
 
-BAD_BODIES: list[tuple[Any, int, str]] = [
-    (b"{", 400, "not valid JSON"),
-    (b"", 400, "not valid JSON"),
-    (b"[" * 50_000, 400, "not valid JSON"),
-    (b"[]", 400, "must be a JSON object"),
-    (b"\xff\xfe", 400, "not valid JSON"),
-    ({"messages": 7}, 400, "messages: Field required"),
-    ({"messages": [], "model": "gpt-4o"}, 404, "`gpt-4o` does not exist"),
-    (b"x" * (MAX_BODY + 1), 413, f"longer than {MAX_BODY} bytes"),
-]
-
-
-@in_event_loop
-async def test_a_bad_body_is_refused_in_one_line() -> None:
-    rig = Rig()
-    one = rig.session()
-    for body, status, words in BAD_BODIES:
+@in_session()
+async def test_a_bad_body_is_refused_in_one_line(rig: Rig, one: AgentSession) -> None:
+    bodies: list[tuple[Any, int, str]] = [
+        (b"{", 400, "not valid JSON"),
+        (b"", 400, "not valid JSON"),
+        (b"[" * 50_000, 400, "not valid JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b"\xff\xfe", 400, "not valid JSON"),
+        ({"messages": 7}, 400, "messages: Field required"),
+        ({"messages": [], "model": "gpt-4o"}, 404, "`gpt-4o` does not exist"),
+        (b"x" * (MAX_BODY + 1), 413, f"longer than {MAX_BODY} bytes"),
+    ]
+    for body, status, words in bodies:
         code, answer = await Client(rig.layer, CHAT, one.key, body).reply()
         assert (code, words in answer["error"]["message"]) == (status, True)
         assert "\n" not in answer["error"]["message"]
     assert (one.requests, one.in_flight, rig.app.prompts) == (0, 0, [])
 
 
-@in_event_loop
-async def test_refusals_are_counted_and_each_kind_is_said_once() -> None:
-    rig = Rig()
-    one, other, full = rig.session(), rig.session(), rig.session(max_model_len=40)
+@in_session()
+async def test_refusals_are_counted_and_each_kind_is_said_once(rig: Rig, one: AgentSession) -> None:
+    other, full = rig.session(), rig.session(max_model_len=40)
     with structlog.testing.capture_logs() as logs:
         for session in (one, one, other):
             await Client(rig.layer, f"/s/{session.key}/v1/completions", None, {}).reply()
@@ -118,36 +104,30 @@ async def test_refusals_are_counted_and_each_kind_is_said_once() -> None:
     assert one.refusals.records()[0] == dict(zip(("status", "path", "message"), nowhere, strict=True), times=2)
 
 
-@in_event_loop
-async def test_ignored_fields_are_said_once() -> None:
-    rig = Rig()
-    sessions = [rig.session(ignore=("tool_choice",)) for _ in range(3)]
+@in_session(ignore=("tool_choice",))
+async def test_ignored_fields_are_said_once(rig: Rig, one: AgentSession) -> None:
     with structlog.testing.capture_logs() as logs:
-        for session in sessions:
+        for session in (one, *(rig.session(ignore=("tool_choice",)) for _ in range(2))):
             await rig.ask(session, "a", body={"tool_choice": "required"}).reply()
             await rig.ask(session, "b").reply()
     assert [line["fields"] for line in logs if "ignored" in line["event"]] == [("tool_choice",)]
 
 
-@in_event_loop
-async def test_errors_have_the_shape_of_their_dialect() -> None:
-    rig = Rig()
-    one = rig.session(max_model_len=40)
+@in_session(max_model_len=40)
+async def test_errors_have_the_shape_of_their_dialect(rig: Rig, one: AgentSession) -> None:
     _, openai = await rig.ask(one, "x" * 100, body={"model": MODEL}).reply()
     assert openai["error"]["code"] == "context_length_exceeded"
     assert openai["error"]["type"] == "invalid_request_error"
     _, anthropic = await rig.ask(one, "x" * 100, path="/v1/messages").reply()
     assert anthropic["type"] == "error"
     assert anthropic["error"]["message"].startswith("prompt is too long: ")
+    error = {"type": "authentication_error", "message": "the API key is of no session here"}
     refused = await Client(rig.layer, "/v1/messages", "x", {}).reply()
-    assert refused == (401, {"type": "error", "error": {"type": "authentication_error",
-                             "message": "the API key belongs to no session of this endpoint"}})  # fmt: skip
+    assert refused == (401, {"type": "error", "error": error})
 
 
-@in_event_loop
-async def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    one = rig.session()
+@in_session()
+async def test_a_body_that_never_ends_is_given_up(rig: Rig, one: AgentSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "BODY_SECONDS", 0.01)
     client = rig.ask(one, "a", endless=True)
     status, answer = await client.reply()
@@ -159,11 +139,9 @@ async def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert one.in_flight == 0
 
 
-@in_event_loop
-async def test_a_session_has_a_bounded_number_of_requests_in_flight() -> None:
-    rig = Rig()
+@in_session(max_turns=1000)
+async def test_a_session_has_a_bounded_number_of_requests_in_flight(rig: Rig, one: AgentSession) -> None:
     rig.app.gate.clear()
-    one = rig.session(max_turns=1000)
     waiting = [rig.ask(one, f"{i}") for i in range(layer.MAX_IN_FLIGHT)]
     while len(rig.app.prompts) < len(waiting):
         await asyncio.sleep(0)

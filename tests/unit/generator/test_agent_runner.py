@@ -1,21 +1,31 @@
-"""How an agent's episode ends: its reason, its answer, its reward, and when it says nothing about the model."""
+"""Agents that are functions, and how an agent's episode ends: its reason, its answer, its reward, and its failures."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from common.config import AgentConfig, parse_config
+from common.errors import UserError
 from common.messages import MAX_TURNS, Task
-from generator.agents.programs import AgentFailed
-from generator.agents.runner import AgentRunner
+from generator.agents.programs import AgentFailed, make_program
+from generator.agents.sandboxed import check_agents
 from generator.agents.session import EndpointFailed
-from generator.episode.parts import EpisodeParts
-from tests.support.agents import PretendEndpoint, agent_config, agent_tasks, play_agent, remove_folder, run_agent
-from tests.support.episode import ScriptedEngine
+from launcher.tasks import calculator_agent
+from tests.support.agents import (
+    PretendEndpoint,
+    agent_config,
+    agent_task,
+    agent_tasks,
+    play_agent,
+    run_agent,
+)
 from tests.support.event_loop import in_event_loop
 from tests.support.waiting import until
 
@@ -60,17 +70,15 @@ def asked_once(row: dict[str, Any] | None = None, **more: Any) -> Task:
         ({}, {"asks": ["a", "b" * 180, "c"]}, ("length", "b" * 180, None, 2)),
     ],
 )
-def test_an_episode_has_a_reason_an_answer_and_a_reward(
-    episode: dict[str, Any], row: dict[str, Any], expected: tuple[Any, ...]
-) -> None:
+def test_an_episode_has_a_reason_an_answer_and_a_reward(episode: Any, row: Any, expected: tuple[Any, ...]) -> None:
     played = play_agent(agent_config(**{"max_response_tokens": 900, **episode}), **row)
     assert (played.reason, played.answer, played.reward, played.turns) == expected
     assert played.step is None
 
 
 def test_conversations_that_quote_the_task_are_told_from_others() -> None:
-    dialogue = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"},
-                {"role": "user", "content": "What is 1+1?"}]  # fmt: skip
+    turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "What is 1+1?")]
+    dialogue = [{"role": role, "content": text} for role, text in turns]
     for prompt in ("What is 1+1?", dialogue):
         for text, quotes in (("Title of What is 1+1?", True), ("This is not it", False)):
             beside = [{"role": "system", "content": "You write titles"}, {"role": "user", "content": text}]
@@ -85,11 +93,7 @@ def test_conversations_that_quote_the_task_are_told_from_others() -> None:
         (COUNTS, {"raises": "at once"}, "ValueError: at once"),  # there is nothing to train on
         ({}, {}, "the agent never called the model"),
         ({}, {"begins": True}, "none of the agent's 1 requests got a token"),
-        (
-            {},
-            {"refused": [NO_PATH] * 3},
-            r"never called the model: 3 requests were refused: 3 × 404 for /v1/completions: there is no such",
-        ),
+        ({}, {"refused": [NO_PATH] * 3}, "never called .* 3 .* refused: 3 × 404 for /v1/completions: there is no such"),
         ({}, {"refused": [TOO_LONG]}, "1 requests were refused: 1 × 400 for /v1/messages: prompt is too long"),
         ({}, {"begins": True, "refused": [NO_PATH]}, "agent's 1 requests got a token: 1 × 404 for /v1/completions"),
         ({}, {**ONCE, "returns": "an object"}, "the agent returned an object of object; return text"),
@@ -148,25 +152,18 @@ def test_an_attempt_that_the_endpoint_has_stalled_is_tried_again(monkeypatch: py
 
 @in_event_loop
 async def test_a_cancelled_episode_ends_its_agent() -> None:
-    config, engine, endpoint = agent_config(), ScriptedEngine(), PretendEndpoint()
-    parts = EpisodeParts(config)
-    runner = AgentRunner(config, engine, parts, endpoint)  # type: ignore[arg-type]
-    task = asked_once({"waits": True})
-    episode = await runner.prepare(task)
-    playing = asyncio.create_task(runner.run(task, episode, temperature=1.0, top_p=1.0, top_k=0))
-    await until(lambda: endpoint.sessions and endpoint.sessions[0].requests)
-    assert episode.step is not None
-    assert (episode.step.name, episode.step.ends) == ("agent", math.inf)
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
+    async with agent_tasks(agent_config()) as (tasks, endpoint):
+        attempt = await tasks.begin(asked_once({"waits": True}))
+        playing = asyncio.create_task(attempt.run())
+        await until(lambda: endpoint.sessions and endpoint.sessions[0].requests)
+        assert attempt.episode.step is not None
+        assert (attempt.episode.step.name, attempt.episode.step.ends) == ("agent", math.inf)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
     assert endpoint.sessions[0].reason == "stopped"
-    assert [(entry.role, entry.text) for entry in episode.transcript.entries] == [
-        ("user", "What is 1+1?"),
-        ("assistant", "2"),
-    ]
-    remove_folder(episode)
-    await parts.close()
+    said = [(entry.role, entry.text) for entry in attempt.episode.transcript.entries]
+    assert said == [("user", "What is 1+1?"), ("assistant", "2")]
 
 
 def test_a_failed_engine_is_never_the_models_doing() -> None:
@@ -196,3 +193,48 @@ async def test_a_reward_reads_the_agents_files_which_are_then_removed() -> None:
     assert not attempt.episode.folder.exists()
     limits = endpoint.sessions[0].limits
     assert (limits.seed, limits.temperature, limits.max_turns, limits.reward_range) == (5, 1.0, MAX_TURNS, None)
+
+
+HERE = "tests.support.agents"
+
+
+@in_event_loop
+async def test_a_function_gets_the_task_and_returns(tmp_path: Path) -> None:
+    for name, returned in {"echo": "What is 1+1? easy", "echoing": "What is 1+1? easy", "blocking": 3}.items():
+        assert await make_program(AgentConfig(function=f"{HERE}:{name}")).run(agent_task(tmp_path)) == returned
+
+
+@in_event_loop
+async def test_an_exception_is_the_agents_failure(tmp_path: Path) -> None:
+    for name, error in {"broken": "ValueError: no idea at all", "leaving": "System"}.items():
+        with pytest.raises(AgentFailed, match=rf"{name} raised {error}.* \(agents\.py, line \d+\)"):
+            await make_program(AgentConfig(function=f"{HERE}:{name}")).run(agent_task(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ({"function": "no_such_module:solve"}, "episode.agent = 'no_such_module:solve': cannot import no_such_module"),
+        ({"function": f"{HERE}:ecko"}, "did you mean echo"),
+        ({"function": "solve"}, "episode.agent = 'solve' is unknown"),
+        ({"function": f"{HERE}:THING"}, "is not a function of"),
+        ({"function": f"{HERE}:without_arguments"}, "cannot be called with"),
+        ({"command": ["no-such-program", "x"]}, "there is no such program"),
+        ({"command": ["README.md"]}, "README.md is not executable"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(agent: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_program(AgentConfig(**agent))
+
+
+def test_a_refusal_names_the_source() -> None:
+    sources = [{"path": "a"}, {"path": "b", "episode": {"agent": {"command": ["no-such-program"]}}}]
+    tree = {"model": {"path": "m"}, "data": {"train": sources}, "episode": {"agent": f"{HERE}:echo"}}
+    with pytest.raises(UserError, match=r"^data\.train\[b\]: episode\.agent\.command = \['no-such-program'\]: there"):
+        check_agents(parse_config(tree))
+
+
+def test_the_calculator_agent_needs_nothing_of_the_environments_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")  # for which httpx needs a package that SPO does not bring
+    assert importlib.reload(calculator_agent).CLIENT.max_retries

@@ -5,70 +5,59 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import structlog
 
 from generator.agents import layer, session
 from generator.agents.refusals import Refused
+from generator.agents.session import AgentSession
 from generator.chat.template import TemplateFailed
 from generator.engine.engine import EngineFailed
-from tests.support.agent_sessions import CHAT, Client, Rig
+from tests.support.agent_sessions import CHAT, Client, Rig, in_session
 from tests.support.episode import TEMPLATE, TOKENIZER
 from tests.support.event_loop import in_event_loop
 
 RETRY = {"headers": {"x-stainless-retry-count": "1"}}
 
 
-def sampled(of: Any) -> list[list[str]]:
-    """What the model said in each row of a session."""
+async def sampled(of: AgentSession) -> list[list[str]]:
+    """What the model said in each row of a session, which ends."""
+    await of.close()
     return [[TOKENIZER.decode(row.tokens()[start:end]) for start, end in row.spans] for row in of.rows()]
 
 
-@in_event_loop
-async def test_a_second_turn_gets_the_ids_of_the_first() -> None:
-    rig = Rig("yes<|im_end|>", "sure<|im_end|>")
-    one = rig.session()
+@in_session("yes<|im_end|>", "sure<|im_end|>")
+async def test_a_second_turn_gets_the_ids_of_the_first(rig: Rig, one: AgentSession) -> None:
     assert await rig.ask(one, "2+2?").reply() == (200, {"content": "yes"})
     assert await rig.ask(one, "2+2?", "yes", "sure?").reply() == (200, {"content": "sure"})
     first, second = rig.app.prompts
     said = TOKENIZER.encode("yes<|im_end|>")
     assert second[: len(first) + len(said)] == first + said
-    whole = TEMPLATE.prompt([{"role": role, "content": text} for role, text in
-                             (("user", "2+2?"), ("assistant", "yes"), ("user", "sure?"))])  # fmt: skip
-    assert second == whole.tolist()
-    await one.close()
-    assert sampled(one) == [["yes<|im_end|>", "sure<|im_end|>"]]
+    spoken = [("user", "2+2?"), ("assistant", "yes"), ("user", "sure?")]
+    assert second == TEMPLATE.prompt([{"role": role, "content": text} for role, text in spoken]).tolist()
+    assert await sampled(one) == [["yes<|im_end|>", "sure<|im_end|>"]]
     prompts = [(request["prompt"], request["kept"]) for request in one.requests_made()]
     assert prompts == [(len(first), 0), (len(second), len(first) + len(said))]
     assert (one.answer_text(), one.reason) == ("sure", "stop")
 
 
-@in_event_loop
-async def test_a_turn_that_was_cut_is_ended_in_its_place() -> None:
-    rig = Rig("no end", "x<|im_end|>")
-    one = rig.session()
+@in_session("no end", "x<|im_end|>")
+async def test_a_turn_that_was_cut_is_ended_in_its_place(rig: Rig, one: AgentSession) -> None:
     await rig.ask(one, "a").reply()
     await rig.ask(one, "a", "no end", "b").reply()
-    await one.close()
-    (row,) = one.rows()
-    assert "no end<|im_end|>\n<|im_start|>user\nb" in TOKENIZER.decode(row.tokens())
-    assert sampled(one) == [["no end", "x<|im_end|>"]]
+    assert await sampled(one) == [["no end", "x<|im_end|>"]]
+    assert "no end<|im_end|>\n<|im_start|>user\nb" in TOKENIZER.decode(one.rows()[0].tokens())
 
 
-@in_event_loop
-async def test_what_a_template_cannot_continue_is_rendered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig("1<|im_end|>", "2<|im_end|>")
-    one = rig.session()
+@in_session("1<|im_end|>", "2<|im_end|>")
+async def test_what_a_template_cannot_continue_is_rendered_anew(rig, one, monkeypatch) -> None:
 
-    def fails(*_: Any, **__: Any) -> Any:
-        raise TemplateFailed("leaves out what the assistant says")
-
-    monkeypatch.setattr(TEMPLATE, "between", fails)
+    monkeypatch.setattr(TEMPLATE, "between", mock.Mock(side_effect=TemplateFailed("leaves out the reply")))
     await rig.ask(one, "a").reply()
     assert (await rig.ask(one, "a", "1", "b").reply())[0] == 200
-    await one.close()
-    assert sampled(one) == [["1<|im_end|>"], ["2<|im_end|>"]]
+    assert await sampled(one) == [["1<|im_end|>"], ["2<|im_end|>"]]
 
 
 @pytest.mark.parametrize(("markup", "ends"), [(False, 4), (True, 6)])  # two of users, two of the model
@@ -83,10 +72,8 @@ async def test_markup_in_messages_counts_if_the_session_says_so(markup: bool, en
     assert [int(token) for token in row.tokens()].count(TEMPLATE.end_id) == ends
 
 
-@in_event_loop
-async def test_turns_are_counted_and_end_the_session() -> None:
-    rig = Rig()
-    one = rig.session(max_turns=2)
+@in_session(max_turns=2)
+async def test_turns_are_counted_and_end_the_session(rig: Rig, one: AgentSession) -> None:
     for text in "ab":
         await rig.ask(one, text).reply()
     client = rig.ask(one, "c")
@@ -130,10 +117,8 @@ async def test_a_context_too_long_is_the_agents_to_shorten() -> None:
     assert (one.reason, other.reason) == ("length", "stop")
 
 
-@in_event_loop
-async def test_what_an_agent_asks_of_sampling_is_overridden_and_said() -> None:
-    rig = Rig()
-    one = rig.session()
+@in_session()
+async def test_what_an_agent_asks_of_sampling_is_overridden_and_said(rig: Rig, one: AgentSession) -> None:
     with structlog.testing.capture_logs() as logs:
         for temperature in (0.2, 0.3, 1.0, None):
             await rig.ask(one, f"{temperature}", body={"temperature": temperature}).reply()
@@ -142,10 +127,8 @@ async def test_what_an_agent_asks_of_sampling_is_overridden_and_said() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("says_so", [False, True])
-@in_event_loop
-async def test_a_retry_is_given_the_reply_that_nobody_heard(streamed: bool, says_so: bool) -> None:
-    rig = Rig("first<|im_end|>", "second<|im_end|>")
-    one = rig.session()
+@in_session("first<|im_end|>", "second<|im_end|>")
+async def test_a_retry_is_given_the_reply_that_nobody_heard(rig, one, streamed, says_so) -> None:
     rig.app.gate.clear()
     first = rig.ask(one, "a", body={"stream": streamed})
     await (first.heard if streamed else rig.app.entered).wait()
@@ -155,15 +138,12 @@ async def test_a_retry_is_given_the_reply_that_nobody_heard(streamed: bool, says
         await again.heard.wait()
     rig.app.gate.set()
     assert await again.reply() == (200, "second" if streamed else {"content": "first"})
-    await one.close()
-    assert sampled(one) == [["second<|im_end|>" if streamed else "first<|im_end|>"]]
+    assert await sampled(one) == [["second<|im_end|>" if streamed else "first<|im_end|>"]]
     assert one.retries == (0 if streamed else 1)
 
 
-@in_event_loop
-async def test_a_reply_is_sent_again_only_if_the_client_says_that_it_retries() -> None:
-    rig = Rig("first<|im_end|>", "second<|im_end|>", "3<|im_end|>", "4<|im_end|>")
-    one = rig.session()
+@in_session("first<|im_end|>", "second<|im_end|>", "3<|im_end|>", "4<|im_end|>")
+async def test_a_reply_is_sent_again_only_if_the_client_says_that_it_retries(rig: Rig, one: AgentSession) -> None:
     assert await rig.ask(one, "a").reply() == (200, {"content": "first"})
     # The connection broke behind our back, and the SDK says so.
     assert await rig.ask(one, "a", **RETRY).reply() == (200, {"content": "first"})
@@ -175,10 +155,8 @@ async def test_a_reply_is_sent_again_only_if_the_client_says_that_it_retries() -
     assert (len(one.rows()), one.retries) == (4, 1)
 
 
-@in_event_loop
-async def test_a_retry_takes_no_reply_from_one_who_listens() -> None:
-    rig = Rig("1<|im_end|>", "2<|im_end|>", "3<|im_end|>", "4<|im_end|>")
-    one = rig.session()
+@in_session("1<|im_end|>", "2<|im_end|>", "3<|im_end|>", "4<|im_end|>")
+async def test_a_retry_takes_no_reply_from_one_who_listens(rig: Rig, one: AgentSession) -> None:
     rig.app.gate.clear()
     twins = [rig.ask(one, "a", body={"stream": True}) for _ in range(2)]
     for twin in twins:
@@ -191,41 +169,27 @@ async def test_a_retry_takes_no_reply_from_one_who_listens() -> None:
         await retries[-1].heard.wait()
     rig.app.gate.set()
     heard = {str((await client.reply())[1]) for client in retries}
-    await one.close()
-    assert {text.removesuffix("<|im_end|>") for (text,) in sampled(one)} == heard
+    assert {text.removesuffix("<|im_end|>") for (text,) in await sampled(one)} == heard
 
 
-@pytest.mark.parametrize(
-    ("streamed", "leaves", "reason", "kept"),
-    [
-        (False, True, "stop", []),
-        (False, True, "max_seconds", []),
-        (True, True, "stop", [["f"]]),
-        (True, True, "max_seconds", [["f"]]),
-        (False, False, "stop", []),
-        (False, False, "max_seconds", [["f"]]),
-    ],
-)
-@in_event_loop
+@pytest.mark.parametrize("reason", ["stop", "max_seconds"])
+@pytest.mark.parametrize(("streamed", "leaves"), [(False, True), (True, True), (False, False)])
+@in_session("first<|im_end|>")
 async def test_a_reply_that_the_end_cuts_counts_if_the_agent_may_have_acted_on_it_or_waits(
-    streamed: bool, leaves: bool, reason: str, kept: list[Any]
+    rig: Rig, one: AgentSession, streamed: bool, leaves: bool, reason: str
 ) -> None:
-    rig = Rig("first<|im_end|>")
-    one = rig.session()
     rig.app.gate.clear()
     client = rig.ask(one, "a", body={"stream": streamed})
     await (client.heard if streamed else rig.app.entered).wait()
     if leaves:
         await client.leave()
     await one.close(reason)
-    assert sampled(one) == kept
+    assert await sampled(one) == ([["f"]] if streamed or (not leaves and reason == "max_seconds") else [])
     assert (await rig.ask(one, "a", "f", "more").reply())[0] == 409
 
 
-@in_event_loop
-async def test_an_app_that_breaks_is_an_error_of_the_server() -> None:
-    rig = Rig()
-    one = rig.session()
+@in_session()
+async def test_an_app_that_breaks_is_an_error_of_the_server(rig: Rig, one: AgentSession) -> None:
     rig.app.fail = EngineFailed("broken")
     status, answer = await rig.ask(one, "a").reply()
     assert (status, answer["error"]["type"], one.rows()) == (500, "api_error", [])
@@ -270,7 +234,7 @@ async def test_a_reward_in_its_range_is_sent_once_until_the_session_closes() -> 
 @in_event_loop
 async def test_a_flood_ends_its_own_session_and_no_other() -> None:
     """Most of it comes after the session's end, at its limit of turns."""
-    rig, turns = Rig(), 300
+    rig, turns = Rig(), 100
     flooded, other = (rig.session(max_turns=turns, max_response_tokens=20_000, train="all") for _ in range(2))
     statuses: Counter[int] = Counter()
     for start in range(0, 4 * turns, 100):
@@ -288,10 +252,8 @@ async def test_a_flood_ends_its_own_session_and_no_other() -> None:
     assert len(rig.app.prompts) == turns + 1
 
 
-@in_event_loop
-async def test_what_became_of_each_request_and_what_was_said_is_recorded() -> None:
-    rig = Rig("1<|im_end|>", "2<|im_end|>", "3<|im_end|>", "4<|im_end|>")
-    one = rig.session()
+@in_session("1<|im_end|>", "2<|im_end|>", "3<|im_end|>", "4<|im_end|>")
+async def test_what_became_of_each_request_and_what_was_said_is_recorded(rig: Rig, one: AgentSession) -> None:
     await rig.ask(one, "a").reply()
     await rig.ask(one, "a", "1", "b").reply()
     await rig.ask(one, "a", "1", "c").reply()
@@ -300,8 +262,8 @@ async def test_what_became_of_each_request_and_what_was_said_is_recorded() -> No
     rig.app.status = 200
     assert (await rig.ask(one, "d", **RETRY).reply())[0] == 200  # a failed request has no reply to repeat
     await one.close()
-    first, second, fork, failed, again = one.requests_made()
-    assert [request["request"] for request in one.requests_made()] == [0, 1, 2, 3, 4]
+    made = first, second, fork, failed, again = one.requests_made()
+    assert [request["request"] for request in made] == [0, 1, 2, 3, 4]
     assert (first["row"], first["kept"], first["sampled"], first["ended"]) == (0, 0, 2, "stop")
     assert (second["row"], second["continues"], second["kept"]) == (0, 0, first["prompt"] + first["sampled"])
     assert (fork["row"], fork["continues"], fork["kept"]) == (1, 0, second["kept"])
@@ -316,23 +278,18 @@ async def test_what_became_of_each_request_and_what_was_said_is_recorded() -> No
     ]
 
 
-@in_event_loop
-async def test_calls_that_an_agent_sends_are_shown_as_calls() -> None:
-    rig = Rig()
-    one = rig.session()
+@in_session()
+async def test_calls_that_an_agent_sends_are_shown_as_calls(rig: Rig, one: AgentSession) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
-    sent = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "4", "tool_call_id": "a"}]  # fmt: skip
-    await Client(rig.layer, CHAT, one.key, {"messages": sent}).reply()
+    turns = {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}
+    await Client(rig.layer, CHAT, one.key, {"messages": [{"role": "user", "content": "2+2?"}, *turns]}).reply()
     await one.close()
     shown = [(entry.role, entry.text, entry.details.get("tool_calls")) for entry in one.transcript()]
     assert shown == [("user", "2+2?", None), ("assistant", "", [call]), ("tool", "4", None), ("assistant", "yes", None)]
 
 
-@in_event_loop
-async def test_a_refusal_is_a_fault_until_a_later_request_is_answered() -> None:
-    rig = Rig()
-    one = rig.session()
+@in_session()
+async def test_a_refusal_is_a_fault_until_a_later_request_is_answered(rig: Rig, one: AgentSession) -> None:
     rig.app.gate.clear()
     earlier = rig.ask(one, "a")
     await rig.app.entered.wait()
@@ -344,10 +301,8 @@ async def test_a_refusal_is_a_fault_until_a_later_request_is_answered() -> None:
     assert one.fault() == ""
 
 
-@in_event_loop
-async def test_a_request_that_is_not_trained_on_says_why() -> None:
-    rig = Rig("no<|im_end|>", "why not<|im_end|>", "2<|im_end|>")
-    one = rig.session()
+@in_session("no<|im_end|>", "why not<|im_end|>", "2<|im_end|>")
+async def test_a_request_that_is_not_trained_on_says_why(rig: Rig, one: AgentSession) -> None:
     instructions = ("You solve", "You write titles", "You judge topics")
     aide, titler, judge = ({"role": "system", "content": text} for text in instructions)
     task = {"role": "user", "content": "What is 1+1, and why?"}

@@ -24,6 +24,10 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
 def said(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
@@ -107,21 +111,20 @@ def test_a_reply_that_comes_back_is_continued(reply: Any, back: Any, as_sampled:
         assert (second.parent, second.kept) == ((first, 5) if continued else (None, 0)), history
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [user("2+3?"), said("yes"), user("sure?")],
-        [{"role": "system", "content": "be short"}, user("2+2?"), said("yes"), user("sure?")],
-        [user("2+2?")],
-        [user("2+2?"), user("sure?")],
-        [said("yes"), user("sure?")],
-    ],
-    ids=["other message", "other system prompt", "the same again", "without the reply", "without the question"],
-)
-def test_another_history_begins_a_conversation(messages: list[dict[str, Any]]) -> None:
+OTHER_HISTORIES = {
+    "other message": [user("2+3?"), said("yes"), user("sure?")],
+    "other system prompt": [system("be short"), user("2+2?"), said("yes"), user("sure?")],
+    "the same again": [user("2+2?")],
+    "without the reply": [user("2+2?"), user("sure?")],
+    "without the question": [said("yes"), user("sure?")],
+}
+
+
+@pytest.mark.parametrize("history", OTHER_HISTORIES)
+def test_another_history_begins_a_conversation(history: str) -> None:
     agent = Agent()
     agent.turn([user("2+2?")])
-    assert agent.ask(messages).parent is None
+    assert agent.ask(OTHER_HISTORIES[history]).parent is None
 
 
 def test_the_longest_known_beginning_with_the_same_tools_is_continued() -> None:
@@ -152,32 +155,23 @@ def test_a_fork_trains_on_what_it_shares_once() -> None:
     assert [row.spans for row in rows] == [[(2, 5), (7, 10)], [(7, 10)]]
 
 
-def system(text: str) -> dict[str, Any]:
-    return {"role": "system", "content": text}
-
-
-AIDE, TITLER = system("You solve tasks with tools"), system("You write titles")
-TASK = "Find out how many files there are"
+AIDE, TITLER, SEARCHER = map(system, ("You solve tasks with tools", "You write titles", "You search"))
+TASK, ALL = "Find out how many files there are", "connected quoting all"
 # What an agent asks beside [AIDE, TASK] and its calls, what the model says, and which settings train on it.
 BESIDE: dict[str, tuple[list[dict[str, Any]], str, Any, str]] = {
     "a title that quotes the task": ([TITLER, user("Write a title:"), user(TASK)], "Files", None, "quoting all"),
     "the task without instructions": ([user(TASK)], "Files", None, "quoting all"),
     "a topic that shares nothing": ([TITLER, user("Is this new?")], "no", None, "all"),
     "what was said before, said again": ([TITLER, user("Is this new?")], "first a, then b, and c", None, "all"),
-    "the same instructions for another part": ([AIDE, user("look elsewhere")], "x", None, "connected quoting all"),
-    "another try": ([AIDE, user(TASK)], "About seven", TOOLS, "connected quoting all"),
-    "a sub-agent that was asked by a call": (
-        [system("You search"), user("search the whole disk for files")], "x", None, "connected quoting all",
-    ),
-    "a sub-agent whose answer is sent back": (
-        [system("You search"), user("go")], "There are seven files", None, "connected quoting all",
-    ),
+    "the same instructions for another part": ([AIDE, user("look elsewhere")], "x", None, ALL),
+    "another try": ([AIDE, user(TASK)], "About seven", TOOLS, ALL),
+    "a sub-agent that was asked by a call": ([SEARCHER, user("search the whole disk for files")], "x", None, ALL),
+    "a sub-agent whose answer is sent back": ([SEARCHER, user("go")], "There are seven files", None, ALL),
     "a plan without its thinking, within a message": (
-        [system("You do what is planned"), user("Do it: first a, then b, and c")], "x", None, "connected quoting all",
+        [system("You do what is planned"), user("Do it: first a, then b, and c")], "x", None, ALL,
     ),
     "a memory in the system message": (
-        [system("Remember: I count them one by one, which takes long"), user("go on")], "x", TOOLS,
-        "connected quoting all",
+        [system("Remember: I count them one by one, which takes long"), user("go on")], "x", TOOLS, ALL,
     ),
 }  # fmt: skip
 
@@ -223,19 +217,15 @@ def test_what_an_agent_asks_beside_its_task_is_trained_on_by_a_rule(beside: str,
         agent.turn(asked, says[0], TOOLS)
         asked = [*asked, *says]
     side = side or agent.turn(messages, reply, setting)
-    trains: tuple[Any, ...] = ("connected", "quoting", "all")
-    assert [train for train in trains if side in agent.tree.trained(train)] == trained.split()
+    assert [train for train in ALL.split() if side in agent.tree.trained(train)] == trained.split()  # type: ignore[arg-type]
 
 
-def test_of_conversations_of_one_request_each_the_task_is_the_one_with_the_most_tokens() -> None:
+def test_of_conversations_of_one_request_each_the_task_is_the_one_with_the_most_tokens_or_the_message() -> None:
     agent = Agent()  # it rewrites what it sends back, so that nothing is continued
     agent.turn([TITLER, user("Write a title:"), user(TASK)], "Files")
     first = agent.answer(agent.ask([AIDE, user(TASK)], TOOLS, tail=9), said("I look"))
     second = agent.answer(agent.ask([AIDE, user(TASK), said("I looked")], TOOLS, tail=12), said("Seven"))
     assert agent.tree.trained("connected") == [first, second]
-
-
-def test_of_conversations_of_one_request_each_the_task_is_the_one_that_has_it_as_a_message() -> None:
     agent = Agent(Tree(task=TASK))
     title = agent.answer(agent.ask([TITLER, user(f"Write a title of {TASK}")], tail=30), said("Files"))
     main = agent.turn([user(TASK)], "Seven")
@@ -319,6 +309,7 @@ def test_each_sampled_token_is_in_one_row_after_its_prompt(agent: Agent) -> None
     assert bool(connected) == bool(everything)
 
 
+SURE = user("sure?")
 LONG = "I count them one by one, since there is no other way that I know of"
 # The reply to "2+2?", a later request, its tools, and words of what is lost.
 LOST: dict[str, tuple[str, list[dict[str, Any]], Any, str]] = {
@@ -327,14 +318,12 @@ LOST: dict[str, tuple[str, list[dict[str, Any]], Any, str]] = {
     "adds a reply of its own": ("4", [user("2+2?"), said("4"), user("sure?"), said("yes"), user("well?")], None, ""),
     "has other roles": ("4", [said("hello"), user("2+2?"), said("4")], None, ""),
     "has another reply": (
-        "4", [user("2+2?"), said("4, I think"), user("sure?")], None,
+        "4", [user("2+2?"), said("4, I think"), SURE], None,
         "request 1 does not continue 0: message 1 (assistant) is '4, I think', and was '4'",
     ),
-    "has another question": (
-        "4", [user("2+3?"), said("4"), user("sure?")], None, "message 0 (user) is '2+3?', and was '2+2?'",
-    ),
-    "has other tools": ("4", [user("2+2?"), said("4"), user("sure?")], TOOLS, "it has other tools, or other variables"),
-    "has a call for a text": ("4", [user("2+2?"), called("a", x=1), user("sure?")], None, "(assistant) is \"{'name'"),
+    "has another question": ("4", [user("2+3?"), said("4"), SURE], None, "message 0 (user) is '2+3?', and was '2+2?'"),
+    "has other tools": ("4", [user("2+2?"), said("4"), SURE], TOOLS, "it has other tools, or other variables"),
+    "has a call for a text": ("4", [user("2+2?"), called("a", x=1), SURE], None, "(assistant) is \"{'name'"),
     "differs late": (
         LONG, [user("2+2?"), said(LONG.replace("know of", "can see")), user("sure?")], None,
         "is '…no other way that I can see', and was '…no other way that I know of'",

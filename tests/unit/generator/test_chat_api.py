@@ -1,4 +1,4 @@
-"""The chat endpoint's client against a server that misbehaves in every way a server can."""
+"""The client of chat endpoints against a server that misbehaves in every way a server can, and the judge."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 
 from common.errors import UserError
 from generator.chat_api import ChatApi, ChatUnavailable
+from generator.rewards import Outcome
+from generator.rewards.judge import Judge, NoVerdict
 from tests.support.event_loop import used
-from tests.support.http_double import Double, Handler, fails, raw, says, serve
+from tests.support.http_double import Double, Handler, endless, fails, hangs, raw, says, serve
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 KEY = "sk-very-secret"
 
 
 def ask(double: Double, n: int = 1, **limits: Any) -> list[str]:
-    """Ask n times at once."""
-
     async def at_once(api: ChatApi) -> list[str]:
         return await asyncio.gather(*(api.complete(ASKED, temperature=0.5, max_tokens=7) for _ in range(n)))
 
@@ -31,15 +31,6 @@ def ask(double: Double, n: int = 1, **limits: Any) -> list[str]:
 def cut(handler: Handler, body: Any) -> None:
     raw(handler, b'{"choices": [{"mess', promised=5000)
     handler.close_connection = True
-
-
-def endless(handler: Handler, body: Any) -> None:
-    handler.send_response(200)
-    handler.send_header("Transfer-Encoding", "chunked")
-    handler.end_headers()
-    for _ in range(10_000):
-        handler.wfile.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
-    raise AssertionError("the client read 650 MB")
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +46,7 @@ def test_it_sends_what_openai_compatible_servers_read() -> None:
 
 
 @pytest.mark.parametrize(("host", "proxy"), [("localhost", "http_proxy"), ("127.0.0.2", "ALL_PROXY")])
-def test_a_server_on_this_machine_is_asked_past_every_proxy(
-    host: str, proxy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_on_this_machine_is_asked_past_every_proxy(host: str, proxy: str, monkeypatch) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(proxy, "socks5://127.0.0.1:1" if proxy.isupper() else "http://127.0.0.1:1")
@@ -93,10 +82,6 @@ def test_a_refusal_is_not_repeated(status: int) -> None:
         ask(double, api_key_env="SOME_KEY")
     assert len(double.requests) == 1
     assert str(caught.value) == f"{double.url}/v1/chat/completions: HTTP {status}: wrong key ***"
-
-
-def hangs(handler: Handler, body: Any) -> None:
-    handler.server.over.wait()  # type: ignore[attr-defined]
 
 
 def test_silence_is_given_up() -> None:
@@ -137,3 +122,64 @@ def test_an_endpoint_that_refuses_connections_is_unavailable() -> None:
         taken.bind(("127.0.0.1", 0))  # bound, but not listening
         with pytest.raises(ChatUnavailable, match="ConnectError"):
             ask(Double([], url=f"http://127.0.0.1:{taken.getsockname()[1]}"), attempts=2)
+
+
+SOLVED = Outcome("Four.", response="Let me see. Four.", answer="4", row={"level": "easy"}, prompt="What is 2+2?")
+
+
+def judge(double: Double, outcome: Outcome = SOLVED, **options: Any) -> float:
+    options = {"backoff": 0.0, "attempts": 2} | options
+    return used(lambda: Judge(f"{double.url}/v1", "tiny", **options), lambda made: made.score(outcome))
+
+
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        ([says("Score: 7")], 0.7),
+        ([says("At first Score: 2, but then\nScore: 7.5")], 0.75),
+        ([says("Hard to say."), says("Score: 11"), says("Score: 4")], 0.4),
+        ([fails(503), says("Score: 5")], 0.5),
+    ],
+)
+def test_the_last_number_counts_on_its_scale(replies: list[Any], expected: float) -> None:
+    with serve(*replies) as double:
+        assert judge(double) == pytest.approx(expected)
+    assert len(double.requests) == len(replies)
+    # A reply without a number is asked for again, at another temperature.
+    again = 0.0 if len(replies) == 2 else 1.0
+    assert [request["temperature"] for request in double.requests] == [0.0] + [again] * (len(replies) - 1)
+
+
+def test_question_reference_and_answer_are_shown() -> None:
+    with serve(says("Score: 1")) as double:
+        judge(double, system="You are strict.", parameters={"max_tokens": 5})
+    (request,) = double.requests
+    system, asked = request["messages"]
+    assert system == {"role": "system", "content": "You are strict."}
+    assert all(f">\n{text}\n<" in asked["content"] for text in ("What is 2+2?", "4", "Four."))
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("tiny", 0.0, 5)
+
+
+def test_a_template_of_ones_own() -> None:
+    prompt: list[dict[str, Any]] = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None}]
+    outcome = Outcome("x" * 50 + "{text}", response="r", answer="4", row={"level": "easy"}, prompt=prompt)
+    options = {"template": "{row[level]}|{prompt}|{text}|{response}|{{}}", "pattern": r"grade (-?\d)"}
+    with serve(says("grade -1")) as double:
+        assert judge(double, outcome, scale=(-2, 2), longest=8, **options) == 0.25
+    asked = "easy|user: 2+2?\n\nassistant: |xx{text}|r|{}"
+    assert double.requests[0]["messages"] == [{"role": "user", "content": asked}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "error", "words", "asked"),
+    [
+        (says("Hard to say.\n" * 1000), {}, NoVerdict, "no number from 0 to 10 in 3 replies; .*Hard to say", 3),
+        (fails(500), {}, ChatUnavailable, "500", 2),
+        (says("Score: 5"), {"template": "{row[author]} {text}"}, ValueError, "KeyError\\('author'\\)", 0),
+    ],
+)
+def test_what_gives_no_number_is_an_error_never_a_zero(answer, options, error, words, asked) -> None:
+    with serve(answer) as double:
+        with pytest.raises(error, match=words):
+            judge(double, **options)
+        assert len(double.requests) == asked

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from common.errors import UserError
-from generator.chat.template import ChatTemplate, TemplateFailed
+from generator.chat.template import ChatTemplate
 from generator.chat.token_text import PIECE, TRIES, TokenText
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import TEMPLATE, TOKENIZER
-from tests.support.templates import ROLES, SHAPES, shaped
+from tests.support.templates import ASK, BYTES, SHAPES, of_pieces, shaped, tokenizer_of, with_template
 
 TURNS = "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{%- endfor -%}"
-ASK = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 # An assistant turn is shown with its thoughts while it is the newest, and without them afterwards.
 THINKING = (
     "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -33,10 +29,8 @@ TRIMMING = TURNS.replace("CONTENT", "m.content | trim") + ASK
 BARE = "{%- for m in messages -%}{{ m.content + '</s>' }}{%- endfor -%}"
 
 
-def template(source: str | None, eos_token: str | None = None) -> tuple[Any, ChatTemplate]:
-    tokenizer = build_tokenizer(["<think>"])
-    tokenizer.chat_template = source
-    tokenizer.eos_token = eos_token or tokenizer.eos_token
+def template(source: str) -> tuple[Any, ChatTemplate]:
+    tokenizer = with_template(source)
     return tokenizer, ChatTemplate(tokenizer)
 
 
@@ -64,7 +58,6 @@ MARKUP = "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call> <think>
 
 
 def markup_in(ids: Any, tokenizer: Any) -> list[str]:
-    """The markup among tokens."""
     return [token for token in tokenizer.convert_ids_to_tokens(ids) if token in MARKUP.split(" ")]
 
 
@@ -96,13 +89,9 @@ def test_markup_in_a_prompt_is_text_unless_it_is_meant(text: str) -> None:
     assert seen(text) == seen([{"role": "user", "content": text}]) == [start, end, start]
     assert seen(text, markup=True) == [start, *meant, end, start]
     assert seen("x", system=text) == [start, *meant, end, start, end, start]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_markup_anywhere_in_a_message_is_text(text: str) -> None:
     tokenizer, chat = template(ALL_AS_JSON)
     message = {"role": f"user {text}", "content": [{"type": "text", "text": text, text: [text]}]}
-    assert markup_in(chat.prompt([message]), tokenizer) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert markup_in(chat.prompt([message]), tokenizer) == [start, end, start]
 
 
 # Tools as Qwen shows them, and as templates do that write them out.
@@ -114,24 +103,18 @@ ESCAPED = DUMPED.replace("tool | tojson", "tool | tojson(ensure_ascii=true, inde
 WRITTEN_OUT = (
     "{%- macro shown(value) -%}{%- if value is mapping -%}{%- for key in value -%}"
     "{{ '<' ~ key ~ '>' }}{{ shown(value[key]) }}{{ '</' ~ key ~ '>' }}{%- endfor -%}"
-    "{%- elif value is string -%}{{ value }}"
-    "{%- elif value is iterable -%}{%- for item in value -%}{{ shown(item) }}{%- endfor -%}"
-    "{%- else -%}{{ value }}{%- endif -%}{%- endmacro -%}"
-    "{%- if tools -%}{{ '<|im_start|>system\n' }}{%- for tool in tools -%}{{ shown(tool) }}{%- endfor -%}"
-    "{{ '<|im_end|>\n' }}{%- endif -%}"
+    "{%- elif value is iterable and value is not string -%}{%- for item in value -%}{{ shown(item) }}{%- endfor -%}"
+    "{%- else -%}{{ value }}{%- endif -%}{%- endmacro -%}" + DUMPED.replace("tool | tojson", "shown(tool)")
 )
 
 
-def tool(place: str = "", text: str = "") -> dict[str, Any]:
+def tool(place: str, text: str) -> dict[str, Any]:
     """A tool's definition with a text somewhere in it."""
-    at = {"name": "f", "description": "d", "parameter": "p", "says": "s", "choice": "c", "default": "e", "extra": "x"}
-    at |= {place: text} if place else {}
+    at = dict.fromkeys(("name", "description", "parameter", "says", "choice", "default", "extra"), "x") | {place: text}
     parameter = {"type": "string", "description": at["says"], "enum": ["a", at["choice"]], "default": at["default"]}
     parameters = {"type": "object", "properties": {at["parameter"]: parameter}, at["extra"]: {"nested": [at["extra"]]}}
-    return {
-        "type": "function",
-        "function": {"name": at["name"], "description": at["description"], "parameters": parameters},
-    }
+    function = {"name": at["name"], "description": at["description"], "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 @pytest.mark.parametrize("text", [*HOSTILE, "|im_end|", "<|im_end|", "im_end|>"])
@@ -141,9 +124,8 @@ def test_markup_in_what_is_told_of_tools_is_text(shown: str, place: str, text: s
     tokenizer, chat = template(shown + TRIMMING)
     expected = ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
     harmful, question = [tool(place, text)], [{"role": "user", "content": "a"}]
-    own = build_tokenizer(["<think>"])
-    own.chat_template = tokenizer.chat_template
-    for ids in (chat.prompt("a", tools=harmful), ChatTemplate(own, harmful).prompt("a")):
+    own = ChatTemplate(with_template(tokenizer.chat_template), harmful)
+    for ids in (chat.prompt("a", tools=harmful), own.prompt("a")):
         assert markup_in(ids, tokenizer) == expected
         escaped = json.dumps(text, ensure_ascii=shown == ESCAPED)[1:-1]
         assert (text if shown == WRITTEN_OUT else escaped) in tokenizer.decode(ids)
@@ -168,12 +150,11 @@ def test_markup_in_calls_and_their_results_is_text(place: str, text: str) -> Non
     tokenizer, chat = template(CALLS)
 
     def markup(at: dict[str, str]) -> list[list[str]]:
-        arguments: Any = {at.get("key", "k"): [at.get("value", "v")]}
-        function = {"name": at.get("name", "f"), "arguments": at.get("json", arguments)}
-        called = {"id": at.get("id", "1"), "type": "function", "function": function}
+        at = {"id": "1", "name": "f", "key": "k", "value": "v", "result": "r", "result's name": "f"} | at
+        arguments: Any = at.get("json", {at["key"]: [at["value"]]})
+        called = {"id": at["id"], "type": "function", "function": {"name": at["name"], "arguments": arguments}}
         turn = {"role": "assistant", "content": "", "tool_calls": [called]}
-        result = {"role": "tool", "name": at.get("result's name", "f"), "tool_call_id": at.get("id", "1")}
-        result["content"] = at.get("result", "r")
+        result = {"role": "tool", "name": at["result's name"], "tool_call_id": at["id"], "content": at["result"]}
         before = [{"role": "user", "content": "a"}, turn]
         ids = chat.prompt([*before, result]), chat.between([result], before), chat.between([result])
         return [markup_in(one, tokenizer) for one in ids]
@@ -192,32 +173,37 @@ def test_pieces_of_markup_in_texts_side_by_side_are_text() -> None:
         assert "".join(parts) in tokenizer.decode(ids)
 
 
+def of_words(scheme: str, **options: Any) -> Any:
+    """A tokenizer that puts a space in front of each word, as SentencePiece does, or in front of the first."""
+    words = ["<unk>", "▁", "a", "b", "\n", "<", "/", "s", ">", "▁a", "▁b", "▁<"]
+    return of_pieces(words, [("▁", "a"), ("▁", "b"), ("▁", "<")], ["</s>"], BARE, scheme, **options)
+
+
 @pytest.mark.parametrize("scheme", ["first", "always"])
 @pytest.mark.parametrize("rstrip", [False, True])
 def test_text_beside_markup_has_the_tokens_that_it_has_without(scheme: str, rstrip: bool) -> None:
-    words = ["<unk>", "▁", "a", "b", "\n", "<", "/", "s", ">", "▁a", "▁b", "▁<"]
-    merges = [("▁", "a"), ("▁", "b"), ("▁", "<")]
-    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    made.add_special_tokens([AddedToken("</s>", special=True, normalized=False, rstrip=rstrip)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", chat_template=BARE)
+    tokenizer = of_words(scheme, rstrip=rstrip)
     chat = ChatTemplate(tokenizer)
     messages = [{"role": "user", "content": text} for text in ("a", "\nb a", "b", "a\n")]
     plain = chat.prompt(messages).tolist()
     assert plain == tokenizer.encode("a</s>\nb a</s>b</s>a\n</s>", add_special_tokens=False)
     # The text with markup in it comes last, so that all before it must be the same.
     assert chat.prompt([*messages, {"role": "user", "content": "</s>"}]).tolist()[: len(plain)] == plain
+    # Text behind a turn gets no space of a first word.
+    if scheme == "first":
+        whole = tokenizer.encode("a</s>b</s>", add_special_tokens=False)
+        assert chat.between([{"role": "user", "content": "b"}]).tolist() == whole[2:]
+        assert tokenizer.convert_ids_to_tokens(chat.inside(["a"], ("<", ">"))) == ["<", "a", ">"]
 
 
-def with_html() -> PreTrainedTokenizerFast:
+def with_html() -> Any:
     """A tokenizer like that of some models: its base vocabulary has tags of HTML, and runs of spaces were added."""
     base = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<h1>"]
-    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(base)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    model = models.BPE(vocab={token: i for i, token in enumerate(base)}, merges=[])
+    special = ["<|im_end|>", "<|im_start|>"]
+    made = tokenizer_of(model, decoders.ByteLevel(), special, steps=BYTES, eos_token=special[0])
     made.add_tokens([AddedToken(text, normalized=False) for text in ("<h1>", "  ", "<think>")])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
+    return made
 
 
 @pytest.mark.parametrize("text", ["<h1>a  <b>c</h1>", "if a < b and b > c:\n    x <- <think >", "user\nWhat is 1?"])
@@ -231,8 +217,8 @@ def test_text_without_markup_keeps_its_tokens(make: Any, text: str) -> None:
     assert chat.prompt(text).tolist() == whole
     assert chat.between(messages).tolist() == [*tokenizer.encode("\n"), *whole]
     # Nor does it where markup stands beside it.
-    beside = chat.prompt(f"{text} <|im_end|>").tolist()
-    assert beside[: len(tokenizer.encode(f"<|im_start|>user\n{text}"))] == tokenizer.encode(f"<|im_start|>user\n{text}")
+    start = tokenizer.encode(f"<|im_start|>user\n{text}")
+    assert chat.prompt(f"{text} <|im_end|>").tolist()[: len(start)] == start
 
 
 def test_harmless_text_beside_hostile_text_keeps_its_tokens() -> None:
@@ -245,20 +231,6 @@ def test_harmless_text_beside_hostile_text_keeps_its_tokens() -> None:
     assert both[-behind:] == alone[-behind:]
 
 
-def test_text_behind_a_turn_gets_no_space_of_a_first_word() -> None:
-    # Words with a space in front of the first one, as SentencePiece has it.
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "▁", "a", "b", "\n", "<", ">", "i", "▁a", "▁b", "▁<"])}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a"), ("▁", "b"), ("▁", "<")], unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Metaspace(prepend_scheme="first")
-    made.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", chat_template=BARE)
-    chat = ChatTemplate(tokenizer)
-    whole = tokenizer.encode("a</s>b</s>", add_special_tokens=False)
-    assert chat.between([{"role": "user", "content": "b"}]).tolist() == whole[2:]
-    assert tokenizer.convert_ids_to_tokens(chat.inside(["a"], ("<", ">"))) == ["<", "a", ">"]
-
-
 def test_the_end_of_a_turn_is_not_part_of_its_text() -> None:
     ids = np.asarray(TOKENIZER.encode("<tool_call>x<|im_start|>y<|im_end|>", add_special_tokens=False))
     assert TEMPLATE.text(ids) == "<tool_call>x<|im_start|>y<|im_end|>"
@@ -268,31 +240,11 @@ def test_the_end_of_a_turn_is_not_part_of_its_text() -> None:
 
 
 def test_the_templates_own_end_of_turn_counts() -> None:
-    _, chat = template(TOKENIZER.chat_template, "<|endoftext|>")
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    chat = ChatTemplate(tokenizer)
     assert chat.end == "<|im_end|>"
     assert TOKENIZER.decode(chat.between([{"role": "user", "content": "x"}])).startswith("\n<|im_start|>user\nx")
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (None, "no chat template"),
-        ("{%- for m in messages -%}{{ m.role + ': ' + m.content + '\n' }}{%- endfor -%}", "without a special token"),
-    ],
-)
-def test_a_template_that_cannot_be_used_is_refused(source: str | None, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        template(source)
-
-
-@pytest.mark.parametrize("role", ["tool", "user"])
-def test_a_template_that_leaves_out_a_role_is_refused(role: str) -> None:
-    chat = template(
-        "{%- for m in messages -%}{%- if loop.first or m.role != '" + role + "' -%}"
-        "{{ '<|im_start|>' + m.content + '<|im_end|>' }}{%- endif -%}{%- endfor -%}"
-    )[1]
-    with pytest.raises(UserError, match=f"episode.x needs a chat template that shows '{role}'.*out; .*, or y"):
-        chat.require(role, "episode.x", "or y")
 
 
 @pytest.mark.parametrize(
@@ -315,9 +267,7 @@ def test_a_template_that_leaves_out_a_role_is_refused(role: str) -> None:
         ("glm, closed", [], ["<|observation|>"]),
     ],
 )
-def test_a_turn_ends_with_the_models_ends_of_text_and_where_the_template_ends_it(
-    name: str, ends: list[str], stops: list[str]
-) -> None:
+def test_a_turn_ends_with_the_models_ends_of_text_and_where_the_template_ends_it(name, ends, stops) -> None:
     tokenizer, chat = shaped(name, ends)
     assert chat.stop_ids == tuple(sorted(tokenizer.convert_tokens_to_ids(stops)))
     for stop in (*stops, tokenizer.eos_token):
@@ -381,11 +331,9 @@ def test_results_of_an_agents_calls_follow_the_turn_as_the_template_shows_both(n
     until = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=False)
     until = until.removesuffix("\n").removesuffix("<|endoftext|>").removesuffix("\n")
     assert whole.startswith(until)
-    sampled = np.asarray(tokenizer.encode(until))
     opener = "<|observation|>" if name == "glm" else ""  # the model samples it
-    sampled = np.asarray([*sampled, *tokenizer.encode(opener)])
-    ids = [*sampled, *chat.between(results, before, turn=sampled)]
-    assert ids == tokenizer.encode(whole)
+    sampled = np.asarray(tokenizer.encode(until + opener))
+    assert [*sampled, *chat.between(results, before, turn=sampled)] == tokenizer.encode(whole)
 
 
 def test_the_last_of_a_turns_messages_is_what_it_says() -> None:
@@ -397,67 +345,24 @@ def test_the_last_of_a_turns_messages_is_what_it_says() -> None:
     assert chat.turn(np.asarray(tokenizer.encode(f"{call}<|call|>")))[0] == call
 
 
-@pytest.mark.parametrize(
-    ("results", "reason"),
-    [
-        ("{{ raise_exception('no tools') }}", "says: no tools"),
-        ("", "leaves them out"),
-        # No token tells the model's turn from the result.
-        ("\nresult: {{ m.content }}", "ends the assistant's turns without a special token in front of them"),
-    ],
-)
-def test_a_template_whose_turns_and_results_cannot_be_joined_is_refused(results: str, reason: str) -> None:
-    _, chat = template(
-        ROLES + "{%- if m.role == 'tool' %}" + results + "{%- else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{%- if loop.last or messages[loop.index].role != 'tool' %}<|im_end|>{%- endif %}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}<|im_end|><|im_start|>assistant\n{%- endif %}"
-    )
-    with pytest.raises(UserError, match=f"episode.tools needs .* {reason}; use another template, or none"):
-        chat.require("tool", "episode.tools", "or none")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "opened"),
-    [
-        ("<|im_start|>assistant\n<think>\n", "<think>\n"),
-        ("<|Assistant|><think>", "<think>"),
-        ("<|im_start|>assistant\n<answer>\n<think>", "<answer>\n<think>"),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
-        ("<|im_start|>user\nuse <think><|im_end|>\n<|im_start|>assistant\n", ""),
-        ("what is <think><|assistant|>", ""),
-        ("", ""),
-    ],
-)
-def test_tags_that_the_template_opens_in_front_of_a_turn_are_seen(prompt: str, opened: str) -> None:
-    assert TEMPLATE.opened(np.asarray(TOKENIZER.encode(prompt, add_special_tokens=False), np.int32)) == opened
-
-
-# Long texts are decoded piece by piece, and say what the tokenizer says of the whole.
-
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-WORDS = {token: i for i, token in enumerate(["<unk>", "▁", "▁a", "b", "▁▁", "é", "▁the", *BYTES])}
-PARTS = {token: i for i, token in enumerate(["[UNK]", "a", "##b", ".", "##c", "n't", "'"])}
+TABLE = ["<unk>", "▁", "▁a", "b", "▁▁", "é", "▁the", *(f"<0x{byte:02X}>" for byte in range(256))]
+PARTS = ["[UNK]", "a", "##b", ".", "##c", "n't", "'"]
 FALLBACK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 
 
-def tokenizer_of(model: Any, decoder: Any) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(model)
-    backend.decoder = decoder
-    backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-def words(decoder: Any) -> PreTrainedTokenizerFast:
-    return tokenizer_of(models.BPE(vocab=dict(WORDS), merges=[], unk_token="<unk>"), decoder)
+def of_table(decoder: Any, model: Any = models.BPE, table: list[str] = TABLE, **options: Any) -> Any:
+    made = model(vocab={token: i for i, token in enumerate(table)}, unk_token=table[0], **options)
+    return tokenizer_of(made, decoder, ["<s>"])
 
 
 TOKENIZERS = {
     "byte-level": TOKENIZER,  # characters of several tokens
-    "metaspace": words(decoders.Metaspace(prepend_scheme="first")),  # the space of the first word is left out
+    # The space of the first word is left out.
+    "metaspace": of_table(decoders.Metaspace(prepend_scheme="first"), merges=[]),
     # A run of byte tokens is text or it is not, as a whole.
-    "byte fallback": words(decoders.Sequence(FALLBACK)),
+    "byte fallback": of_table(decoders.Sequence(FALLBACK), merges=[]),
     # Spaces between words that no token has.
-    "word pieces": tokenizer_of(models.WordPiece(vocab=dict(PARTS), unk_token="[UNK]"), decoders.WordPiece()),
+    "word pieces": of_table(decoders.WordPiece(), models.WordPiece, PARTS),
 }
 
 
@@ -477,56 +382,16 @@ def test_a_text_decoded_in_pieces_equals_the_whole(name: str, plain: bool, varie
 
 @pytest.mark.parametrize("text", ["a", "€ and 😀 ", "<|im_start|>"])
 def test_no_piece_is_much_longer_than_the_others(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: list[int] = []
-
-    class Backend:
-        """A tokenizer's backend that remembers how much it was given at once."""
-
-        def __getattr__(self, name: str) -> Any:
-            method = getattr(TOKENIZER.backend_tokenizer, name)
-
-            def measured(ids: Any, **options: Any) -> Any:
-                pieces.append(len(ids[0] if name == "decode_batch" else ids) if isinstance(ids, list) else 0)
-                return method(ids, **options)
-
-            return measured
-
+    backend = mock.Mock(wraps=TOKENIZER.backend_tokenizer)
     ids = np.tile(np.asarray(TOKENIZER.encode(text), np.int32), 10 * PIECE)
     tokens = TokenText(TOKENIZER)
-    monkeypatch.setattr(tokens, "_backend", Backend())
+    monkeypatch.setattr(tokens, "_backend", backend)
     assert tokens.decode(ids) == text * (10 * PIECE)
-    assert PIECE <= max(pieces) <= 1 + PIECE + TRIES
+    given = [batch[0] if name == "decode_batch" else batch for name, (batch, *_), _ in backend.method_calls]
+    assert PIECE <= max(len(ids) for ids in given if isinstance(ids, list)) <= 1 + PIECE + TRIES
 
 
 def test_special_tokens_are_told_from_all_others() -> None:
     special = [token_id for token_id, token in TOKENIZER.added_tokens_decoder.items() if token.special]
     ids = np.asarray([0, *special, max(special) + 1, len(TOKENIZER) + 1000], np.int32)
     assert TokenText(TOKENIZER).special(ids).tolist() == [False, *[True] * len(special), False, False]
-
-
-RAISING = "{{ raise_exception('roles must alternate') }}"
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        (RAISING, "fails: TemplateError: roles must alternate"),
-        ("{{ messages.x.y }}", "fails: UndefinedError: "),
-        ("{% for m in %}", "fails: TemplateSyntaxError: "),
-        ("{{ 1 }}<|im_end|>", "leaves out what the assistant says"),
-    ],
-)
-def test_a_template_that_fails_is_named_with_its_file(tmp_path: Path, source: str, reason: str) -> None:
-    made = build_tokenizer()
-    made.chat_template = source
-    made.save_pretrained(tmp_path)
-    line = f"the chat template of {tmp_path} ({tmp_path / 'chat_template.jinja'}) {reason}"
-    with pytest.raises(UserError, match=re.escape(line)):
-        ChatTemplate(AutoTokenizer.from_pretrained(tmp_path))
-
-
-def test_a_prompt_that_the_template_refuses_says_why() -> None:
-    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    _, chat = template(no_system + AS_JSON)
-    with pytest.raises(TemplateFailed, match="TemplateError: no system"):
-        chat.prompt([{"role": "system", "content": "s"}])

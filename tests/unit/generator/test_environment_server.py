@@ -1,23 +1,38 @@
-"""The client of environment servers, against a stand-in that says what `verifiers` was recorded to say, or worse."""
+"""The client of environment servers, and its episodes, against a stand-in that says what `verifiers` says, or worse."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from common.config import Config
 from common.errors import UserError
 from common.log import get_logger
 from common.unpack import MAX_BYTES
 from generator.agents import environment
 from generator.agents.environment import EnvironmentFailed, EnvironmentServer
 from generator.agents.programs import AgentFailed
-from tests.support.environment import RECORDED, Behaviour, Call, StandIn, nowhere, play_on, replays, says, task
+from generator.episode.episode import Episode
+from tests.support.agents import agent_config, run_agent
+from tests.support.environment import (
+    RECORDED,
+    Behaviour,
+    Call,
+    StandIn,
+    client_of,
+    dies,
+    nowhere,
+    play_on,
+    replays,
+    says,
+    scores,
+    task,
+)
 from tests.support.event_loop import in_event_loop
+from tests.support.waiting import until
 
 LAST = RECORDED["played"]["messages"][-1][1]
 TRACE = LAST["traces"][0]["id"]
@@ -36,15 +51,6 @@ def sends(*frames: bytes, number: bool = True) -> Any:
     return run
 
 
-@asynccontextmanager
-async def client_of(address: str) -> AsyncIterator[EnvironmentServer]:
-    client = EnvironmentServer(address)
-    try:
-        yield client
-    finally:
-        await client.close()
-
-
 @in_event_loop
 async def test_a_request_and_its_reward_are_as_recorded() -> None:
     async with StandIn(replays("played")) as server, client_of(server.address) as client:
@@ -61,9 +67,8 @@ async def late(call: Call) -> None:
 
 REWARDS = {"right": {"score": 1.0, "weight": 1.0}, "brief": {"score": 0.5, "weight": -0.2}}
 FIRST = {"trace": "first", "set": {"rewards": {"right": {"score": 0.25, "weight": 1.0}}}}
-DISCARDED = says(
-    ("delta", FIRST), ("delta", {"trace": "first", "discard": True}), *map(tuple, RECORDED["played"]["messages"])
-)
+PLAYED = map(tuple, RECORDED["played"]["messages"])
+DISCARDED = says(("delta", FIRST), ("delta", {"trace": "first", "discard": True}), *PLAYED)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +142,11 @@ async def test_a_server_that_dies_fails_its_episodes_only() -> None:
 
 
 @in_event_loop
-async def test_a_server_that_is_away_fails_an_episode_and_one_that_starts_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_that_is_away_fails_an_episode_and_one_that_starts_is_waited_for(monkeypatch) -> None:
     with nowhere() as address:
-        async with client_of(address) as client:
-            with monkeypatch.context() as patch:
-                patch.setattr(environment, "CONNECT_SECONDS", 0.3)
+        with monkeypatch.context() as patch:
+            patch.setattr(environment, "CONNECT_SECONDS", 0.3)
+            async with client_of(address) as client:
                 with pytest.raises(EnvironmentFailed, match="cannot be reached .nothing listens there."):
                     await client.run(task())
         client = EnvironmentServer(address)
@@ -168,9 +171,7 @@ async def silent(call: Call) -> None: ...
     ids=["nothing", "silence", "another protocol", "no health"],
 )
 @in_event_loop
-async def test_a_start_without_a_server_is_one_line(
-    health: Behaviour | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_without_a_server_is_one_line(health: Any, reason: str, monkeypatch) -> None:
     monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.2)
     async with StandIn(silent, health) as server, client_of(server.address) as client:
         if health is None:
@@ -185,19 +186,68 @@ async def test_a_start_without_a_server_is_one_line(
 
 
 @in_event_loop
-async def test_a_server_that_does_not_speak_zeromq_is_told_from_an_environments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_that_does_not_speak_zeromq_is_told_from_an_environments(monkeypatch) -> None:
     monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.2)
 
+    connected: set[asyncio.StreamWriter] = set()
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.add(writer)
         with contextlib.suppress(OSError):
             await reader.read()
         writer.close()
+        connected.remove(writer)
 
-    server = await asyncio.start_server(answer, "127.0.0.1")
-    async with server, client_of(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
-        with pytest.raises(UserError, match="what listens there does not speak ZeroMQ"):
-            await client.ready(get_logger(), 0.5)
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        async with client_of(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+            with pytest.raises(UserError, match="what listens there does not speak ZeroMQ"):
+                await client.ready(get_logger(), 0.5)
+        await until(lambda: not connected)  # ZeroMQ closes them in a thread
     with pytest.raises(UserError, match="is on another machine"):
         await EnvironmentServer("tcp://192.0.2.7:5000").ready(get_logger())
+
+
+ONCE = {"asks": ["2"]}
+
+
+def config(server: StandIn, *sections: dict[str, Any], **episode: Any) -> Config:
+    agent = {"environment": server.address, **episode.pop("agent", {})}
+    return agent_config(*sections, **{"agent": agent, "reward": "agent", **episode})
+
+
+async def played(run: Behaviour, row: dict[str, Any], *sections: Any, **episode: Any) -> tuple[Episode, Call]:
+    async with StandIn(run) as server:
+        return await run_agent(config(server, *sections, **episode), **row), await server.calls.get()
+
+
+@in_event_loop
+async def test_an_environment_gets_its_row_and_gives_the_reward() -> None:
+    row = ONCE | {"returns": 0.25, "info": {"answer": "2", "level": 1}}
+    columns = {"prompt_column": "question", "answer_column": "info.answer"}
+    episode, call = await played(scores, row, {"data": {"train": "t.jsonl", **columns}})
+    assert call.content["task_data"] == row | {"question": "What is 1+1?"}
+    assert (episode.reason, episode.reward, episode.turns, episode.answer) == ("stop", 0.25, 1, "2")
+
+
+@in_event_loop
+async def test_an_episode_at_a_limit_is_cancelled_and_has_the_lowest_reward() -> None:
+    async with StandIn(scores) as server:
+        episode = await run_agent(config(server, max_seconds=0.2), **ONCE, waits=True)
+        run, cancel = await server.calls.get(), await server.calls.get()
+    assert (episode.reason, episode.reward, episode.turns) == ("max_seconds", 0.0, 1)
+    assert (cancel.method, cancel.content) == ("cancel", {"request_id": run.number.decode()})
+
+
+@in_event_loop
+async def test_a_failed_episode_may_count_as_the_models() -> None:
+    row = {**ONCE, "raises": "the model wrote nonsense"}
+    with pytest.raises(AgentFailed, match="TaskError: the model wrote nonsense"):
+        await played(scores, row)
+    episode, _ = await played(scores, row, agent={"failure": 0.125})
+    assert (episode.reason, episode.reward, episode.turns) == ("agent_failed", 0.125, 1)
+
+
+@in_event_loop
+async def test_a_dead_server_is_never_the_models_doing() -> None:
+    with pytest.raises(EnvironmentFailed, match="the connection broke"):
+        await played(dies, ONCE, agent={"failure": 0.125})

@@ -62,22 +62,18 @@ class RandomEngine:
         ids = (ids or [0])[: max_tokens - 1] + ([self.tokens.eos_token_id] if end == "end" else [])
         ids = ids or [self.tokens.eos_token_id]
         reason = "length" if end == "length" or len(ids) == max_tokens else "stop"
-        logprobs = np.asarray(
-            draw(st.lists(st.floats(-50, 0, width=32), min_size=len(ids), max_size=len(ids))), np.float32
-        )
+        logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=len(ids), max_size=len(ids)))
         borders = sorted({0, len(ids), *draw(st.lists(st.integers(0, len(ids)), max_size=3))})
         newest = max((turn.versions[-1][0] for turn in self.turns), default=0)
         versions = []
         for start, stop in itertools.pairwise(borders):
             newest += draw(st.integers(0, 2))
             versions.append((newest, start, stop))
-        self.turns.append(Completion(np.asarray(ids, np.int32), logprobs, versions, reason))
+        self.turns.append(Completion(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), versions, reason))
         return self.turns[-1]
 
 
 class Talking:
-    """A user who says what is drawn."""
-
     def __init__(self, draw: Any) -> None:
         self.draw = draw
 
@@ -101,12 +97,8 @@ SAID = [
 
 
 @settings(max_examples=25)
-@given(
-    st.data(), st.booleans(), st.sampled_from(list(TEMPLATES)), st.sampled_from(["hermes", "code"]), st.booleans()
-)  # fmt: skip
-def test_what_the_engine_sampled_is_what_is_trained_on(
-    data: Any, merges: bool, template: str, call_format: str, with_user: bool
-) -> None:
+@given(st.data(), st.booleans(), st.sampled_from(list(TEMPLATES)), st.sampled_from(["hermes", "code"]), st.booleans())
+def test_what_the_engine_sampled_is_what_is_trained_on(data, merges, template, call_format, with_user) -> None:
     (tokens, chat_template), draw = chat(template, merges), data.draw
     engine = RandomEngine(draw, tokens)
     rules = runner(

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import UserError
 from common.messages import Task
 from common.payload import decode_payload, encode_payload
 from generator.chat.prompts import PromptTooLong
@@ -20,17 +19,7 @@ from generator.engine.engine import Completion, EngineFailed
 from generator.episode.parts import EpisodeParts
 from generator.users import UserTurn
 from launcher.quickstart.tiny_model import build_tokenizer
-from tests.support.episode import (
-    END,
-    TOKENIZER,
-    ScriptedEngine,
-    call,
-    completion,
-    configured,
-    play,
-    runner,
-    tool_texts,
-)
+from tests.support.episode import END, TOKENIZER, ScriptedEngine, call, completion, configured, play, runner, tool_texts
 from tests.support.event_loop import in_event_loop
 from tests.support.golden import GOLDEN
 from tests.support.templates import shaped
@@ -59,9 +48,7 @@ def test_a_call_is_answered_and_the_next_turn_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("keep", "epochs"), [("none", [None, None, None]), ("episodes", [None, 1, 1])])
-def test_turns_read_the_first_ones_cache_only_if_asked_and_have_seeds_of_their_own(
-    keep: str, epochs: list[Any]
-) -> None:
+def test_turns_read_the_first_ones_cache_only_if_asked_and_have_seeds_of_their_own(keep: str, epochs: Any) -> None:
     engine = ScriptedEngine(CALL, CALL, ANSWER)  # each turn with newer weights
     asyncio.run(runner(engine, keep_prefix=keep).run(TASK, seed=7))
     assert [limits.get("prefix_epoch") for limits in engine.limits] == epochs
@@ -85,14 +72,10 @@ def test_each_token_keeps_the_experts_that_were_told_first() -> None:
     assert len(play(ScriptedEngine(CALL, ANSWER)).payload().experts) == 0
 
 
-M06 = GOLDEN["M06"]["expected"]
-
-
-@pytest.mark.parametrize(
-    ("assistant", "user", "expected", "reason"),
-    [(8, 8, M06, "max_assistant_turns"), (1000, 2, M06["limit_none_2"], "max_user_turns")],
-)
-def test_golden_m06_turns_when_every_turn_calls(assistant: int, user: int, expected: Any, reason: str) -> None:
+@pytest.mark.parametrize(("assistant", "user", "reason"), [(8, 8, "max_assistant_turns"), (1000, 2, "max_user_turns")])
+def test_golden_m06_turns_when_every_turn_calls(assistant: int, user: int, reason: str) -> None:
+    expected = GOLDEN["M06"]["expected"]
+    expected = expected["limit_none_2"] if user == 2 else expected
     limits = {"max_assistant_turns": assistant, "max_user_turns": user}
     episode = play(ScriptedEngine(*[CALL] * 9), max_response_tokens=1900, **limits)
     assert (episode.turns, episode.user_turns) == (expected["assistant_turns"], expected["user_turns"])
@@ -100,7 +83,7 @@ def test_golden_m06_turns_when_every_turn_calls(assistant: int, user: int, expec
     assert "num_turns" in expected or episode.reason == reason
 
 
-SIZE = len(TOKENIZER.encode(CALL))
+SIZE, LONGER = len(TOKENIZER.encode(CALL)), CALL.removesuffix(END) + "more"
 
 
 @pytest.mark.parametrize(
@@ -108,11 +91,7 @@ SIZE = len(TOKENIZER.encode(CALL))
     [
         ([CALL, ANSWER], {"max_assistant_turns": 2, "max_user_turns": 1}, ("stop", "89", 2, 1)),
         (["1234567890" * 9], {"max_response_tokens": 20}, ("length", "", 1, 0)),
-        (
-            [CALL[: -len(END)] + "more"],
-            {"max_response_tokens": SIZE - 1},
-            ("length", "", 1, 0),
-        ),  # a call that was cut off is not run
+        ([LONGER], {"max_response_tokens": SIZE - 1}, ("length", "", 1, 0)),  # a call that was cut off is not run
         ([CALL], {"max_response_tokens": SIZE + 3}, ("length", "", 1, 1)),  # its result does not fit
         (["1" * 100], {"max_response_tokens": 10_000, "max_model_len": 80}, ("length", "", 1, 0)),
         ([CALL], {"tools": []}, ("stop", CALL.removesuffix(END), 1, 0)),
@@ -202,9 +181,7 @@ WRONG = [f"1{END}", f"2{END}", f"3{END}"]
         (["half an"], {"max_response_tokens": 5}, ("length", "", 0), []),
     ],
 )
-def test_the_user_gets_the_last_answer_for_its_reward(
-    turns: list[str], limits: dict[str, int], expected: tuple[Any, ...], rewards: list[float]
-) -> None:
+def test_the_user_gets_the_last_answer_for_its_reward(turns, limits, expected, rewards) -> None:
     user = Repeating("89")
     episode = play(ScriptedEngine(*turns), user=user, **limits)
     assert (episode.reason, episode.answer, episode.user_turns) == expected
@@ -259,9 +236,7 @@ THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
          "89</s>"),
     ],
 )  # fmt: skip
-def test_turns_and_results_join_as_the_template_ends_them(
-    shape: str, call_turn: str, result: str, answer_turn: str
-) -> None:
+def test_turns_and_results_join_as_the_template_ends_them(shape, call_turn, result, answer_turn) -> None:
     tokenizer, chat = shaped(shape)
     # What a model writes behind the end of a turn is never sampled.
     engine = ScriptedEngine(f"{call_turn}!", f"{answer_turn}!", tokenizer=tokenizer)
@@ -273,7 +248,7 @@ def test_turns_and_results_join_as_the_template_ends_them(
     assert tokenizer.decode(payload.token_ids[payload.mask()]) == call_turn + answer_turn
     lengths = [len(tokenizer.encode(turn)) for turn in (call_turn, answer_turn)]
     assert payload.logprobs.tolist() == [-1] * lengths[0] + [-2] * lengths[1]
-    with pytest.raises(PromptTooLong):
+    with pytest.raises(PromptTooLong, match="data.max_prompt_tokens allows 100"):
         play(ScriptedEngine(), prompt="1" * 200)
 
 
@@ -332,20 +307,3 @@ def test_the_user_gets_the_last_answer_when_time_is_over() -> None:
     episode = play(ScriptedEngine(completion(TOKENIZER.encode(f"88{END}"))), user=Repeating("89"), max_seconds=1e-9)
     assert (episode.reason, episode.answer) == ("max_seconds", "88")
     assert episode.transcript.turn_rewards() == [-0.5]
-
-
-def test_a_prompt_over_the_limit_is_refused_at_once() -> None:
-    with pytest.raises(PromptTooLong, match="data.max_prompt_tokens allows 100"):
-        play(ScriptedEngine(), prompt="1" * 200)
-
-
-def test_a_template_that_cannot_show_tool_results_is_refused() -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = (
-        "{%- for m in messages -%}{%- if m.role == 'tool' -%}{{ raise_exception('no tools here') }}{%- endif -%}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{%- endfor -%}"
-    )
-    config = configured(tools=["calculator"])
-    parts = EpisodeParts(config)
-    with pytest.raises(UserError, match="'tool' messages.*no tools here.*call_format=code"):
-        parts.chat_template(tokenizer, config)

@@ -20,6 +20,7 @@ from tests.support.http_double import fails, serve
 from tests.support.waiting import until
 
 OK = {("ok", 1.0)}
+USER = {"max_assistant_turns": 4, "user": "corrector"}
 
 
 class Foreign(Exception):
@@ -51,9 +52,7 @@ def test_every_task_becomes_a_header_and_a_payload(fake_broker: Broker) -> None:
     ],
     ids=["cancels itself", "cannot be sent", "ends the process", "foreign", "own", "subclass"],
 )
-def test_a_failing_engine_is_tried_again_then_set_aside(
-    fake_broker: Broker, error: BaseException, failure: Failure, reason: str
-) -> None:
+def test_a_failing_engine_is_tried_again_then_set_aside(fake_broker: Broker, error, failure, reason: str) -> None:
     rig = Rig(fake_broker)
     rig.engine.fail = failing(error)
     header = one(rig)
@@ -68,12 +67,8 @@ def test_a_task_that_is_kept_brings_every_token(fake_broker: Broker) -> None:
     header = one(Rig(fake_broker), keep=True, answer="7")
     (payload,) = BatchInbox(fake_broker).payloads([header.task_id])
     assert payload is not None
-    said = {
-        "input": "prompt 0",
-        "output": "7<|im_end|>",
-        "gts": "7",
-        "messages": [{"role": "assistant", "content": "7"}],
-    }
+    said = {"input": "prompt 0", "output": "7<|im_end|>", "gts": "7"}
+    said |= {"messages": [{"role": "assistant", "content": "7"}]}
     tokens = {"token_ids": payload.token_ids.tolist(), "model_spans": payload.model_spans.tolist()}
     assert story(header) == said | tokens | {"logprobs": [-0.5, -0.5], "version_spans": [[0, 0, 2]]}
 
@@ -103,9 +98,6 @@ async def test_a_task_waits_for_the_version_it_asks_for(rig: Rig) -> None:
     assert (header.kind, header.oldest_version) == ("eval", 3)
     assert story(header)["output"] == "7<|im_end|>"
     assert BatchInbox(rig.broker).payloads([header.task_id]) == [None]
-
-
-USER = {"max_assistant_turns": 4, "user": "corrector"}
 
 
 def test_returns_of_turns_travel_where_turns_are_weighed(fake_broker: Broker) -> None:
@@ -161,9 +153,6 @@ def test_without_a_learner_version_0_answers(fake_broker: Broker) -> None:
     assert fake_broker.redis.keys(fake_broker.key("previous:") + "*") == []
 
 
-# Deterministic runs: an episode has one version of the weights from its start to its end, and seeds of its own.
-
-
 @playing(run={"deterministic": True}, generator={"max_attempts": 2, "retry_pause": 0})
 async def test_weights_wait_for_the_end_of_a_deterministic_episode(rig: Rig) -> None:
     rig.engine.hold.clear()
@@ -183,9 +172,6 @@ async def test_weights_wait_for_the_end_of_a_deterministic_episode(rig: Rig) -> 
     headers += await rig.headers(1)
     assert [(header.oldest_version, header.newest_version) for header in headers] == [(3, 3), (3, 3)]
     assert [sampling["seed"] for sampling in rig.engine.sampling] == [11, None]
-
-
-# A generator that answers an evaluation keeps its version until the evaluation is over.
 
 
 @playing()

@@ -22,21 +22,14 @@ from tests.support.tool_examples import Blocked
 from tests.support.waiting import until
 
 OK = {("ok", 1.0)}
+SUM = call("calculator", '{"expression": "12*7"}') + "<|im_end|>"
 
 
 def test_a_job_that_ends_without_a_result_has_failed(fake_broker: Broker) -> None:
-    def cancel_the_job(_: int) -> None:
-        job = asyncio.current_task()
-        assert job is not None
-        job.cancel()
-
     rig = Rig(fake_broker)
-    rig.engine.fail = cancel_the_job
+    rig.engine.fail = lambda _: asyncio.current_task().cancel()
     header = one(rig)
-    assert (header.failure, header.reason) == (
-        Failure.CANCELLED,
-        "its job ended without a result: CancelledError()",
-    )
+    assert (header.failure, header.reason) == (Failure.CANCELLED, "its job ended without a result: CancelledError()")
     assert rig.engine.calls == 2  # generator.max_attempts
 
 
@@ -71,11 +64,7 @@ def test_a_failed_task_rests_while_its_slot_is_free(fake_broker: Broker) -> None
     assert handed_back.attempt == 2
 
 
-SUM = call("calculator", '{"expression": "12*7"}') + "<|im_end|>"
-
-
 def set_aside(broker: Broker, *turns: str | Exception, task: Any = None, **episode: Any) -> SampleHeader:
-    """The header of one task that fails in every attempt."""
     rules = {"tools": ["calculator"], "max_assistant_turns": 3} | episode
     rig = Rig(broker, episode=rules, data={"train": "t", "max_prompt_tokens": 200})
     rig.engine.turn = saying(*turns)
@@ -97,7 +86,7 @@ def test_what_was_said_before_the_engine_failed_is_kept(fake_broker: Broker) -> 
 
 def rewarded(broker: Broker, name: str, **generator: Any) -> Rig:
     episode = {"reward": f"tests.support.some_rewards:{name}", "reward_workers": 1}
-    return Rig(broker, episode=episode, generator={"max_concurrency": 1} | generator)
+    return Rig(broker, episode=episode, generator={"max_concurrency": 1, "retry_pause": 0.0} | generator)
 
 
 def test_vllm_that_hangs_ends_the_process_and_hands_back(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +140,11 @@ def test_a_reward_that_fails_ten_times_in_a_row_ends_the_process(fake_broker: Br
 
 @pytest.mark.integration
 def test_a_reward_that_fails_now_and_then_does_not(fake_broker: Broker) -> None:
-    rig = rewarded(fake_broker, "odd_rows_fail", max_attempts=3)
+    rig = rewarded(fake_broker, "odd_rows_fail", max_attempts=3, max_concurrency=4)
     rows = [{"n": n} for n in (1, 0) * 11]
-
-    async def scene(rig: Rig) -> list[Any]:
-        for i, row in enumerate(rows):
-            rig.dispatch(1, task_id=f"t{i}", row=row)
-        return await rig.headers(len(rows))
-
-    assert [header.status for header in rig.play(scene)].count("set_aside") == 11
+    for i, row in enumerate(rows):
+        rig.dispatch(1, task_id=f"t{i}", row=row)
+    assert [header.status for header in rig.play(lambda rig: rig.headers(len(rows)))].count("set_aside") == 11
 
 
 def test_where_nothing_is_kept_nothing_is_sent(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +171,6 @@ def with_tool(broker: Broker, tool: str, tool_timeout: float = 600.0, **generato
 
 
 async def quick(rig: Rig, n: int) -> list[Any]:
-    """Results of tasks that need no tool."""
     for i in range(n):
         rig.dispatch(1, prompt="2+5", task_id=f"quick {i}", answer="7")
     return await rig.headers(n)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import normalizers, pre_tokenizers
+from transformers import AutoTokenizer
 
 from common.config import DataConfig
 from common.errors import UserError
 from generator.chat.prompts import PromptNotSeen, Prompts
-from generator.chat.template import ChatTemplate
+from generator.chat.template import ChatTemplate, TemplateFailed
 from generator.episode.parts import make_template
 from generator.tools import Toolbox
+from tests.support import templates
 from tests.support.episode import configured
-from tests.support.templates import (
-    AS_JSON,
-    ASK,
-    BYTES,
-    CARELESS,
-    QWEN,
-    SHAPES,
-    STRICT,
-    byte_level,
-    of_pieces,
-    shaped,
-    with_template,
-)
+from tests.support.templates import ASK, QWEN, ROLES, SHAPES, byte_level, of_pieces, shaped, with_template
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"town": "0"}'}}
 
@@ -35,7 +26,10 @@ def said(role: str, content: Any, **keys: Any) -> dict[str, Any]:
     return {"role": role, "content": content} | keys
 
 
-OF_USERS = "({} if m.role == 'user' else m.content)"
+SHORTENED, LOUD = (
+    templates.CARELESS.replace("m.content", f"({change} if m.role == 'user' else m.content)")
+    for change in ("m.content[:20]", "m.content | upper")
+)
 USER, SYSTEM = said("user", "What is 0+0?"), said("system", "Be brief.")
 CALLING, TOLD = said("assistant", None, tool_calls=[CALL]), said("tool", "8", name="weather")
 
@@ -52,10 +46,10 @@ def shown(tokenizer: Any, prompt: Any, **data: Any) -> str:
     [
         (QWEN, [said("human", "What is 0+0?")], r"1 \(role 'human'\) .* shows are system, user, assistant, tool"),
         (QWEN, [said("observation", "a"), USER], r"message 1 \(role 'observation'\)"),  # "a" stands in the template
-        (CARELESS, [SYSTEM, USER], r"message 1 \(role 'system'\) .* shows are developer, user, assistant"),
-        (STRICT, [USER, USER], "TemplateError: roles must alternate"),
-        (CARELESS.replace("m.content", OF_USERS.format("m.content[:20]")), [said("user", "x" * 40)], "or changes it"),
-        (CARELESS.replace("m.content", OF_USERS.format("m.content | upper")), "What is 0+0?", "the prompt is not in"),
+        (templates.CARELESS, [SYSTEM, USER], r"message 1 \(role 'system'\) .* shows are developer, user, assistant"),
+        (templates.STRICT, [USER, USER], "TemplateError: roles must alternate"),
+        (SHORTENED, [said("user", "x" * 40)], "or changes it"),
+        (LOUD, "What is 0+0?", "the prompt is not in"),
     ],
 )  # fmt: skip
 def test_a_message_that_the_model_would_not_see_refuses_the_prompt(template: str, prompt: Any, reason: str) -> None:
@@ -65,19 +59,19 @@ def test_a_message_that_the_model_would_not_see_refuses_the_prompt(template: str
 
 def test_a_system_prompt_that_the_template_drops_is_named() -> None:
     with pytest.raises(PromptNotSeen, match=r"^data.system_prompt is not in the rendered prompt"):
-        shown(with_template(CARELESS), "What is 0+0?", system_prompt="Be brief.")
+        shown(with_template(templates.CARELESS), "What is 0+0?", system_prompt="Be brief.")
 
 
 @pytest.mark.parametrize(
     ("template", "prompt"),
     [
         (QWEN, "  What is 0+0?\n"),
-        (STRICT, [said("user", "\n What is 0+0? ")]),
+        (templates.STRICT, [said("user", "\n What is 0+0? ")]),
         (QWEN, [USER, said("assistant", "<think>0 and 0</think>\n\nIt is 0."), USER]),
         (QWEN, [said("system", ""), USER]),
         (QWEN, [USER, CALLING, TOLD, USER]),
-        (CARELESS, [USER, CALLING, TOLD, USER]),
-        (AS_JSON, [USER, said("assistant", "0"), said("tool", 'a "quoted"\nline é'), USER]),
+        (templates.CARELESS, [USER, CALLING, TOLD, USER]),
+        (templates.AS_JSON, [USER, said("assistant", "0"), said("tool", 'a "quoted"\nline é'), USER]),
         (QWEN, "Is <|im_end|> or </think> the end? \ue000"),
     ],
 )
@@ -91,7 +85,7 @@ def of_words(**steps: Any) -> Any:
     return byte_level(["<|im_end|>", "<|im_start|>"], QWEN, **steps)
 
 
-WITHOUT_BLANKS = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), BYTES])
+WITHOUT_BLANKS = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), templates.BYTES])
 
 
 @pytest.mark.parametrize(
@@ -150,10 +144,24 @@ def test_the_model_may_continue_the_assistants_last_message() -> None:
     assert shown(with_template(QWEN), [USER], **options).endswith("<|im_start|>assistant\n")
 
 
-def test_an_option_that_the_template_does_not_read_is_refused() -> None:
-    config = configured({"data": {"train": "t", "template_options": {"enable_thinkng": False}}})
-    with pytest.raises(UserError, match="'enable_thinkng', which .* does not read; did you mean enable_thinking"):
-        make_template(with_template(QWEN), config, Toolbox(config.episode))
+MISSPELT = "'enable_thinkng', which .* does not read; did you mean enable_thinking"
+SILENT = (
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}{{ raise_exception('no tools here') }}{%- endif -%}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{%- endfor -%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "line"),
+    [
+        (QWEN, configured({"data": {"train": "t", "template_options": {"enable_thinkng": False}}}), MISSPELT),
+        (SILENT, configured(tools=["calculator"]), "'tool' messages.*no tools here.*call_format=code"),
+    ],
+    ids=["option", "tool results"],
+)
+def test_a_template_that_does_not_fit_a_configuration_is_refused(template: str, config: Any, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        make_template(with_template(template), config, Toolbox(config.episode))
 
 
 @pytest.mark.parametrize(
@@ -164,3 +172,54 @@ def test_an_option_that_the_template_does_not_read_is_refused() -> None:
 def test_a_template_that_never_opens_the_assistants_turn_is_known(template: str, unopened: str) -> None:
     assert ChatTemplate(with_template(template)).unopened() == unopened
     assert {shaped(name)[1].unopened() for name in SHAPES} == {""}
+
+
+SHOWN = "{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
+LEAVES_OUT = ROLES + "{%- if loop.first or m.role != 'ROLE' %}" + SHOWN + "{%- endif %}{%- endfor %}"
+JOINS = (
+    ROLES + "{%- if m.role == 'tool' %}RESULT{%- else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{%- if loop.last or messages[loop.index].role != 'tool' %}<|im_end|>{%- endif %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_end|><|im_start|>assistant\n{%- endif %}"
+)
+NO_TOKEN = "ends the assistant's turns without a special token in front of them"
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "reason"),
+    [
+        (LEAVES_OUT.replace("ROLE", "tool"), "tool", "leaves them out"),
+        (LEAVES_OUT.replace("ROLE", "user"), "user", "leaves them out"),
+        (JOINS.replace("RESULT", "{{ raise_exception('no tools') }}"), "tool", "says: no tools"),
+        (JOINS.replace("RESULT", ""), "tool", "leaves them out"),
+        # No token tells the model's turn from the result.
+        (JOINS.replace("RESULT", "\nresult: {{ m.content }}"), "tool", NO_TOKEN),
+    ],
+)
+def test_a_template_that_cannot_show_messages_after_a_turn_is_refused(template: str, role: str, reason: str) -> None:
+    line = f"^episode.x needs a chat template that shows '{role}' .* {reason}; use another template, or y$"
+    with pytest.raises(UserError, match=line):
+        ChatTemplate(with_template(template)).require(role, "episode.x", "or y")
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        (None, "the tokenizer of {folder} has no chat template"),
+        (ROLES + "{{ m.role + ': ' + m.content + '\n' }}{%- endfor %}", "{name} ends .* without a special token"),
+        ("{{ raise_exception('roles must alternate') }}", "{name} fails: TemplateError: roles must alternate"),
+        ("{{ messages.x.y }}", "{name} fails: UndefinedError: "),
+        ("{% for m in %}", "{name} fails: TemplateSyntaxError: "),
+        ("{{ 1 }}<|im_end|>", "{name} leaves out what the assistant says"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_named_with_its_file(tmp_path: Path, template: str | None, line: str) -> None:
+    with_template(template).save_pretrained(tmp_path)
+    name = rf"the chat template of {tmp_path} \({tmp_path / 'chat_template.jinja'}\)"
+    with pytest.raises(UserError, match="^" + line.format(folder=tmp_path, name=name)):
+        ChatTemplate(AutoTokenizer.from_pretrained(tmp_path))
+
+
+def test_a_prompt_that_the_template_refuses_says_why() -> None:
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    with pytest.raises(TemplateFailed, match="TemplateError: no system"):
+        ChatTemplate(with_template(no_system + templates.AS_JSON)).prompt([SYSTEM])

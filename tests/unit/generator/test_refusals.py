@@ -1,12 +1,16 @@
-"""Settings of the section `episode` that cannot be meant: each is refused in a line that names the setting."""
+"""Settings of a generator that cannot be meant: each is refused in a line that names it, before anything is awaited."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from common.config import parse_config
 from common.errors import UserError
+from generator import cli
+from generator.engine.arguments import OWN_NAMES, check_engine_names, engine_names, shortened
 from generator.episode import parts
 from generator.episode.parts import EpisodeParts
 from generator.formats import Hermes
@@ -105,10 +109,7 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
         (user("llm", model="m"), "missing a required argument: 'base_url'; allowed: base_url, model, "),
         (user("llm", base_url="http://a", model="m", max_turns=0), "max_turns"),
         (user(f"{HERE}:Greeting"), "'greeting'; allowed: checker, checker_options, greeting, loud"),
-        (
-            reward("levenshtein"),
-            "'levenshtein' is unknown; allowed: exact, boxed, boxed_think, math, reasoning_gym, code",
-        ),
+        (reward("levenshtein"), "'levenshtein' is unknown; allowed: exact, boxed, .*math, reasoning_gym, code"),
         (reward("no.such.module:f"), "cannot import no.such.module"),
         (reward(f"{REWARDS}:missing"), "has no missing"),
         (reward(f"{REWARDS}:NOT_CALLABLE"), r"neither a function of \(text, answer, row\), or .* nor a class"),
@@ -139,3 +140,68 @@ def test_what_cannot_be_meant_is_named(settings: dict[str, Any], words: str, mon
     monkeypatch.setattr(parts, "make_sandbox", lambda _: ProcessSandbox())
     with pytest.raises(UserError, match=words):
         EpisodeParts(configured({"sampler": {"tracker": {"reward_range": [-2.0, 2.0]}}}, **settings))
+
+
+# No server listens there: a generator that comes so far fails with another error.
+BROKER = {"url": "redis://127.0.0.1:1/0", "wait": 0.0}
+TREE: dict[str, Any] = {"model": {"path": "no model"}, "data": {"train": "t"}, "broker": BROKER}
+
+
+def corrector(turns: int) -> dict[str, Any]:
+    return {"episode": {"user": "corrector", "max_assistant_turns": 4, "user_options": {"turns": turns}}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words", "warning"),
+    [
+        (corrector(0), "user_options of 'corrector': turns = 0", ""),
+        ({"generator": {"engine": {"tensor_paralel_size": 2}}}, "did you mean tensor_parallel_size", ""),
+        # What is right comes as far as the queue.
+        (corrector(5), r"127\.0\.0\.1:1", "episode.user_options.turns = 5 is cut short to 3"),
+    ],
+    ids=["user", "engine", "queue"],
+)
+def test_it_is_one_error_before_anything_is_waited_for(sections: Any, words: str, warning: str, capsys) -> None:
+    with pytest.raises(UserError, match=words):
+        asyncio.run(cli._serve(parse_config(TREE | sections), "g"))
+    assert warning in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "1 validation error for ModelConfig\n  Value error, User-specified max_model_len (128) is greater than the "
+            "derived max_model_len (max_position_embeddings=64.0 or model_max_length=None in model's config.json). To "
+            "allow overriding this maximum, ... [type=value_error, input_value=ArgsKwargs((), {'model': ...})]",
+            "model.max_model_len = 128, and the model was made for 64 tokens; lower it",
+        ),
+        (
+            "1 validation error for ModelConfig\n  Value error, Model architectures ['A'] are not supported for now. "
+            "Supported architectures: dict_keys(['B', 'C']) [type=value_error, input_value=ArgsKwargs((), {})]",
+            "Model architectures ['A'] are not supported for now.",
+        ),
+        ("word " * 200, "word " * 80 + "..."),
+    ],
+)
+def test_what_vllm_refuses_is_a_line_without_its_frame(text: str, line: str) -> None:
+    assert shortened(ValueError(text)) == line
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("warp_drive", "'warp_drive'; see vLLM's engine arguments"),
+        ("weight_transfer_config", "set learner.weights instead of weight_transfer_config"),
+        ("logprobs_mode", "'processed_logprobs', which training needs"),
+    ],
+)
+def test_an_engine_name_is_refused_with_what_may_be_meant(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"generator.engine: .*{words}"):
+        check_engine_names(parse_config(TREE | {"generator": {"engine": {name: 1}}}))
+
+
+def test_what_vllm_knows_is_taken() -> None:
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "quantization", "max_num_seqs")
+    check_engine_names(parse_config(TREE | {"generator": {"engine": dict.fromkeys(names, 2)}}))
+    assert OWN_NAMES.keys() <= engine_names()

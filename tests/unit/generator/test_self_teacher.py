@@ -66,9 +66,8 @@ def test_all_turns_are_scored_at_their_later_places(fake_broker: Broker) -> None
     settings = {"form": "loss", "top_k": 2}
     header, payload, engine = taught(fake_broker, task=task, episode=USER, teacher=settings)
     assert header.turns == 2
-    assert "it went:\nreward: 0 (exact 0, turns 0)\nThat is not right. Please try again.<|im_end|>" in TOKENIZER.decode(
-        engine.read[0]
-    )
+    said = "it went:\nreward: 0 (exact 0, turns 0)\nThat is not right. Please try again.<|im_end|>"
+    assert said in TOKENIZER.decode(engine.read[0])
     ids = model_ids(payload)
     np.testing.assert_array_equal(payload.teacher_ids, np.stack([ids + 1, ids + 2], 1))
     np.testing.assert_allclose(payload.teacher_logprobs[:, 0], -ids / 1000, rtol=1e-6)
@@ -108,10 +107,7 @@ def test_evaluations_and_other_sources_are_not_scored(fake_broker: Broker) -> No
     rig.dispatch(1, task_id="b", source="plain", answer="7")
     evaluate(rig, "e0", 1)
 
-    async def scene(rig: Rig) -> Any:
-        return await rig.headers(2)
-
-    rig.play(scene)
+    rig.play(lambda rig: rig.headers(2))
     scored, plain = BatchInbox(fake_broker).payloads(["a", "b"])
     assert len(scored.teacher_logprobs) == len(scored.logprobs)
     assert (len(plain.teacher_logprobs), len(rig.engine.read)) == (0, 1)
@@ -122,9 +118,6 @@ def test_the_last_user_message_is_told_more() -> None:
     assert with_context("a", "b") == "a\n\nb"
     assert with_context([system, user, tool], "b") == [system, {"role": "user", "content": "user\n\nb"}, tool]
     assert with_context([system], "b") == [{"role": "system", "content": "system\n\nb"}]
-    parts = [{"type": "text", "text": "a"}]
-    assert with_context([{"role": "user", "content": parts}], "b")[0]["content"] == [
-        *parts,
-        {"type": "text", "text": "b"},
-    ]
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    assert with_context([{"role": "user", "content": parts[:1]}], "b")[0]["content"] == parts
     assert user["content"] == "user", "the task is as it was"

@@ -1,11 +1,13 @@
-"""A teacher's server: what it answers becomes scores of the model's tokens, or one line."""
+"""A teacher's server: its vocabulary, its scores or one line, and a generator that hands no episode in without them."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +21,21 @@ from common.errors import UserError
 from common.log import get_logger
 from common.messages import InvalidMessage
 from common.payload import Payload
+from common.streams import dead
+from common.streams.broker import Broker
+from common.streams.tasks import TaskInbox
 from generator.chat_api import ChatUnavailable, ModelApi
 from generator.teacher.server import PROBE, TeacherScores, TeacherServer, WrongScores, start_servers
+from generator.teacher.vocabulary import check_vocabulary
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.event_loop import used
+from tests.support.generator import Rig, evaluate, one
 from tests.support.http_double import Double, fails, raw, serve
 from tests.support.streams import payload
 from tests.support.teacher import Answer, by_id, gives, places
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.integration  # it imports transformers
+pytestmark = pytest.mark.integration  # it imports transformers, and listens on ports
 
 IDS = np.array([5, 6, 7], np.int32)
 
@@ -112,14 +120,14 @@ def test_a_server_that_is_down_is_asked_again_until_it_is_back() -> None:
 
 
 def test_each_source_has_its_teachers_server_and_equal_teachers_share_one(policy: str, tmp_path: Path) -> None:
-    model = {"path": policy}
     sources: list[dict[str, Any]] = [{"path": name, "name": name} for name in "abcd"]
     with serve(gives({"tokens": tokens_of_probe()})) as one, serve(gives({"tokens": tokens_of_probe()})) as other:
         sources[1]["teacher"] = {"url": f"{other.url}/v1"}
         sources[2]["teacher"] = {"model": None}
         sources[3]["teacher"] = {"context": "{answer}"}
         teacher = {"url": f"{one.url}/v1", "url_model": "large"}
-        config = parse_config({"model": model, "data": {"train": [*sources, {"path": "e"}]}, "teacher": teacher})
+        train = [*sources, {"path": "e"}]
+        config = parse_config({"model": {"path": policy}, "data": {"train": train}, "teacher": teacher})
         assert started(config) == {"a", "b"}
         assert started(config.model_copy(update={"run": config.run.model_copy(update={"steps": 0})})) == set()
 
@@ -136,8 +144,6 @@ def tokens_of_probe() -> list[int]:
 
 
 def started(config: Config) -> set[str]:
-    """The names of the teachers whose servers were started, and closed again."""
-
     async def scene() -> set[str]:
         servers = await start_servers(config, SimpleNamespace(status=lambda **_: None), get_logger())  # type: ignore[arg-type]
         for server in servers.values():
@@ -171,3 +177,99 @@ def test_a_server_with_the_policys_tokens_is_taken(policy: str) -> None:
         start(policy, double)
     with pytest.raises(UserError, match=r"teacher.model = 'large' is served by `spo run`.*set teacher.url$"):
         start(policy, double, url=None, url_model=None, model="large")
+
+
+def test_the_first_token_that_differs_is_named_and_a_larger_vocabulary_fits(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    small, large, other = (str(tmp_path / name) for name in ("small", "large", "other"))
+    for folder in (small, other):
+        tokenizer.save_pretrained(folder)
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("<tool_response>", "<result>"), encoding="utf-8")
+    tokenizer.add_tokens(["<one>", "<two>"])
+    tokenizer.save_pretrained(large)
+    check_vocabulary(small, small, False)
+    check_vocabulary(small, large, False)
+    last, first = len(build_tokenizer()), tokenizer.encode("<tool_response>\n")[0]
+    with pytest.raises(UserError, match=f"token {last} is '<one>' for the policy and no token for the teacher"):
+        check_vocabulary(large, small, False)
+    with pytest.raises(UserError, match=rf"token {first} is .*tool_response.* for the policy and .*result.* for the"):
+        check_vocabulary(small, other, False)
+    with pytest.raises(UserError, match=r"^teacher.model = '.*nothing': its tokenizer cannot be read: [^\n]+$"):
+        check_vocabulary(small, str(tmp_path / "nothing"), False)
+
+
+@contextmanager
+def generator_taught_by(broker: Broker, *answers: Answer, source: str = "t") -> Iterator[tuple[Rig, Double]]:
+    """A generator of a run whose teacher's server answers so, and is asked once a time."""
+    with serve(*answers) as double:
+        server = TeacherServer(ModelApi(f"{double.url}/v1", attempts=1), "large", 0)
+        yield Rig(broker, teachers={source: server}, teacher={"url": f"{double.url}/v1"}), double
+
+
+def holding(released: threading.Event) -> Answer:
+    return lambda handler, body: released.wait() and by_id(handler, body)
+
+
+def stored(broker: Broker) -> list[Payload | None]:
+    return broker.payloads("payload", ["t0", "t1", "t2"])
+
+
+def test_each_training_episode_arrives_with_its_scores_and_no_other_is_scored(fake_broker: Broker) -> None:
+    async def story(rig: Rig) -> Any:
+        evaluate(rig, "e0", 2)
+        rig.dispatch(3)
+        return await rig.headers(5)
+
+    with generator_taught_by(fake_broker, by_id) as (rig, double):
+        headers = rig.play(story)
+    assert ([header.status for header in headers], len(double.requests)) == (["ok"] * 5, 3)
+    for tokens in stored(fake_broker):
+        assert tokens is not None
+        assert tokens.teacher_logprobs.ravel().tolist() == [-float(one) for one in tokens.token_ids[tokens.mask()]]
+
+
+@pytest.mark.parametrize(("answers", "status"), [((fails(503), by_id), "ok"), ((fails(503),), "set_aside")])
+def test_an_attempt_without_scores_is_repeated_and_counts_once(fake_broker, answers, status) -> None:
+    with generator_taught_by(fake_broker, *answers) as (rig, double):
+        header = one(rig)
+    assert (header.status, len(double.requests)) == (status, 2)
+    assert header.model_tokens > 0
+    if status == "ok":
+        assert (rig.generator.metrics.failed, fake_broker.counters()["finished"]) == (1, 1)
+        return
+    assert header.reason.startswith("ChatUnavailable: ")
+    assert stored(fake_broker) == [None] * 3
+    ((_, letter),) = dead.list_dead(fake_broker)
+    assert letter["stream"] == "tasks"
+
+
+def test_an_episode_that_waits_for_scores_leaves_its_slot_to_others(fake_broker: Broker) -> None:
+    released = threading.Event()
+
+    async def story(rig: Rig) -> Any:
+        rig.dispatch(6)  # of which four may be under way
+        await until(lambda: rig.engine.calls == 6)
+        await until(lambda: sum(lease.awaits_scores for lease in rig.generator.leased) == 6)
+        assert (rig.generator.slots_taken, rig.generator.room()) == (0, 4)
+        released.set()
+        return await rig.headers(6)
+
+    with generator_taught_by(fake_broker, holding(released)) as (rig, _):
+        assert len(rig.play(story)) == 6
+
+
+def test_a_stop_hands_back_what_waits_for_scores(fake_broker: Broker) -> None:
+    released = threading.Event()
+
+    async def story(rig: Rig) -> None:
+        rig.dispatch(2)
+        await until(lambda: sum(lease.awaits_scores for lease in rig.generator.leased) == 2)
+
+    with generator_taught_by(fake_broker, holding(released)) as (rig, _):
+        try:
+            rig.play(story)
+        finally:
+            released.set()
+    deliveries = TaskInbox(fake_broker, "two").take(5, 0)
+    assert sorted((one.task.task_id, one.attempt) for one in deliveries) == [("t0", 1), ("t1", 1)]

@@ -1,9 +1,15 @@
-"""Tools: what the model is told, what is retried, and that everything opened is closed."""
+"""Tools: which calls are found in a turn, what the model is told, and that everything opened is closed."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +19,7 @@ from jsonschema.validators import validator_for
 
 from common.config import EpisodeConfig
 from common.messages import Task
-from generator.formats import MAX_CALLS, ToolCall
+from generator.formats import MAX_CALL, MAX_CALLS, CodeBlocks, Hermes, ToolCall
 from generator.tools import Toolbox, ToolError, ToolUnavailable
 from generator.tools.calculator import calculate
 from generator.tools.toolbox import make_validator, truncated
@@ -53,6 +59,7 @@ def test_golden_m04_long_text_is_cut(keep: Any) -> None:
 
 
 MANY = [said("echo", "x")] * (MAX_CALLS + 50)
+ENDS = ("asyncio.CancelledError", "SystemExit", "GeneratorExit")
 FIRST = ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the others were not run"]
 
 
@@ -69,11 +76,7 @@ FIRST = ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the oth
         (["Breaking"], [said("break", "ToolError('try again')")], ["try again"]),
         (["Breaking"], [said("break", "RuntimeError('bad\\nluck' + 'x' * 1000)")], ["error: RuntimeError: bad luckx"]),
         # What a tool does to end the process or its task is an exception like any other.
-        (
-            ["Breaking"],
-            [said("break", how) for how in ("asyncio.CancelledError()", "SystemExit(3)", "GeneratorExit()")],
-            ["error: RuntimeError: "] * 3,
-        ),
+        (["Breaking"], [said("break", f"{error}()") for error in ENDS], ["error: RuntimeError: "] * 3),
         (["Patient"], [said("patient", "")], ["error: no result within 0.01 s"]),
     ],
 )
@@ -125,8 +128,6 @@ def test_arguments_of_a_tool_come_from_the_configuration() -> None:
     assert Toolbox(EpisodeConfig(tools=[f"{__name__}:Asking"]), provided).tools["asking"].sandbox == "box"
 
 
-# Tools with state: opened when an episode first calls them, closed with it.
-
 COUNT = call("count", "{}")
 
 
@@ -139,18 +140,13 @@ def counting(*turns: str) -> tuple[Any, CountingTool]:
 def test_state_lasts_for_an_episode_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     rules, counter = counting(f"{COUNT}{COUNT}{END}", f"{COUNT}{END}", f"3{END}", COUNT, f"1{END}", f"hi{END}", COUNT)
 
-    async def story() -> list[list[str]]:
-        return [tool_texts(await rules.run(TASK)) for _ in range(3)]
-
-    assert asyncio.run(story()) == [["1", "2", "3"], ["1"], []]
+    assert [tool_texts(asyncio.run(rules.run(TASK))) for _ in range(3)] == [["1", "2", "3"], ["1"], []]
     assert (counter.opened, counter.closed) == (2, [3, 1])  # not for an episode that never calls it
     with pytest.raises(IndexError):  # the engine fails: nothing is left to say
         asyncio.run(rules.run(TASK))
     assert counter.closed == [3, 1, 1]
 
-    async def fails(*_: Any) -> None:
-        raise ValueError("no room")
-
+    fails = mock.AsyncMock(side_effect=ValueError("no room"))
     monkeypatch.setattr(CountingSession, "close", fails)  # which changes nothing
     rules, _ = counting(f"{COUNT}{END}", f"1{END}", f"{COUNT}{END}")
     assert asyncio.run(rules.run(TASK)).answer == "1"
@@ -172,8 +168,6 @@ def test_the_calculator_does_arithmetic_and_nothing_else(expression: str) -> Non
     with pytest.raises(ToolError, match="error"):
         calculate(expression)
 
-
-# Arguments are checked as JSON schema says, however many there are.
 
 DRAFTS = [{}, {"$schema": "http://json-schema.org/draft-04/schema#"}]
 JSON = st.recursive(
@@ -213,3 +207,95 @@ async def test_state_is_closed_to_the_end_when_cancelled_twice(monkeypatch: pyte
     with pytest.raises(asyncio.CancelledError):
         await ending
     assert box.tools["count"].closed == [1]
+
+
+M02 = GOLDEN["M02"]
+
+
+def program(code: str) -> ToolCall:
+    return ToolCall("code_interpreter", {"code": code})
+
+
+def test_golden_m02_and_m03_programs_of_a_turn_as_they_are() -> None:
+    for text, programs in zip(M02["inputs"]["texts"], M02["expected"]["code"], strict=True):
+        assert CodeBlocks().find(text) == [program(code) for code in programs]
+    for code in GOLDEN["M03"]["inputs"]["code"]:
+        assert CodeBlocks().find(f"<code>\n{code}\n</code>") == [program(code)]
+        assert CodeBlocks().find(f"<code>\n```python\n{code}\n```\n</code>") == [program(code)]
+    assert "hi".join(CodeBlocks.wrap) == GOLDEN["M04"]["expected"]["wrapped_hi"]
+    # A closing tag alone is half of a call.
+    assert CodeBlocks().find("x = 1</code>") == [ToolCall("", error="error: </code> without <code>")]
+    assert CodeBlocks().find("a </code> in passing") == []
+
+
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+ADDED = ToolCall("add", {"a": 1})
+WITHIN = f"<tool_call>{ADD}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"so\n<tool_call>\n{ADD}\n</tool_call>\nand <tool_call> {ADD} </tool_call> bye", [ADDED, ADDED]),
+        # Unterminated: a whole call counts, a part of one is no call.
+        (f"<tool_call>{ADD}", [ADDED]),
+        (f"<tool_call>{ADD}<tool_call>{ADD}</tool_call>", [ADDED, ADDED]),
+        ('<tool_call>{"name": "add"', []),
+        # Nested: the innermost; tags within strings are text.
+        (f"<tool_call><tool_call>{ADD}</tool_call></tool_call>", [ADDED]),
+        (f"I write <tool_call> tags: <tool_call>{ADD}</tool_call>", [ADDED]),
+        (call("say", json.dumps({"text": WITHIN})), [ToolCall("say", {"text": WITHIN})]),
+    ],
+)
+def test_json_calls_are_found(text: str, calls: list[ToolCall]) -> None:
+    assert Hermes().find(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("nonsense", "not valid JSON"),
+        ('{"name": "x"} and more', "not valid JSON"),
+        ('{"name": "x", "arguments": {"a": NaN}}', "not valid JSON"),
+        ('{"name": "x", "arguments": {"a": "\\ud800"}}', "not valid JSON"),
+        ('{"a":' * 10_000, "not valid JSON"),
+        ("[1]", '"name"'),
+        ('{"name": "x", "arguments": 3}', "must be an object"),
+        ('{"name": "x", "arguments": {"a": "' + "a" * MAX_CALL + '"}}', "longer than"),
+    ],
+)
+def test_a_malformed_call_is_a_call_with_an_error(body: str, error: str) -> None:
+    (tool_call,) = Hermes().find(f"<tool_call>{body}</tool_call>")
+    assert error in tool_call.error
+
+
+MEGABYTE = 1 << 20
+HOSTILE = ["<tool_call>", "<tool_call></tool_call>", '<tool_call>{"a": "', "<code>", "</code>"]
+HOSTILE += ["[", '{"a":', " ", "```"]
+
+
+@contextmanager
+def steps_below(limit: int) -> Iterator[None]:
+    """Counts the lines of Python that run: work that does not depend on how busy the machine is."""
+    steps, before = itertools.count(), sys.gettrace()
+
+    def trace(*_: Any) -> Any:
+        assert next(steps) < limit
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("call_format", [Hermes(), CodeBlocks()], ids=["hermes", "code"])
+@pytest.mark.parametrize("piece", HOSTILE)
+@pytest.mark.parametrize("front", ["<tool_call>", "<code>"])
+def test_a_megabyte_of_anything_takes_bounded_steps(call_format: Any, piece: str, front: str) -> None:
+    text = front + piece * (MEGABYTE // len(piece))
+    with steps_below(20_000):
+        calls = call_format.find(text)
+    assert len(calls) <= MAX_CALLS + 1
+    assert sum(len(str(tool_call.arguments)) for tool_call in calls) < 8 * MEGABYTE

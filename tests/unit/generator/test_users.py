@@ -21,7 +21,7 @@ from tests.support.episode import PROMPT, configured, talk
 from tests.support.event_loop import in_event_loop
 from tests.support.http_double import says, serve
 
-HERE = "tests.unit.generator.test_users"
+REWARDS = "tests.support.some_rewards"
 
 
 class RecordingUser:
@@ -124,9 +124,7 @@ HALF = "That is not right. It is 50% right. Please try again."
     ],
     ids=str,
 )
-def test_the_corrector_corrects_until_it_is_right(
-    options: dict[str, Any], replies: list[str], rewards: list[float], texts: list[str]
-) -> None:
+def test_the_corrector_corrects_until_it_is_right(options: Any, replies: Any, rewards: Any, texts: Any) -> None:
     turns = talk(Corrector(exact, **options), *replies)
     assert [turn.text for turn in turns] == texts
     assert [turn.reward for turn in turns] == rewards
@@ -146,16 +144,11 @@ WORTH = [{"text": "Double it.", "check": "8", "reward": 0.2}, {"text": "Sure?", 
         (WORTH, ["4", "8", "yes"], ["Double it.", "Sure?", ""], [0, 0.2, 0]),
     ],
 )
-def test_the_script_says_its_lines_and_checks_replies(
-    dialogue: list[Any], replies: list[str], texts: list[str], rewards: list[float]
-) -> None:
+def test_the_script_says_its_lines_and_checks_replies(dialogue: Any, replies: Any, texts: Any, rewards: Any) -> None:
     turns = talk(Scripted(exact, column="lines"), *replies, row={"lines": dialogue})
     assert [turn.text for turn in turns] == texts
     assert [turn.stop for turn in turns] == [False] * (len(texts) - 1) + [True]
     assert [turn.reward for turn in turns] == rewards
-
-
-GOAL = {"goal": "to know what 2+2 is"}
 
 
 def player(url: str = "http://127.0.0.1", **options: Any) -> LlmUser:
@@ -167,7 +160,7 @@ def player(url: str = "http://127.0.0.1", **options: Any) -> LlmUser:
 @pytest.mark.parametrize(("last", "most"), [("Thanks. [STOP]", 5), ("Really?", 1)])
 def test_the_player_gets_its_persona_and_goal_and_ends_the_conversation(last: str, most: int) -> None:
     with serve(says("<think>hm</think> Are you sure?"), says(last)) as double:
-        turns = talk(player(double.url, max_turns=most), "5", "4", row=GOAL)
+        turns = talk(player(double.url, max_turns=most), "5", "4", row={"goal": "to know what 2+2 is"})
     assert [(turn.stop, turn.text) for turn in turns] == [(False, "Are you sure?"), (True, "")]
     assert len(double.requests) == min(2, most)
     request = double.requests[0]
@@ -180,11 +173,8 @@ def test_the_player_gets_its_persona_and_goal_and_ends_the_conversation(last: st
 
 def test_the_player_sees_the_conversation_without_tool_calls() -> None:
     spoken = [("assistant", "<tool_call>...</tool_call>"), ("tool", "4")]
-    spoken += [
-        ("assistant", "<think>easy</think>" + "x" * 100_000),
-        ("user", "Shorter."),
-        ("assistant", "<think>hm</think>"),
-    ]
+    spoken += [("assistant", "<think>easy</think>" + "x" * 100_000), ("user", "Shorter.")]
+    spoken += [("assistant", "<think>hm</think>")]
     seen = other_side("play", [*PROMPT, *({"role": role, "content": text} for role, text in spoken)])
     assert [message["role"] for message in seen] == ["system", "user", "assistant", "user", "assistant", "user"]
     assert [seen[3]["content"], seen[-1]["content"]] == ["x" * 8192, "(The assistant says nothing.)"]
@@ -208,12 +198,7 @@ def test_a_row_that_does_not_fit_is_named(made: Callable[[], Any], problem: str)
         made()
 
 
-# How the configuration names them.
-
-
 class OwnUser(RecordingUser):
-    """A user's own user."""
-
     def __init__(self, greeting: str, checker: Checker) -> None:
         super().__init__(turn=(False, greeting))
         self._check = checker
@@ -222,27 +207,18 @@ class OwnUser(RecordingUser):
         self.calls.append("closed")
 
 
-WIDE = {"sampler": {"tracker": {"reward_range": [-2.0, 2.0]}}}
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("reward", "options", "verdicts"),
     [
         ("boxed", {}, {"so \\boxed{4}": Verdict(1.0), "4": Verdict(0.0), " ": Verdict(0.0, "There was no answer.")}),
-        (
-            {"boxed": 1.0, "exact": 1.0},
-            {"checker": "tests.support.some_rewards:half"},
-            {"4": Verdict(0.5, "It is 50% right.")},
-        ),
+        ({"boxed": 1.0, "exact": 1.0}, {"checker": f"{REWARDS}:half"}, {"4": Verdict(0.5, "It is 50% right.")}),
     ],
 )
 @in_event_loop
-async def test_the_checker_is_the_runs_reward_or_another(
-    reward: Any, options: Any, verdicts: dict[str, Verdict]
-) -> None:
-    options_of = {"greeting": "hello"} | options
-    parts = EpisodeParts(configured(WIDE, user=f"{HERE}:OwnUser", user_options=options_of, reward=reward))
+async def test_the_checker_is_the_runs_reward_or_another(reward: Any, options: Any, verdicts: Any) -> None:
+    wide, options = {"sampler": {"tracker": {"reward_range": [-2.0, 2.0]}}}, {"greeting": "hello"} | options
+    parts = EpisodeParts(configured(wide, user=f"{__name__}:OwnUser", user_options=options, reward=reward))
     own: Any = parts.user
     async with conversation(own, "e") as talking:
         assert (await talking.respond(PROMPT)).text == "hello"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,15 @@ from sandbox_client import TOKEN_VARIABLE, RequestRefused, RunCodeRequest, RunCo
 from sandbox_client.cli import app, read_token
 from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
+from tests.support.event_loop import within
 
 JSON = {"Content-Type": "application/json"}
-Use = Callable[[httpx.AsyncClient, SandboxService, "Held"], Awaitable[None]]
 
 
 class Held:
-    """A sandbox whose programs end when the gate opens."""
-
     def __init__(self) -> None:
         self.gate = asyncio.Event()
-        self.started: asyncio.Queue[str] = asyncio.Queue()
-        self.killed: asyncio.Queue[str] = asyncio.Queue()
+        self.started, self.killed = asyncio.Queue[str](), asyncio.Queue[str]()
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
         self.started.put_nowait(request.code)
@@ -47,22 +45,20 @@ class Held:
     async def close(self) -> None: ...
 
 
-def with_service(using: Use, token: str | None = None) -> None:
-    """Run something against a service of one worker and a queue of one."""
+def served(token: str | None = None) -> Callable[[Any], Any]:
+    """Plays a test with a client of a service of one worker and a queue of one, the service, and its sandbox."""
 
-    async def run() -> None:
+    @asynccontextmanager
+    async def start() -> AsyncIterator[tuple[httpx.AsyncClient, SandboxService, Held]]:
         held = Held()
         service = SandboxService(held, Settings(workers=1, queue=1, files_mb=3), token, get_logger())
         assert service.max_bytes == 6 << 20
         service.max_bytes = 1000
         transport = httpx.ASGITransport(service.app())
-        async with (
-            httpx.AsyncClient(transport=transport, base_url="http://localhost:8080") as client,
-            asyncio.timeout(60),
-        ):
-            await using(client, service, held)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8080") as client:
+            yield client, service, held
 
-    asyncio.run(run())
+    return within(start, gives=3)
 
 
 def post(client: httpx.AsyncClient, code: str, **values: Any) -> asyncio.Task[httpx.Response]:
@@ -84,15 +80,13 @@ async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
         (b'{"code": "", "language": "cobol"}', 422, "no cobol here"),
     ],
 )
-def test_an_impossible_request_is_refused_in_one_line(body: bytes, status: int, words: str) -> None:
-    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
-        answer = await client.post("/run_code", content=body, headers=JSON)
-        assert answer.status_code == status
-        assert words in answer.json()["detail"]
-        assert "\n" not in answer.json()["detail"]
-        assert (service.jobs, service.running, service.completed) == (set(), 0, 0)
-
-    with_service(ask)
+@served()
+async def test_an_impossible_request_is_refused_in_one_line(client, service, held, body, status, words) -> None:
+    answer = await client.post("/run_code", content=body, headers=JSON)
+    assert answer.status_code == status
+    assert words in answer.json()["detail"]
+    assert "\n" not in answer.json()["detail"]
+    assert (service.jobs, service.running, service.completed) == (set(), 0, 0)
 
 
 # Headers beside what a program sends, and the status; a browser sends `Origin` with every POST, and chooses `Host`.
@@ -107,87 +101,75 @@ SENDERS: dict[str, tuple[dict[str, str], int]] = {
 
 
 @pytest.mark.parametrize("name", SENDERS)
-def test_without_a_token_no_web_page_is_served(name: str) -> None:
+@served()
+async def test_without_a_token_no_web_page_is_served(client, service, held, name) -> None:
     headers, status = SENDERS[name]
-
-    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
-        body = b'{"code": "", "language": "cobol"}'
-        assert (await client.post("/run_code", content=body, headers={**JSON, **headers})).status_code == status
-        assert held.started.empty() == (status != 422)
-        assert (await client.get("/metrics", headers=headers)).status_code == (403 if status == 403 else 200)
-        assert (await client.get("/health", headers=headers)).status_code == 200
-
-    with_service(ask)
+    body = b'{"code": "", "language": "cobol"}'
+    assert (await client.post("/run_code", content=body, headers={**JSON, **headers})).status_code == status
+    assert held.started.empty() == (status != 422)
+    assert (await client.get("/metrics", headers=headers)).status_code == (403 if status == 403 else 200)
+    assert (await client.get("/health", headers=headers)).status_code == 200
 
 
-def test_the_token_is_asked_for_everywhere_but_at_health() -> None:
-    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
-        for path, method, status in (("/run_code", "POST", 422), ("/metrics", "GET", 200)):
-            for value in (None, "Bearer wrong", "right", "Bearer ä"):
-                headers = {"Authorization": value.encode()} if value else {}
-                assert (await client.request(method, path, headers=headers, content=b"{}")).status_code == 401
-            # What a web page cannot send without the token is no matter with it.
-            right = {"Authorization": "Bearer right", "Host": "sandbox", "Origin": "http://a.page", **JSON}
-            assert (await client.request(method, path, headers=right, content=b"{}")).status_code == status
-        assert (await client.get("/health")).json() == {"status": "ok", "isolated": True}
-
-    with_service(ask, token="right")
+@served(token="right")
+async def test_the_token_is_asked_for_everywhere_but_at_health(client, service, held) -> None:
+    for path, method, status in (("/run_code", "POST", 422), ("/metrics", "GET", 200)):
+        for value in (None, "Bearer wrong", "right", "Bearer ä"):
+            headers = {"Authorization": value.encode()} if value else {}
+            assert (await client.request(method, path, headers=headers, content=b"{}")).status_code == 401
+        # What a web page cannot send without the token is no matter with it.
+        right = {"Authorization": "Bearer right", "Host": "sandbox", "Origin": "http://a.page", **JSON}
+        assert (await client.request(method, path, headers=right, content=b"{}")).status_code == status
+    assert (await client.get("/health")).json() == {"status": "ok", "isolated": True}
 
 
-def test_a_program_waits_runs_and_is_counted_or_is_sent_away() -> None:
+@served()
+async def test_a_program_waits_runs_and_is_counted_or_is_sent_away(client, service, held) -> None:
     names = {"status", "message", "compile_result", "run_result", "executor_pod_name", "files"}  # SandboxFusion's
-
-    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
-        first = post(client, "first", unknown=1)
-        assert await held.started.get() == "first"
-        second = post(client, "second")
-        while not service.waiting:
-            await asyncio.sleep(0)
-        third = await post(client, "third")
-        assert (third.status_code, third.headers["Retry-After"]) == (503, "1")
-        assert third.json()["detail"] == "1 programs run and 1 requests wait; the queue is full"
-        counts = await metrics(client)
-        assert (counts["running"], counts["queued"], counts["refused_total"]) == (1, 1, 1)
-        held.gate.set()
-        results = [(await task).json() for task in (first, second)]
-        assert [result["message"] for result in results] == ["first", "second"]
-        assert set(results[0]) == names
-        counts = await metrics(client)
-        assert (counts['runs_total{status="Success"}'], counts["running"], counts["queued"]) == (2, 0, 0)
-        assert counts["run_seconds_total"] > 0
-
-    with_service(ask)
+    first = post(client, "first", unknown=1)
+    assert await held.started.get() == "first"
+    second = post(client, "second")
+    while not service.waiting:
+        await asyncio.sleep(0)
+    third = await post(client, "third")
+    assert (third.status_code, third.headers["Retry-After"]) == (503, "1")
+    assert third.json()["detail"] == "1 programs run and 1 requests wait; the queue is full"
+    counts = await metrics(client)
+    assert (counts["running"], counts["queued"], counts["refused_total"]) == (1, 1, 1)
+    held.gate.set()
+    results = [(await task).json() for task in (first, second)]
+    assert [result["message"] for result in results] == ["first", "second"]
+    assert set(results[0]) == names
+    counts = await metrics(client)
+    assert (counts['runs_total{status="Success"}'], counts["running"], counts["queued"]) == (2, 0, 0)
+    assert counts["run_seconds_total"] > 0
 
 
-def test_a_sandbox_that_fails_is_no_failed_program() -> None:
-    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
-        answer = await post(client, "broken")
-        assert answer.status_code == 200
-        assert (answer.json()["status"], answer.json()["message"]) == ("SandboxError", "no bubblewrap today")
-        assert (await metrics(client))['runs_total{status="SandboxError"}'] == 1
-
-    with_service(ask)
+@served()
+async def test_a_sandbox_that_fails_is_no_failed_program(client, service, held) -> None:
+    answer = await post(client, "broken")
+    assert answer.status_code == 200
+    assert (answer.json()["status"], answer.json()["message"]) == ("SandboxError", "no bubblewrap today")
+    assert (await metrics(client))['runs_total{status="SandboxError"}'] == 1
 
 
-def test_stopping_gives_up_what_waits_and_kills_what_runs() -> None:
-    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
-        running = post(client, "running")
-        await held.started.get()
-        waiting = post(client, "waiting")
-        while not service.waiting:
-            await asyncio.sleep(0)
-        service.stop()
-        for answer in (await waiting, await post(client, "late")):
-            assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
-        health = await client.get("/health")
-        assert (health.status_code, health.json()["status"]) == (503, "stopping")
-        assert not running.done()
-        service.kill()
-        assert (await running).status_code == 503
-        assert held.killed.get_nowait() == "running"
-        assert held.started.empty()
-
-    with_service(ask)
+@served()
+async def test_stopping_gives_up_what_waits_and_kills_what_runs(client, service, held) -> None:
+    running = post(client, "running")
+    await held.started.get()
+    waiting = post(client, "waiting")
+    while not service.waiting:
+        await asyncio.sleep(0)
+    service.stop()
+    for answer in (await waiting, await post(client, "late")):
+        assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
+    health = await client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "stopping")
+    assert not running.done()
+    service.kill()
+    assert (await running).status_code == 503
+    assert held.killed.get_nowait() == "running"
+    assert held.started.empty()
 
 
 @pytest.mark.integration

@@ -1,11 +1,13 @@
-"""The pieces of a worker: what it accepts, keeps of output, fetches, limits and counts; and its messages."""
+"""The pieces of a worker: what it accepts, keeps of output, fetches, limits and counts; its messages and its filter."""
 
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import resource
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from sandbox_client import RunCodeRequest
 from sandbox_client.settings import Settings, find_bwrap, resolve
-from sandbox_client.worker import cgroup, limits, protocol
+from sandbox_client.worker import cgroup, limits, protocol, seccomp
 from sandbox_client.worker.command import fetched_files
 from sandbox_client.worker.request import CannotRun, Program, check, inside
 from sandbox_client.worker.start import Output, Starter
@@ -31,7 +33,6 @@ def limits_with(**values: Any) -> protocol.ProgramLimits:
 
 
 def checked(limits: protocol.ProgramLimits | None = None, **values: Any) -> Program:
-    """A request as a worker gets and checks it."""
     sent = json.loads(RunCodeRequest(**{"code": "", **values}).model_dump_json())
     return check(sent, limits or limits_with(), "/tmp/run")
 
@@ -104,10 +105,7 @@ def test_what_cannot_be_run_is_refused_with_the_reason(values: dict[str, Any], n
         checked(**values)
 
 
-FORGED = [b'["d", 9]\nshort', b"garbage\n", b'["other", 1]\nx']
-
-
-@pytest.mark.parametrize("forged", [*FORGED, b'["d", -5]\nabc', b"7\n"])
+@pytest.mark.parametrize("forged", [b'["d", 9]\nshort', b"garbage\n", b'["other", 1]\nx', b'["d", -5]\nabc', b"7\n"])
 def test_fetched_files_that_are_cut_off_or_forged_are_left_out(forged: bytes) -> None:
     whole = b'["a", 3]\nabc["b/c", 0]\n'
     wanted = {"a": "./a", "b/c": "b/c", "d": "d"}
@@ -157,13 +155,11 @@ def test_a_program_whose_gate_never_opens_does_not_run(tmp_path: Path, monkeypat
 
 
 def test_control_groups_of_dead_processes_are_swept_away(tmp_path: Path) -> None:
-    mine, other, dead = (
-        tmp_path / f"{cgroup.PREFIX}-{name}" for name in (f"{os.getpid()}-0-1", "x-0-1", f"{NOBODY}-0-1")
-    )
-    for folder in (mine, other, dead):
+    folders = [tmp_path / f"{cgroup.PREFIX}-{process}-0-1" for process in (os.getpid(), "x", NOBODY)]
+    for folder in folders:
         folder.mkdir()
     cgroup.sweep(tmp_path)
-    assert (mine.exists(), other.exists(), dead.exists()) == (True, True, False)
+    assert [folder.exists() for folder in folders] == [True, True, False]
     assert cgroup.find("none") is None
     assert cgroup.find(str(tmp_path)) is None  # no cgroup file system: a group made there bounds nothing
     assert len(list(tmp_path.iterdir())) == 2
@@ -177,3 +173,68 @@ def test_bubblewrap_comes_from_wheel_or_path(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "bwrap").write_text("#!/bin/sh\n")
     (tmp_path / "bwrap").chmod(0o755)
     assert find_bwrap(None) == (str(tmp_path / "bwrap"), str(tmp_path))
+
+
+X86, ARM = 0xC000003E, 0xC00000B7
+
+
+def refusal(machine: str, architecture: int, number: int, *arguments: int, tcp: bool = False) -> int | None:
+    """The error that the filter returns for a call (struct seccomp_data of seccomp(2)); None if it is allowed."""
+    filled = (*arguments, *(0,) * (6 - len(arguments)))
+    data = struct.pack("<iIQ6Q", number, architecture, 0, *filled)
+    program = seccomp.program(machine, tcp)
+    assert program is not None
+    at = accumulator = 0
+    while True:
+        code, true, false, value = struct.unpack_from("<HBBI", program, 8 * at)
+        at += 1
+        if code == seccomp.RETURN:
+            return None if value == seccomp.ALLOW else value & 0xFFFF
+        if code == seccomp.LOAD:
+            (accumulator,) = struct.unpack_from("<I", data, value)
+        elif code == seccomp.AND:
+            accumulator &= value
+        else:
+            holds = {seccomp.EQUAL: accumulator == value, seccomp.ABOVE: accumulator >= value}[code]
+            at += true if holds else false
+
+
+@pytest.mark.parametrize(("machine", "architecture", "column"), [("x86_64", X86, 0), ("aarch64", ARM, 1)])
+def test_the_listed_calls_are_refused_and_all_others_allowed(machine: str, architecture: int, column: int) -> None:
+    def error(number: int, *arguments: int) -> int | None:
+        return refusal(machine, architecture, number, *arguments)
+
+    refused = {numbers[column]: errno.EPERM for numbers in seccomp.REFUSED.values()}
+    refused |= {numbers[column]: errno.ENOSYS for numbers in seccomp.MISSING.values()}
+    sockets = {numbers[column]: errno.EAFNOSUPPORT for numbers in seccomp.SOCKETS.values()}
+    assert {number: error(number) for number in range(500) if error(number)} == refused | sockets
+    for number in sockets:
+        assert [family for family in range(64) if error(number, family) is None] == [1]
+    for pair, argument, values in seccomp.VALUES.values():
+        before = (0,) * argument
+        for value in values:  # the kernel takes 32 bits
+            assert error(pair[column], *before, value) == error(pair[column], *before, (7 << 32) | value) == errno.EPERM
+            assert error(pair[column], *before, value + 1 if value + 1 not in values else 0) is None
+    for flags, refused_ in ((0x21, True), (0x4023, True), (0x22, False), (0x01, False), (0x02, False)):
+        assert (error(seccomp.MMAP[column], 0, 0, 3, flags) == errno.EPERM) == refused_
+
+
+@pytest.mark.parametrize(("machine", "architecture", "column"), [("x86_64", X86, 0), ("aarch64", ARM, 1)])
+def test_tcp_over_ipv4_is_allowed_where_there_is_an_endpoint(machine: str, architecture: int, column: int) -> None:
+    socket, pair = (seccomp.SOCKETS[name][column] for name in ("socket", "socketpair"))
+    families, protocols = (0, 1, 2, 10, 16, 17, 40), (0, 1, 6, 17, 132, 262)
+    kinds = [(family, kind, protocol) for family in families for kind in range(8) for protocol in protocols]
+    allowed = {one for one in kinds if refusal(machine, architecture, socket, *one, tcp=True) is None}
+    assert allowed == {one for one in kinds if one[0] == 1} | {(2, 1, 0), (2, 1, 6)}
+    flags = 0o4000 | 0o2000000  # SOCK_NONBLOCK, SOCK_CLOEXEC
+    assert refusal(machine, architecture, socket, 2, 1 | flags, 0, tcp=True) is None
+    assert refusal(machine, architecture, socket, 2, 2 | flags, 0, tcp=True) == errno.EAFNOSUPPORT
+    assert refusal(machine, architecture, pair, 2, 1, 0, tcp=True) == errno.EAFNOSUPPORT
+    assert refusal(machine, architecture, seccomp.REFUSED["ptrace"][column], tcp=True) == errno.EPERM
+
+
+def test_other_call_tables_do_not_lead_around_it() -> None:
+    assert refusal("x86_64", 0x40000003, 1) == errno.ENOSYS  # 32-bit calls
+    assert refusal("x86_64", X86, 0x40000000 | 250) == errno.ENOSYS  # x32
+    assert refusal("aarch64", 0x40000028, 1) == errno.ENOSYS
+    assert seccomp.program("riscv64") is None

@@ -1,7 +1,9 @@
-"""Versions of an adapter in the engine: each under a name of its own, kept for as long as a request uses it."""
+"""Weights as a generator keeps them: versions of an adapter in the engine, and memory files that stay mapped."""
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from common.errors import UserError
 from common.weights.memory import MemoryFile
 from generator.engine.adapters import Adapters
 from generator.weights.adapter import AdapterFolder, check_adapter
+from generator.weights.mappings import KEPT, Mappings
 from generator.weights.shared_weights import SharedWeights
 from learner.publish.weight_copy import copy_weights
 from tests.support.event_loop import in_event_loop
@@ -32,8 +35,6 @@ class Request(NamedTuple):
 
 
 class Llm:
-    """Keeps the adapters that it is given."""
-
     def __init__(self) -> None:
         self.loaded: dict[int, str] = {}
         self.names: list[str] = []
@@ -49,12 +50,9 @@ class Llm:
 
 
 def adapter(rank: int = 4, version: int = 1) -> SharedWeights:
-    """A snapshot of an adapter in shared memory."""
     generator = torch.Generator().manual_seed(version)
-    tensors = {
-        f"{LAYER}.lora_A.weight": torch.randn(rank, 33, generator=generator),
-        f"{LAYER}.lora_B.weight": torch.randn(7, rank, generator=generator),
-    }
+    shapes = {"A": (rank, 33), "B": (7, rank)}
+    tensors = {f"{LAYER}.lora_{name}.weight": torch.randn(*shapes[name], generator=generator) for name in shapes}
     snapshot = copy_weights(version, tensors.items(), torch.bfloat16, 1 << 20).snapshot()
     return SharedWeights(snapshot.manifest, snapshot.file, 0.0, MemoryFile.close)
 
@@ -109,3 +107,50 @@ async def test_a_version_is_kept_until_its_last_request_is_over(monkeypatch):
     assert not others[2].path.exists()
     with pytest.raises(FileNotFoundError):
         await adapters.load(others[2])
+
+
+def bytes_of(mappings: Mappings, path: str) -> bytes:
+    return bytes(mappings.open(path).numpy())
+
+
+def test_a_file_is_mapped_once_and_another_of_its_path_again() -> None:
+    mappings, file = Mappings(), MemoryFile(16)
+    file.write(0, b"a" * 16)
+    first = mappings.open(file.path)
+    assert bytes(first.numpy()) == b"a" * 16
+    file.write(0, b"b" * 16)
+    again = mappings.open(file.path)
+    assert again.data_ptr() == first.data_ptr()
+    assert bytes(again.numpy()) == b"b" * 16
+    path = file.path
+    file.close()
+    # The kernel gives the lowest free number: the same path.
+    other = MemoryFile(32)
+    assert other.path == path
+    other.write(0, b"c" * 32)
+    assert bytes_of(mappings, path) == b"c" * 32
+    mappings.close()
+    other.close()
+
+
+def mapped(name: str) -> int:
+    return Path("/proc/self/maps").read_text().count(name)
+
+
+def test_files_that_are_no_longer_used_are_unmapped(tmp_path: Path) -> None:
+    mappings = Mappings()
+    for number in range(3):
+        path = tmp_path / f"mapped-weights-{number}"
+        path.write_bytes(bytes([number]) * 64)
+        assert bytes_of(mappings, str(path)) == bytes([number]) * 64
+    assert mapped(f"{tmp_path}/mapped-weights-") == KEPT
+    mappings.close()
+    assert mapped(f"{tmp_path}/mapped-weights-") == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every file")
+def test_a_file_that_may_only_be_read_is_mapped_too(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"r" * 64)
+    path.chmod(stat.S_IRUSR)
+    assert bytes_of(Mappings(), str(path)) == b"r" * 64
