@@ -27,7 +27,7 @@ TAKEN = "tcp://127.0.0.1:{port}"
 @pytest.mark.parametrize(
     ("role", "sections", "environment", "words"),
     [
-        ("generator", {}, {"SPO_REQUIRE_GPUS": "64"}, "SPO_REQUIRE_GPUS = 64, and "),
+        ("generator", {}, {"SPO_REQUIRE_GPUS": "64"}, "SPO_REQUIRE_GPUS = 64, but "),
         ("generator", {"broker": {"password_file": "{folder}/none"}}, {}, "docker/make-secrets"),
         ("relay", {"broker": {"password_file": "{folder}/none"}}, {}, "cannot read broker.password_file"),
         ("generator", {"sandbox": {"token_file": "{folder}/none"}}, {}, "cannot read sandbox.token_file"),
