@@ -121,7 +121,7 @@ async def test_errors_have_the_shape_of_their_dialect(rig: Rig, one: AgentSessio
     _, anthropic = await rig.ask(one, "x" * 100, path="/v1/messages").reply()
     assert anthropic["type"] == "error"
     assert anthropic["error"]["message"].startswith("prompt is too long: ")
-    error = {"type": "authentication_error", "message": "the API key is of no session here"}
+    error = {"type": "authentication_error", "message": "the API key belongs to no session of this endpoint"}
     refused = await Client(rig.layer, "/v1/messages", "x", {}).reply()
     assert refused == (401, {"type": "error", "error": error})
 

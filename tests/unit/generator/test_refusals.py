@@ -174,7 +174,7 @@ def test_it_is_one_error_before_anything_is_waited_for(sections: Any, words: str
             "1 validation error for ModelConfig\n  Value error, User-specified max_model_len (128) is greater than the "
             "derived max_model_len (max_position_embeddings=64.0 or model_max_length=None in model's config.json). To "
             "allow overriding this maximum, ... [type=value_error, input_value=ArgsKwargs((), {'model': ...})]",
-            "model.max_model_len = 128, and the model was made for 64 tokens; lower it",
+            "model.max_model_len = 128, but the model was made for 64 tokens; lower it",
         ),
         (
             "1 validation error for ModelConfig\n  Value error, Model architectures ['A'] are not supported for now. "

@@ -208,8 +208,8 @@ FORMS = r"\(text, answer, row\), or verl's \(data_source, .*\), or TRL's \(promp
 @pytest.mark.parametrize(
     ("function", "options", "problem"),
     [
-        (lambda answer_text, reference: 1.0, {}, f"{FORMS}.*: nothing has the name 'answer_text'"),
-        (lambda completions, completion_ids: 1.0, {}, "nothing has the name 'completion_ids'"),
+        (lambda answer_text, reference: 1.0, {}, f"{FORMS}.*: there is no value named 'answer_text'"),
+        (lambda completions, completion_ids: 1.0, {}, "there is no value named 'completion_ids'"),
         (lambda *anything: 1.0, {}, "its parameters have none of these names"),
         (max, {}, "cannot be called with"),
         (ours, {"row": {}}, "reward_options of 'm:f': 'row' is no option; allowed: none"),
