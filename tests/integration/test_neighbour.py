@@ -1,11 +1,14 @@
-"""Another account of the machine, without any password: it cannot connect to Redis, and reads no file of the run."""
+"""Rights of processes: another account of the machine reads nothing of a run; the limit of open files is raised."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -21,8 +24,6 @@ from common.streams.broker import connect
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import Supervisor
 
-pytestmark = pytest.mark.slow
-
 NOBODY = 65534
 
 
@@ -37,6 +38,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_a_neighbour_without_a_password_gets_nothing(folder: Path) -> None:
     keep_files_private()
     supervisor = Supervisor(folder / "logs", structlog.get_logger())
@@ -79,3 +81,15 @@ def try_all(pipe: Connection, folder: Path, redis: Path) -> None:
         pipe.send(repr(error))
     finally:
         os._exit(0)
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(100, 900, 500), (100, 300, 300), (700, 900, 700)])
+def test_the_limit_of_open_files_is_raised_and_never_lowered(soft: int, hard: int, raised: int) -> None:
+    code = f"""
+import json, resource
+from common.process import raise_file_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+print(json.dumps([raise_file_limit(500), *resource.getrlimit(resource.RLIMIT_NOFILE)]))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed) == [raised, raised, hard]

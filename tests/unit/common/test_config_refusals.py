@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from common.config import Config, load_config, parse_config
+from common.config import Config, load_config
 from common.config.correction import REJECTION_MODES
 from common.config.load import ConfigLoader
 from common.config.names_elsewhere import ELSEWHERE
 from common.config.section import keys_of
 from common.errors import UserError
+from tests.support.checks import config_of
 
 
 def refusal(text: str) -> str:
-    tree = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}} | yaml.load(text, ConfigLoader)
     with pytest.raises(UserError) as caught:
-        parse_config(tree)
+        config_of(**yaml.load(text, ConfigLoader))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
+NO_ANSWERS = "data: {train: t, answer_column: null}"
 # What is written, and the words of the line, separated by " | ".
 SECTIONS = [
     ("learner: {lrr: 1}", "unknown configuration key learner.lrr; did you mean learner.lr?"),
@@ -36,15 +38,9 @@ SECTIONS = [
         "{data: {train: [{path: a, episode: {reward: code}}], answer_column: null}, episode: {reward: length}}",
         "data.train[a] has no answers | 'code' compares with them",
     ),
-    (
-        "{data: {train: t, answer_column: null}, episode: {reward: judge, reward_options: {judge: {model: m}}}}",
-        "'judge' compares with them",
-    ),
+    (f"{{{NO_ANSWERS}, episode: {{reward: judge, reward_options: {{judge: {{model: m}}}}}}}}", "'judge' compares with"),
     ("{data: {train: t, answer_column: null, answer_after: x}, episode: {reward: length}}", "answer_after = 'x' looks"),
-    (
-        "{data: {train: t, answer_column: null}, episode: {reward: length}, teacher: {context: 'a {answer}'}}",
-        "teacher.context names {answer}",
-    ),
+    (f"{{{NO_ANSWERS}, episode: {{reward: length}}, teacher: {{context: 'a {{answer}}'}}}}", "context names {answer}"),
     ("learner: {lr: fast}", "learner.lr = 'fast'"),
     ("generator: {max_concurrency: many}", "key generator.max_concurrency = 'many': | an integer, or 'auto'"),
     ("run: {name: a b}", "run.name = 'a b'"),
@@ -79,11 +75,12 @@ SECTIONS = [
     ("algorithm: {loss_options: {beta: 1}}", "algorithm.loss_options.beta is no option of loss 'ppo_clip'; allowed:"),
     ("algorithm: {loss: dro, loss_options: {beta: 0}}", "loss_options.beta = 0 of loss 'dro' must be a number in (0,"),
     ("algorithm: {loss: kl_cov, loss_options: {ratio: 1.5}}", "ratio = 1.5 | in (0, 1]"),
+    ("algorithm: {loss: 'my:loss', clip_high: 2}", "make it an option of 'my:loss', in loss_options"),
+    ("algorithm: {clip_low: -1}", "algorithm.loss_options.low = -1 of loss 'ppo_clip' must be a number in (0, inf)"),
     ("algorithm: {loss: clip_cov, loss_options: {cov_low: 6}}", "cov_low = 6 is above cov_high = 5"),
     # Names of verl's and SkyRL's.
     ("algorithm: {rollout_correction: {rollout_is: tokens}}", "key algorithm.correction.rollout_is = 'tokens'"),
     ("algorithm: {rollout_correction: null, correction: {}}", "verl's name for correction; give one of the two"),
-    # Names of other trainers, wherever they stand.
     # Episodes.
     ("episode: {tools: [calculator], max_assistant_turns: 1}", "episode.tools are never answered with"),
     ("episode: {user: corrector, max_assistant_turns: 2, max_user_turns: 0}", "set episode.user=null"),
@@ -208,42 +205,27 @@ def test_a_name_of_another_trainer_leads_to_keys_that_exist(name: str) -> None:
     assert name not in keys
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [", "line"),
-        ("- 1", "mapping"),
-        ("", "mapping"),
-        ("model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n", "line 4 is not valid YAML: key 'lr' stands on line 3"),
-        ("model:\n\tpath: m\n", "line 2 is not valid YAML: .*; indent by spaces, not by tabs"),
-        ("a: &a [1, *a]\n", "line 1 is not valid YAML: its aliases stand for more than 100,000 values"),
-        (None, "run.yaml: No such file"),
-    ],
-)
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+# A file, or None; overrides and the environment; the refusal.
+LOADS: list[tuple[str | None, list[str], dict[str, str], str]] = [
+    ("a: [", [], {}, "line"),
+    ("- 1", [], {}, "mapping"),
+    ("", [], {}, "mapping"),
+    ("model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n", [], {}, "line 4 is not valid YAML: key 'lr' stands on line 3"),
+    ("model:\n\tpath: m\n", [], {}, "line 2 is not valid YAML: .*; indent by spaces, not by tabs"),
+    ("a: &a [1, *a]\n", [], {}, "line 1 is not valid YAML: its aliases stand for more than 100,000 values"),
+    (None, [], {}, "run.yaml: No such file"),
+    (PATHS, ["nonsense"], {}, "section.key=value"),
+    (PATHS, ["model.path.deep=1"], {}, "is a value, not a section"),
+    (PATHS, ["data.train.soft.weight=2"], {}, r"data\.train\.soft is a value, not a section"),
+    (PATHS, ["data.train.2.weight=2"], {}, r"data\.train\.2 is a value, not a section"),
+    (PATHS, ["data.train.hard=2"], {}, r"data\.train is a list; name a key of one of its items"),
+    (PATHS, [], {"SPO__LEARNER__LRR": "1"}, r"mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "environ", "words"), LOADS)
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path, text: Any, overrides: Any, environ: Any, words: str) -> None:
     if text is not None:
         (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(UserError, match=message):
-        load_config(tmp_path / "run.yaml", (), {})
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("nonsense", "section.key=value"),
-        ("model.path.deep=1", "is a value, not a section"),
-        ("data.train.soft.weight=2", r"data\.train\.soft is a value, not a section"),
-        ("data.train.2.weight=2", r"data\.train\.2 is a value, not a section"),
-        ("data.train.hard=2", r"data\.train is a list; name a key of one of its items"),
-    ],
-)
-def test_an_override_that_cannot_work_is_refused(tmp_path: Path, override: str, message: str) -> None:
-    (tmp_path / "run.yaml").write_text(PATHS)
-    with pytest.raises(UserError, match=message):
-        load_config(tmp_path / "run.yaml", [override], {})
-
-
-def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(PATHS)
-    with pytest.raises(UserError, match=r"did you mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"):
-        load_config(tmp_path / "run.yaml", (), {"SPO__LEARNER__LRR": "1"})
+    with pytest.raises(UserError, match=words):
+        load_config(tmp_path / "run.yaml", overrides, environ)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config import AlgorithmConfig, CorrectionConfig, SkyRLCorrection, dump_config, load_config, parse_config
+from common.config import AlgorithmConfig, CorrectionConfig, SkyRLCorrection, dump_config, load_config
 from common.config.algorithm import loss_options
 from common.config.losses import SPECS
 from common.config.presets import ALIASES, PRESETS, RECOMMENDED
 from common.config.warnings import warnings
-
-BASE = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+from tests.support.checks import config_of
 
 SPELLINGS: list[dict[str, Any]] = [
     {},
@@ -25,48 +24,35 @@ SPELLINGS: list[dict[str, Any]] = [
     {"skyrl": {"tis_ratio_type": "sequence", "sequence_mask_metric": "geometric", "geo_mask_high": 1.5}},
 ]
 CAPPED = {"skyrl": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 3.0}}
+TOKEN, SEQUENCE, OFF = {"rollout_is": "token"}, {"rollout_is": "sequence"}, {"rollout_is": None}
+MASKED = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1}
+MEAN = {"rollout_rs": "seq_mean_k1"}
+BANDS = {"rollout_is_threshold": 5, "rollout_is_threshold_lower": 0.5}
 # Fields under former names, and the same under today's.
 FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"rollout_is_level": "token"}, {"rollout_is": "token"}),
-    ({"rollout_is": False, "rollout_is_level": "token"}, {"rollout_is": None}),
+    ({"rollout_is_level": "token"}, TOKEN),
+    ({"rollout_is": False, "rollout_is_level": "token"}, OFF),
     (
-        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.999},
-        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
+        MEAN | {"rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.999},
+        MEAN | {"rollout_rs_threshold": "0.999_1.001"},
     ),
-    (
-        {"rollout_is": "sequence", "use_pure_rollout_correction": True},
-        {"rollout_is": "sequence", "bypass_mode": True, "loss_type": "reinforce"},
-    ),
-    ({"rollout_is": None, "bypass_mode": False, "loss_type": "ppo_clip"}, {"rollout_is": None}),
-    (
-        {
-            "rollout_is": "token",
-            "rollout_is_mode": "clip",
-            "rollout_is_threshold": 5,
-            "rollout_is_threshold_lower": 0.5,
-        },
-        {"rollout_is": "token", "rollout_is_threshold": "0.5_5"},
-    ),
+    (SEQUENCE | {"use_pure_rollout_correction": True}, SEQUENCE | {"bypass_mode": True, "loss_type": "reinforce"}),
+    (OFF | {"bypass_mode": False, "loss_type": "ppo_clip"}, OFF),
+    (TOKEN | BANDS | {"rollout_is_mode": "clip"}, TOKEN | {"rollout_is_threshold": "0.5_5"}),
     (
         {"rollout_is": True, "rollout_is_level": "sequence", "rollout_is_mode": "mask"},
-        {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
     ),
-    (
-        {"rollout_is": "token", "rollout_is_veto_threshold": 1e-4},
-        {"rollout_is": "token", "rollout_token_veto_threshold": 1e-4},
-    ),
+    (TOKEN | {"rollout_is_veto_threshold": 1e-4}, TOKEN | {"rollout_token_veto_threshold": 1e-4}),
     ({"use_tis": True, "tis_imp_ratio_cap": 3.0}, CAPPED),
-    ({"rollout_is_threshold": None}, {"rollout_is": None}),
-    (
-        {"rollout_is_threshold": None, "rollout_rs": "token_k2", "rollout_rs_threshold": 1},
-        {"rollout_is": None, "rollout_rs": "token_k2", "rollout_rs_threshold": 1},
-    ),
+    ({"rollout_is_threshold": None}, OFF),
+    ({"rollout_is_threshold": None} | MASKED, OFF | MASKED),
 ]
 
 
 def algorithm(correction: dict[str, Any] | None = None, **others: Any) -> AlgorithmConfig:
     section = others if correction is None else others | {"correction": correction}
-    return parse_config(BASE | {"algorithm": section}).algorithm
+    return config_of(algorithm=section).algorithm
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -88,7 +74,7 @@ def test_former_names_of_presets_are_the_presets() -> None:
 
 @pytest.mark.parametrize(("former", "today"), FORMER, ids=str)
 def test_former_names_are_read_with_a_warning(former: dict[str, Any], today: dict[str, Any]) -> None:
-    config = parse_config(BASE | {"algorithm": {"correction": former}})
+    config = config_of(algorithm={"correction": former})
     expected = algorithm(today)
     assert config.algorithm.correction.model_dump() == expected.correction.model_dump()
     assert (config.algorithm.loss, config.algorithm.proximal) == (expected.loss, expected.proximal)
@@ -99,7 +85,7 @@ def test_former_names_are_read_with_a_warning(former: dict[str, Any], today: dic
 
 @pytest.mark.parametrize("text", ["correction: null", "rollout_correction: null"])
 def test_no_correction_means_none_and_not_the_default(text: str) -> None:
-    chosen = parse_config(BASE | {"algorithm": yaml.safe_load(text)}).algorithm
+    chosen = config_of(algorithm=yaml.safe_load(text)).algorithm
     assert chosen == algorithm({"preset": "disabled"})
     assert (chosen.correction.weight, chosen.correction.masks, chosen.proximal) == (None, [], "recompute")
 
@@ -120,11 +106,9 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "fields"), CALLS)
-def test_presets_take_the_arguments_of_verls_functions(
-    name: str, arguments: dict[str, Any], fields: dict[str, Any]
-) -> None:
-    made = CorrectionConfig.preset(name, **arguments)
+@pytest.mark.parametrize(("name", "given", "fields"), CALLS)
+def test_presets_take_arguments_of_verls_functions(name: str, given: dict[str, Any], fields: dict[str, Any]) -> None:
+    made = CorrectionConfig.preset(name, **given)
     assert {field: getattr(made, field) for field in fields} == fields
 
 
@@ -166,11 +150,6 @@ IMPLIED = {
     "correction: {preset: vcpo}": "rollout reinforce sqrt",
     "{correction: {preset: vcpo}, ess_lr: none}": "rollout reinforce none",
 }
-KNOBS: list[dict[str, Any]] = [
-    {},
-    {"rollout_is_threshold": 5.0},
-    {"compatible_metrics": True},
-]
 
 
 @pytest.mark.parametrize("fields", CHOSEN)
@@ -179,9 +158,10 @@ def test_what_is_named_wins_over_what_is_implied(fields: str) -> None:
     assert {field: getattr(chosen, field) for field in CHOSEN[fields]} == CHOSEN[fields]
 
 
-@pytest.mark.parametrize("knob", KNOBS, ids=str)
-def test_a_knob_alone_adjusts_the_recommended_preset(knob: dict[str, Any]) -> None:
-    assert algorithm(knob).correction == CorrectionConfig.preset(RECOMMENDED, **knob)
+def test_a_knob_alone_adjusts_the_recommended_preset() -> None:
+    knobs: list[dict[str, Any]] = [{}, {"rollout_is_threshold": 5.0}, {"compatible_metrics": True}]
+    for knob in knobs:
+        assert algorithm(knob).correction == CorrectionConfig.preset(RECOMMENDED, **knob)
     assert AlgorithmConfig().correction == algorithm().correction == CorrectionConfig.preset(RECOMMENDED)
 
 
@@ -201,7 +181,7 @@ def test_weights_multiply_the_loss_unless_its_ratio_is_one(proximal: Any) -> Non
 
 @pytest.mark.parametrize("correction", [*({"preset": name} for name in [*PRESETS][::4]), *SPELLINGS], ids=str)
 def test_a_resolved_correction_reads_back_the_same(tmp_path: Path, correction: dict[str, Any]) -> None:
-    config = parse_config(BASE | {"run": {"modules": str(tmp_path)}, "algorithm": {"correction": correction}})
+    config = config_of(run={"modules": str(tmp_path)}, algorithm={"correction": correction})
     path = tmp_path / "resolved.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path, (), {}) == config

@@ -1,20 +1,23 @@
-"""`data.train` and `data.heldout` as lists: what a source has of its own, and what it takes over."""
+"""`data.train` and `data.heldout` as lists: what a source has of its own, and what it takes over; reference answers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from common.answers import answer_kind, answer_text, are_mixed, is_missing, normal_answer
 from common.config import Config, Source, dump_config, load_config, parse_config
 from common.config.data import KNOWN_SETS
+from tests.support.checks import config_of
 
 
 def parse(*sources: dict[str, Any], episode: dict[str, Any] | None = None, **data: Any) -> Config:
     train = {"train": list(sources)} if sources else {}
-    return parse_config({"model": {"path": "m"}, "data": train | data, "episode": episode or {}})
+    return config_of(data=train | data, episode=episode or {})
 
 
 def test_a_string_is_one_source_with_the_sections_settings() -> None:
@@ -115,8 +118,8 @@ def test_rewards_that_compare_nothing_need_no_answers() -> None:
         {"reward": "code", "reward_options": {"code": {"tests": "cases"}}},
         {"reward": "judge", "reward_options": {"judge": judged}},
     ):
-        tree = {"model": {"path": "m"}, "data": {"train": "t", "answer_column": None}, "episode": episode}
-        assert parse_config(tree).data.sources("train")[0].answer_column is None
+        (source,) = parse(train="t", answer_column=None, episode=episode).data.sources("train")
+        assert source.answer_column is None
 
 
 @pytest.mark.parametrize(
@@ -128,10 +131,42 @@ def test_rewards_that_compare_nothing_need_no_answers() -> None:
     ],
 )
 def test_several_files_are_one_source(train: Any, paths: Any, name: str) -> None:
-    (source,) = parse_config({"model": {"path": "m"}, "data": {"train": train}}).data.sources("train")
+    (source,) = parse(train=train).data.sources("train")
     assert (source.path, source.name) == (paths, name)
 
 
 def test_template_options_of_a_source_replace_the_sections() -> None:
     config = parse({"path": "a.jsonl"}, {"path": "b.jsonl", "template_options": {}}, template_options={"x": False})
     assert [config.for_source(one).data.template_options for one in config.data.sources("train")] == [{"x": False}, {}]
+
+
+def test_numbers_and_booleans_are_text_whatever_their_type() -> None:
+    for answer in (79, "79", 79.0, np.int64(79), np.int8(79), np.float32(79), np.float64(79.0)):
+        assert normal_answer(answer) == "79"
+    texts: list[tuple[Any, str]] = [
+        (-3, "-3"), (-0.0, "0"), (0.5, "0.5"), (-2.25, "-2.25"), (1e-05, "0.00001"),
+        (1e22, "10000000000000000000000"), (2**70, "1180591620717411303424"), (float("inf"), "inf"),
+        (True, "True"), (np.False_, "False"), ("79.0", "79.0"), (" 79 ", " 79 "),
+    ]  # fmt: skip
+    for answer, text in texts:
+        assert normal_answer(answer) == answer_text(answer) == text
+
+
+def test_lists_and_mappings_are_compared_as_json() -> None:
+    for answer in ([1, "a"], {"inputs": ["1"], "outputs": ["2"]}):
+        assert normal_answer(answer) is answer
+    assert answer_text([1, "é", None]) == '[1, "é", null]'
+    assert answer_text({"a": [2.0]}) == '{"a": [2.0]}'
+
+
+def test_what_is_blank_is_no_answer_and_zero_and_false_are() -> None:
+    assert all(map(is_missing, (None, "", "  ", float("nan"), np.float64("nan"), [], {})))
+    assert not any(map(is_missing, (0, 0.0, False, "0", [0], {"a": None})))
+
+
+def test_types_that_no_reward_compares_alike_are_mixed() -> None:
+    kinds = [answer_kind(answer) for answer in (1, 2.5, np.int64(3), "4", True, [5], {"a": 6})]
+    assert kinds == ["number", "number", "number", "text", "boolean", "list", "mapping"]
+    assert not are_mixed({"number", "text"})
+    assert are_mixed({"number", "boolean"})
+    assert are_mixed({"text", "list"})

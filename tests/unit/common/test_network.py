@@ -9,31 +9,21 @@ from typing import Any
 
 import pytest
 
+from common import network
 from common.errors import UserError
-from common.network import (
-    MAX_REASON,
-    Retries,
-    RetriesExhausted,
-    RetryableError,
-    check_bind,
-    excerpt,
-    is_loopback,
-    is_this_machine,
-    retry_after,
-    without_proxy_on_loopback,
-)
+from common.network import Retries, RetriesExhausted, RetryableError, check_bind, excerpt, retry_after
 from tests.support.sandbox_double import Time
 
 
 def test_addresses_of_this_machine_alone() -> None:
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
-        assert is_loopback(host)
-        assert is_this_machine(host)
+        assert network.is_loopback(host)
+        assert network.is_this_machine(host)
     for host in ("192.0.2.1", "2001:db8::1", "no-such-host.invalid", ""):
-        assert not is_loopback(host)
-        assert not is_this_machine(host)
+        assert not network.is_loopback(host)
+        assert not network.is_this_machine(host)
     for host in ("0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "*"):
-        assert not is_loopback(host)
+        assert not network.is_loopback(host)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +36,9 @@ def test_addresses_of_this_machine_alone() -> None:
     ],
 )
 def test_loopback_is_added_to_what_goes_through_no_proxy(environ: dict[str, str], variables: list[str]) -> None:
-    assert without_proxy_on_loopback(environ) == dict(zip(("no_proxy", "NO_PROXY"), variables, strict=True))
-    assert without_proxy_on_loopback(environ | without_proxy_on_loopback(environ)) == without_proxy_on_loopback(environ)
+    added = network.without_proxy_on_loopback(environ)
+    assert added == dict(zip(("no_proxy", "NO_PROXY"), variables, strict=True))
+    assert network.without_proxy_on_loopback(environ | added) == added
 
 
 def test_an_address_open_to_the_network_needs_keys() -> None:
@@ -111,5 +102,5 @@ def test_a_retry_after_is_seconds_or_a_date_or_nothing() -> None:
 def test_a_server_s_answer_becomes_one_short_printable_line() -> None:
     assert excerpt("no\x1b[2J pod\n\tleft\u2028") == r"no\x1b[2J pod left"
     assert excerpt(b"caf\xc3\xa9 \xff") == "café \ufffd"
-    assert len(excerpt("x y" * 1_000_000)) == MAX_REASON
+    assert len(excerpt("x y" * 1_000_000)) == network.MAX_REASON
     assert excerpt("\n") == excerpt(b"") == "(nothing)"
