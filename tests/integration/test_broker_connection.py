@@ -1,22 +1,32 @@
-"""Connecting to Redis: waiting for it, surviving its restart and its `maxmemory`, refusing what is no usable one."""
+"""Connecting to Redis: waiting for it, its restart and its limit of memory, what is refused, what neighbours get."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
+import structlog
 
 from common.config import BrokerConfig
 from common.errors import UserError
 from common.health import alive
 from common.messages import Batch, Step
-from common.process import Role
+from common.process import Role, keep_files_private
 from common.streams import dead, relays
 from common.streams.agreement import agree
 from common.streams.batches import CONSUMER_GROUP, BatchInbox
@@ -24,6 +34,8 @@ from common.streams.broker import Broker, connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
+from launcher.run.embedded_redis import EmbeddedRedis
+from launcher.run.supervisor import Supervisor
 from tests.chaos.proxy import Proxy
 from tests.conftest import RedisServer
 from tests.support.checks import config_of
@@ -215,3 +227,74 @@ def test_tasks_wait_until_memory_is_freed(broker: Broker, tmp_path: Path) -> Non
     assert not broker.memory_is_short()
     drive(sampler, generator, learner)
     audited(broker, sampler.config)
+
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A run folder that other accounts can reach; pytest's own are closed to them."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another account")
+    path = Path(tempfile.mkdtemp(prefix="spo-test-", dir="/var/tmp"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.slow
+def test_a_neighbour_without_a_password_gets_nothing(folder: Path) -> None:
+    keep_files_private()
+    supervisor = Supervisor(folder / "logs", structlog.get_logger())
+    try:
+        redis = EmbeddedRedis(folder / "redis")
+        child = supervisor.start("redis", redis.command)
+        redis.wait(child.log)
+        (folder / "rollouts").mkdir()
+        (folder / "rollouts" / "0.jsonl").write_text('{"output": "an answer"}\n')
+        ours, theirs = multiprocessing.get_context("fork").Pipe()
+        neighbour = multiprocessing.get_context("fork").Process(target=try_all, args=(theirs, folder, redis.socket))
+        neighbour.start()
+        assert ours.poll(120)
+        assert ours.recv() == {"connect to redis": "PermissionError", "files read": []}
+        neighbour.join(600)
+        # Nor is there a port to inject samples through.
+        assert psutil.Process(child.pid).net_connections(kind="inet") == []
+        with connect(BrokerConfig(url=redis.url, wait=0), "run").redis as client:
+            assert client.ping()
+    finally:
+        supervisor.stop()
+
+
+def try_all(pipe: Connection, folder: Path, redis: Path) -> None:
+    """In a process of its own: become the neighbour, and send the outcome of each attempt."""
+    try:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        paths = [Path(place) / name for place, _, names in os.walk(folder) for name in names]
+        # What it knows to be there, though it cannot list the folder.
+        paths += [folder / "rollouts" / "0.jsonl", folder / "redis" / "binary", folder / "logs" / "redis.log"]
+        results: dict[str, object] = {"files read": [str(path) for path in paths if os.access(path, os.R_OK)]}
+        try:
+            socket.socket(socket.AF_UNIX).connect(str(redis))
+        except OSError as error:
+            results["connect to redis"] = type(error).__name__
+        pipe.send(results)
+    except BaseException as error:
+        pipe.send(repr(error))
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(100, 900, 500), (100, 300, 300), (700, 900, 700)])
+def test_the_limit_of_open_files_is_raised_and_never_lowered(soft: int, hard: int, raised: int) -> None:
+    code = f"""
+import json, resource
+from common.process import raise_file_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+print(json.dumps([raise_file_limit(500), *resource.getrlimit(resource.RLIMIT_NOFILE)]))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed) == [raised, raised, hard]

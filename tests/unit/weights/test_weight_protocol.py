@@ -25,16 +25,7 @@ from common.messages import InvalidMessage
 from common.weights import follow
 from common.weights.delta import WrongDelta, decode, encode, encode_all, item_bytes
 from common.weights.follow import AVOID, AVOID_MOST, Sources, WeightSource
-from common.weights.handover import (
-    GONE,
-    HERE,
-    MOST_SILENT,
-    REFUSED,
-    Handover,
-    boot_id,
-    connect,
-    shared_folder,
-)
+from common.weights.handover import GONE, HERE, MOST_SILENT, REFUSED, Handover, boot_id, connect, shared_folder
 from common.weights.memory import MemoryFile, Snapshot
 from common.weights.wire import ALIGNMENT, Manifest, checksum, supersedes, unpack_reply, unpack_request
 from learner.publish.weight_copy import copy_weights
