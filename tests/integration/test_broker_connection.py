@@ -1,37 +1,51 @@
-"""Connecting to Redis: waiting for it, surviving its restart, refusing what is no usable Redis; and health checks."""
+"""Connecting to Redis: waiting for it, its restart and its limit of memory, what is refused, what neighbours get."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import redis
+import structlog
 
-from common.config import BrokerConfig, parse_config
+from common.config import BrokerConfig
 from common.errors import UserError
 from common.health import alive
-from common.messages import Batch
-from common.process import Role
+from common.messages import Batch, Step
+from common.process import Role, keep_files_private
+from common.streams import dead, relays
+from common.streams.agreement import agree
 from common.streams.batches import CONSUMER_GROUP, BatchInbox
-from common.streams.broker import connect
+from common.streams.broker import Broker, connect
+from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
+from common.streams.tasks import TaskInbox
+from launcher.run.embedded_redis import EmbeddedRedis
+from launcher.run.supervisor import Supervisor
 from tests.chaos.proxy import Proxy
 from tests.conftest import RedisServer
+from tests.support.checks import config_of
 from tests.support.ports import free_port
-
-
-def refusal(url: str = "redis://127.0.0.1:1/0", **settings: Any) -> str:
-    with pytest.raises(UserError) as refused:
-        connect(BrokerConfig(url=url, wait=0, **settings), "run")
-    return str(refused.value)
+from tests.support.sampler import make_config
+from tests.support.sampler_driving import audited, drive, reach, started
+from tests.support.streams import dispatch, finished, refusal
 
 
 class Heard:
-    """A log that sets an event at its first line."""
-
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.event = threading.Event()
@@ -90,13 +104,14 @@ def test_batches_come_in_order_although_a_reply_was_lost(redis_server: RedisServ
 
 
 def test_what_is_no_usable_redis_is_one_line_with_the_remedy(tmp_path: Path) -> None:
-    line = refusal(f"redis://127.0.0.1:{free_port()}/0")
+    nowhere = f"redis://127.0.0.1:{free_port()}/0"
+    line = refusal(nowhere)
     assert line.startswith("no Redis at ")
     assert "start one, or set broker.url" in line
     assert "broker.url redis://127.0.0.1:port" in refusal("redis://127.0.0.1:port/0")
-    assert "none: No such file" in refusal(password_file=str(tmp_path / "none"))
+    assert "none: No such file" in refusal(nowhere, password_file=str(tmp_path / "none"))
     (tmp_path / "empty").touch()
-    assert "empty is empty; it holds the secret" in refusal(password_file=str(tmp_path / "empty"))
+    assert "empty is empty; it holds the secret" in refusal(nowhere, password_file=str(tmp_path / "empty"))
 
 
 def test_a_password_is_asked_for_and_never_shown(tmp_path: Path) -> None:
@@ -115,9 +130,7 @@ def test_a_password_is_asked_for_and_never_shown(tmp_path: Path) -> None:
 
 
 def test_a_container_is_healthy_while_its_process_is_heard(redis_server: RedisServer) -> None:
-    config = parse_config(
-        {"run": {"name": "health"}, "model": {"path": "m"}, "data": {"train": "t"}, "broker": {"url": redis_server.url}}
-    )
+    config = config_of(run={"name": "health"}, broker={"url": redis_server.url})
     here = socket.gethostname()
     assert not alive(config, Role.GENERATOR, here)
     with Presence(connect(config.broker, "health"), "generator-1", "generator"):
@@ -125,3 +138,163 @@ def test_a_container_is_healthy_while_its_process_is_heard(redis_server: RedisSe
         assert not alive(config, Role.GENERATOR, f"{here}-other")
         assert not alive(config, Role.LEARNER, here)
     assert not alive(config, Role.GENERATOR, here)
+
+
+@pytest.fixture
+def broker(redis_server: RedisServer, real_broker: Broker) -> Iterator[Broker]:
+    yield real_broker
+    real_broker.redis.config_set("maxmemory", 0)
+
+
+def fill(broker: Broker) -> None:
+    broker.redis.config_set("maxmemory", 1)
+    with pytest.raises(redis.exceptions.ResponseError, match="OOM|maxmemory"):
+        broker.redis.set(broker.key("another"), 1)
+
+
+def test_a_redis_that_drops_samples_is_refused(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, generator, learner = started(broker, tmp_path)
+    reach(sampler, generator, learner, 1)
+    broker.redis.config_set("maxmemory-policy", "volatile-ttl")
+    monkeypatch.setattr("sampler.memory_watch.INTERVAL", 0.0)
+    try:
+        for use in (lambda: agree(broker, sampler.config), broker.memory_is_short, sampler.round):
+            with pytest.raises(UserError, match="-policy volatile-ttl: .*CONFIG SET maxmemory-policy noeviction"):
+                use()
+    finally:
+        broker.redis.config_set("maxmemory-policy", "noeviction")
+    agree(broker, sampler.config)
+
+
+def test_what_leads_out_of_a_full_redis_works_there(broker: Broker, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    agree(broker, config)
+    first = SamplerLedger(broker, "first")
+    first.acquire()
+    dispatch(first, 6)
+    generator = TaskInbox(broker, "g")
+    done, returned, kept, _, *others = generator.take(6, 0)
+    generator.finish([finished(delivery) for delivery in (done, *others)])
+    first.release()
+    learner = BatchInbox(broker, "old").acquire()
+    first.acquire()
+    first.commit(Commit(batches=[Batch(batch_id=0, sample_ids=["t9"], advantages=[0], rewards=[0], tokens=[1])]))
+    broker.redis.set(broker.key("payload:t9"), b"tokens")
+    first.release()
+
+    fill(broker)
+    # Every process starts again, says so, and goes on.
+    agree(broker, config)
+    with Presence(broker, "g", "generator", interval=60):
+        assert "g" in broker.processes()
+    TaskInbox(broker, "g").beat([])
+    assert generator.finish([finished(kept)]) == 1
+    assert generator.finish([finished(kept)]) == 0
+    assert generator.requeue([returned]) == 1
+    assert len(generator.lease(0, 5, 5).deliveries) == 1
+    assert generator.adopt(5) == []
+    generator.leave()
+    ledger = SamplerLedger(broker, "second")
+    ledger.acquire()
+    headers = ledger.read(block_ms=0)
+    assert ledger.commit(Commit(counted=[entry for entry, _ in headers], counters={"rewarded": 4})) == 4
+    learner = BatchInbox(broker, "new").acquire()
+    assert learner.next(0) is not None
+    learner.announce(Step(version=1))
+    learner.set_address({"address": "tcp://here:1"})
+    assert learner.release_before(1) == 1
+    assert broker.payloads("payload", ["t9"]) == [None]
+    relays.announce(broker, "here", "relay", {})
+    broker.redis.config_set("maxmemory", 0)
+    entry = broker.redis.xadd(broker.key("samples"), {"junk": b"x"})
+    fill(broker)
+    dead.bury(broker, "samples", "sampler", entry.decode(), dead.letter("samples", "junk", {}, "sampler"))
+    assert len(dead.list_dead(broker)) == 1
+    broker.finish()
+    assert broker.finished()
+
+
+def test_tasks_wait_until_memory_is_freed(broker: Broker, tmp_path: Path) -> None:
+    assert (broker.memory().limit, broker.memory_is_short()) == (0, False)
+    broker.redis.config_set("maxmemory", broker.redis.info("memory")["used_memory"] * 10 // 9)
+    assert broker.memory_is_short()
+    sampler, generator, learner = started(broker, tmp_path, heldout=4)
+    for _ in range(3):
+        sampler.round()
+    assert broker.counters().get("dispatched", 0) == 0
+    broker.redis.config_set("maxmemory", 1 << 30)
+    assert 0 < broker.memory().share < 0.5
+    assert not broker.memory_is_short()
+    drive(sampler, generator, learner)
+    audited(broker, sampler.config)
+
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A run folder that other accounts can reach; pytest's own are closed to them."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another account")
+    path = Path(tempfile.mkdtemp(prefix="spo-test-", dir="/var/tmp"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.slow
+def test_a_neighbour_without_a_password_gets_nothing(folder: Path) -> None:
+    keep_files_private()
+    supervisor = Supervisor(folder / "logs", structlog.get_logger())
+    try:
+        redis = EmbeddedRedis(folder / "redis")
+        child = supervisor.start("redis", redis.command)
+        redis.wait(child.log)
+        (folder / "rollouts").mkdir()
+        (folder / "rollouts" / "0.jsonl").write_text('{"output": "an answer"}\n')
+        ours, theirs = multiprocessing.get_context("fork").Pipe()
+        neighbour = multiprocessing.get_context("fork").Process(target=try_all, args=(theirs, folder, redis.socket))
+        neighbour.start()
+        assert ours.poll(120)
+        assert ours.recv() == {"connect to redis": "PermissionError", "files read": []}
+        neighbour.join(600)
+        # Nor is there a port to inject samples through.
+        assert psutil.Process(child.pid).net_connections(kind="inet") == []
+        with connect(BrokerConfig(url=redis.url, wait=0), "run").redis as client:
+            assert client.ping()
+    finally:
+        supervisor.stop()
+
+
+def try_all(pipe: Connection, folder: Path, redis: Path) -> None:
+    """In a process of its own: become the neighbour, and send the outcome of each attempt."""
+    try:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        paths = [Path(place) / name for place, _, names in os.walk(folder) for name in names]
+        # What it knows to be there, though it cannot list the folder.
+        paths += [folder / "rollouts" / "0.jsonl", folder / "redis" / "binary", folder / "logs" / "redis.log"]
+        results: dict[str, object] = {"files read": [str(path) for path in paths if os.access(path, os.R_OK)]}
+        try:
+            socket.socket(socket.AF_UNIX).connect(str(redis))
+        except OSError as error:
+            results["connect to redis"] = type(error).__name__
+        pipe.send(results)
+    except BaseException as error:
+        pipe.send(repr(error))
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(100, 900, 500), (100, 300, 300), (700, 900, 700)])
+def test_the_limit_of_open_files_is_raised_and_never_lowered(soft: int, hard: int, raised: int) -> None:
+    code = f"""
+import json, resource
+from common.process import raise_file_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+print(json.dumps([raise_file_limit(500), *resource.getrlimit(resource.RLIMIT_NOFILE)]))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed) == [raised, raised, hard]

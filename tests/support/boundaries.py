@@ -35,24 +35,17 @@ from tests.support.mutations import Mutations, from_json, from_msgpack, to_json,
 
 MOST_MEMORY = 128 << 20  # bytes that reading one input may need, above the input itself
 
-Accept = Callable[[bytes], None]
+Accept = Callable[[bytes], object]
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A place where bytes are read.
+    """A place where bytes are read."""
 
-    Attributes:
-        seeds: valid inputs.
-        open: returns a function that reads one input, within a folder of its own, and checks the result.
-        refusals: the only exceptions that it may raise.
-        read, write: see `Mutations`.
-    """
-
-    seeds: Sequence[bytes]
-    open: Callable[[Path], Accept]
-    refusals: tuple[type[Exception], ...] = (InvalidMessage,)
-    read: Callable[[bytes], Any] = from_msgpack
+    seeds: Sequence[bytes]  # valid inputs
+    open: Callable[[Path], Accept]  # makes a function that reads one input, within a folder, and checks the result
+    refusals: tuple[type[Exception], ...] = (InvalidMessage,)  # the only exceptions that it may raise
+    read: Callable[[bytes], Any] = from_msgpack  # see `Mutations`
     write: Callable[[Any], bytes] = to_msgpack
 
 
@@ -61,14 +54,7 @@ class Broken(AssertionError):
 
 
 def check(name: str, inputs: int, seed: int = 0) -> Counter[str]:
-    """Feed mutated inputs to a boundary.
-
-    Returns:
-        The number of inputs `read` and `refused`, and `MiB`, the most memory that one of them took.
-
-    Raises:
-        Broken: a reader raised an undocumented exception, or took too much memory.
-    """
+    """Feed mutated inputs to a boundary: how many it `read` and `refused`, and `MiB`, the most memory one took."""
     boundary, outcomes, most = BOUNDARIES[name], Counter[str](), 0
     mutations = Mutations(boundary.seeds, seed, boundary.read, boundary.write)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -144,12 +130,8 @@ def scores(folder: Path) -> Accept:
     return accept
 
 
-def reads(accept: Callable[[bytes], object]) -> Callable[[Path], Accept]:
-    """Opens a reader that needs no folder."""
-    return lambda _: lambda data: void(accept(data))
-
-
-def void(_: object) -> None: ...
+def reads(accept: Accept) -> Callable[[Path], Accept]:
+    return lambda folder: accept
 
 
 def wired(read: Callable[[bytes], Message]) -> Callable[[Path], Accept]:
@@ -218,10 +200,8 @@ ANSWERS = [
     {"status": "Success", "message": "", "compile_result": None, "run_result": RESULT, "files": {"a": "aGk="}},
     {"status": "Failed", "message": "x", "compile_result": RESULT, "run_result": RESULT | {"return_code": 1}},
 ]
-ROWS = [
-    {"prompt": "1+1", "answer": 2, "level": {"a": [1, None]}},
-    {"prompt": [{"role": "user", "content": "é"}], "answer": "x"},
-]
+CHAT = {"prompt": [{"role": "user", "content": "é"}], "answer": "x"}
+ROWS = [{"prompt": "1+1", "answer": 2, "level": {"a": [1, None]}}, CHAT]
 SCORES = [{"input": "1+1", "score": 1.0}, {"input": "user\n1+1\nassistant\n", "scores": [0.5, 1]}]
 LINES = [b'{"input": "2+2", "messages": [{"role": "user", "content": "4"}]}', b'{"logprobs": [-0.5]}']
 JOBS = unframed(

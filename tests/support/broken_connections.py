@@ -16,17 +16,11 @@ Moment = Literal["generating", "headers", "stream"]
 
 @dataclass(slots=True)
 class Trouble:
-    """What happens to the next attempt of a request; later attempts of it go through.
+    """What happens to the next attempt of a request; later attempts of it go through."""
 
-    Attributes:
-        moment: the connection breaks while the engine generates, before the reply is read, or within a stream.
-        pieces: of the stream that still arrive.
-        generating: set once the engine has the request.
-    """
-
-    moment: Moment
-    pieces: int = 0
-    generating: asyncio.Event = field(default_factory=asyncio.Event)
+    moment: Moment  # the connection breaks: while the engine generates, before the reply is read, or within a stream
+    pieces: int = 0  # of the stream that still arrive
+    generating: asyncio.Event = field(default_factory=asyncio.Event)  # set once the engine has the request
     over: bool = False
 
 
@@ -34,8 +28,6 @@ TROUBLE: ContextVar[Trouble | None] = ContextVar("TROUBLE", default=None)
 
 
 class BreakingTransport(httpx2.AsyncHTTPTransport):
-    """Breaks connections as `TROUBLE` says."""
-
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         trouble = TROUBLE.get()
         if trouble is None or trouble.over:

@@ -33,14 +33,12 @@ def config_of(**sections: Any) -> Config:
 
 
 def all_findings(name: str, role: Role, machine: Machine | None = None, **sections: Any) -> list[Finding]:
-    """The findings of the named check for a process with these sections of configuration."""
     (check,) = [check for check in CHECKS if check.name == name]
     context = Context(role, machine or Machine(), config_of(**sections), Need.CONFIG | Need.REDIS)
     return check.findings(context) if role in check.roles else []
 
 
 def finding_of(name: str, role: Role, machine: Machine | None = None, **sections: Any) -> Any:
-    """The one finding of a check; None if it does not apply."""
     findings = all_findings(name, role, machine, **sections)
     assert len(findings) < 2
     return findings[0] if findings else None
@@ -67,7 +65,6 @@ def run_file(folder: Path, **sections: Any) -> Path:
 
 
 def start(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m ...` to its end."""
     words = [sys.executable, "-m", *map(str, command)]
     return subprocess.run(words, capture_output=True, text=True, timeout=600, env=os.environ | QUIET | environment)
 

@@ -33,16 +33,11 @@ MEETING_PORT = 29500  # where ranks meet; every machine has all ports to itself
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 
 
-class NoNamespaces(Exception):
-    """Network namespaces cannot be made here; the text says why."""
+class NoNamespaces(Exception): ...
 
 
 class Machines:
-    """Named machines on one bridge; `close` ends what runs on them and removes them.
-
-    Raises:
-        NoNamespaces: this machine or this user cannot make them.
-    """
+    """Named machines on one bridge; `close` ends what runs on them and removes them."""
 
     def __init__(self, *names: str) -> None:
         if os.geteuid() != 0 or shutil.which("ip") is None:
@@ -72,7 +67,6 @@ class Machines:
         return self._addresses[name]
 
     def start(self, name: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a process on a machine, with its output in a file."""
         environment = {key: value for key, value in os.environ.items() if key not in OURS}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         command = ["ip", "netns", "exec", self._space(name), *command]
@@ -92,12 +86,10 @@ class Machines:
         return self.start(name, [*launcher, *command], log=log)
 
     def hostfile(self, path: Path, *names: str) -> Path:
-        """One slot on each machine, the first for rank 0."""
         path.write_text("".join(f"{self.address(name)} slots=1\n" for name in names))
         return path
 
     def traffic(self, name: str) -> tuple[int, int]:
-        """Bytes that have gone out of and come in at the machine's eth0."""
         counters: dict[str, Any] = json.loads(self._in(name, "-json", "-stats", "link", "show", "eth0"))[0]["stats64"]
         return counters["tx"]["bytes"], counters["rx"]["bytes"]
 

@@ -22,11 +22,11 @@ from tests.support.streams import payload
 
 
 def make_config(folder: Path, *, prompts: int = 40, heldout: int = 0, **sections: dict[str, Any]) -> Config:
-    """A run of few, small batches; sections are merged over the defaults given here."""
+    """A run of few, small batches, without trackers; sections are merged over the defaults given here."""
     write_prompts(folder / "train.jsonl", "train", prompts)
     write_prompts(folder / "heldout.jsonl", "heldout", heldout)
     tree: dict[str, dict[str, Any]] = {
-        "run": {"name": "test", "steps": 6, "output_dir": str(folder)},
+        "run": {"name": "test", "steps": 6, "output_dir": str(folder), "log_to": []},
         "model": {"path": "none"},
         "data": {"train": str(folder / "train.jsonl")},
         "sampler": {"batch_size": 8, "max_staleness": 1, "drift": {"mode": "ledger"}},
@@ -45,16 +45,11 @@ def write_prompts(path: Path, name: str, n: int) -> None:
 
 
 def reward_of(task: Task) -> float:
-    """A reward that is as good as random, and the same from every generator."""
     return float(blake2b(task.task_id.encode(), digest_size=1).digest()[0] % 2)
 
 
 class NoopGenerator:
-    """Answers tasks at once, by the newest version it knows of, or the one that it keeps for an evaluation.
-
-    Args:
-        taught: the answers to training tasks have a teacher's scores.
-    """
+    """Answers tasks at once, by the newest version it knows or the one kept for an evaluation; scored, if `taught`."""
 
     def __init__(self, broker: Broker, name: str = "noop", taught: bool = False) -> None:
         self.inbox, self.taught = TaskInbox(broker, name), taught
@@ -64,7 +59,6 @@ class NoopGenerator:
         self.tasks: list[Task] = []
 
     def work(self, n: int = 64, block_ms: int = 0, **changes: Any) -> int:
-        """Answer up to n tasks; `changes` are made to their headers."""
         if not self.inbox.lease(self.loaded, 0, 0).evaluation:
             self.loaded = self.version
         lease = self.inbox.lease(self.loaded, n, n)
@@ -74,25 +68,16 @@ class NoopGenerator:
         return len(deliveries)
 
     def finish(self, deliveries: list[Delivery], **changes: Any) -> int:
-        """Answer these; returns how many of the answers were accepted."""
+        """Answer these; returns how many of the answers were wanted."""
         results = []
         for delivery in deliveries:
             task = delivery.task
             version = self.loaded if task.evaluation else max(self.loaded, task.min_version)
             said = str(task.answer) if reward_of(task) else "a"
-            values: dict[str, Any] = {
-                "task_id": task.task_id,
-                "prompt_id": task.prompt_id,
-                "kind": task.kind,
-                "reason": "stop",
-                "reward": reward_of(task),
-                "reward_parts": {"exact": reward_of(task)},
-                "tokens": 10,
-                "model_tokens": 6,
-                "turns": 1,
-                "oldest_version": version,
-                "newest_version": version,
-            }
+            values: dict[str, Any] = {"task_id": task.task_id, "prompt_id": task.prompt_id, "kind": task.kind}
+            values |= {"reason": "stop", "reward": reward_of(task), "reward_parts": {"exact": reward_of(task)}}
+            values |= {"tokens": 10, "model_tokens": 6, "turns": 1}
+            values |= {"oldest_version": version, "newest_version": version}
             if task.kind != "train":
                 values["answer"] = said
             if task.kind != "train" or task.keep:
@@ -105,15 +90,13 @@ class NoopGenerator:
             self.tasks.append(task)
             tokens = payload(version=version)
             if self.taught:
-                tokens = dataclasses.replace(
-                    tokens, teacher_logprobs=np.full((len(tokens.logprobs), 1), -0.5, np.float32)
-                )
+                scores = np.full((len(tokens.logprobs), 1), -0.5, np.float32)
+                tokens = dataclasses.replace(tokens, teacher_logprobs=scores)
             results.append(Finished(delivery.entry_id, header, tokens if task.kind == "train" else None))
         return self.inbox.finish(results)
 
 
 def vars_of(tokens: Payload) -> dict[str, Any]:
-    """The fields of a record that hold tokens."""
     return {
         "token_ids": tokens.token_ids,
         "model_spans": tokens.model_spans,
@@ -123,11 +106,7 @@ def vars_of(tokens: Payload) -> dict[str, Any]:
 
 
 class NoopLearner:
-    """Takes one batch after another and announces the next version.
-
-    Args:
-        folder: of the run, for training data.
-    """
+    """Takes one batch after another and announces the next version; `folder` is the run's, for training data."""
 
     def __init__(self, broker: Broker, version: int = 0, folder: Path | None = None) -> None:
         self.inbox = BatchInbox(broker).acquire(0)
@@ -137,7 +116,6 @@ class NoopLearner:
         self.inbox.announce(Step(version=version))
 
     def work(self, block_ms: int = 0, *, checkpoint: bool = False) -> bool:
-        """Train on the next batch, if there is one."""
         batch = self.inbox.next(block_ms)
         if batch is None:
             return False
@@ -157,10 +135,7 @@ class NoopLearner:
         return True
 
     def record(self, batch: Batch, payloads: list[Payload]) -> dict[str, float]:
-        """Write the training data of the samples whose episodes are kept; returns a critic's metrics, if there is one.
-
-        The critic has the values 0, 0.01, 0.02, ..., and no discount.
-        """
+        """Write training data of the samples that are kept; the metrics of a critic with values 0, 0.01, 0.02, ..."""
         tokens = [len(payload.logprobs) for payload in payloads]
         values, judged = [np.arange(n) / 100 for n in tokens], batch.returns is not None
         returns = [np.full(n, one[0]) for n, one in zip(tokens, batch.returns or [[0.0]] * len(tokens), strict=True)]
@@ -195,7 +170,7 @@ class NoopLearner:
 
 
 def replayed(config: Config, ids: list[str], headers: list[SampleHeader], versions: int) -> dict[str, Any]:
-    """The counts of every answered prompt if an undisturbed sampler counts all headers at once."""
+    """Counts of every answered prompt, had an undisturbed sampler counted their headers in one go."""
     tracker, drift = ValueTracker(ids, config.sampler.tracker), PromptDrift(config.sampler.drift, len(ids))
     for version in range(versions + 1):
         drift.record(version, 0.002 * version)

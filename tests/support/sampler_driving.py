@@ -34,14 +34,15 @@ def start(
 
 
 def started(broker: Broker, folder: Path, **sections: Any) -> tuple[Sampler, NoopGenerator, NoopLearner]:
-    """A run of `make_config` whose learner is ready."""
+    """A run of `make_config`, whose first tasks are out."""
     config = make_config(folder, **sections)
     generator, learner = NoopGenerator(broker), NoopLearner(broker, folder=config.run.folder)
-    return start(config, broker), generator, learner
+    sampler = start(config, broker)
+    sampler.round()
+    return sampler, generator, learner
 
 
 def drive(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, rounds: int = 1000) -> None:
-    """Take turns until the run is over."""
     for _ in range(rounds):
         sampler.round()
         if sampler.over():
@@ -53,7 +54,6 @@ def drive(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, roun
 
 
 def reach(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, version: int) -> None:
-    """Take turns until the learner has made this version."""
     while learner.version < version:
         sampler.round()
         generator.work()

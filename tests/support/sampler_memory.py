@@ -86,18 +86,13 @@ class MemoryRun:
         presence: Any = SimpleNamespace(status=lambda **_: None)
         sampler = Sampler(self.config, self.data, run, presence, structlog.get_logger())
         feeds: Any = lambda *_: SimpleNamespace(wake=lambda: None, discard=lambda version: None)  # noqa: E731
-        with (
-            patch("sampler.metrics.MetricsFile", lambda *_: MemoryMetrics(self)),
-            patch("sampler.metrics.TrackerFeed", feeds),
-        ):
+        with patch.multiple("sampler.metrics", MetricsFile=lambda *_: MemoryMetrics(self), TrackerFeed=feeds):
             sampler.begin()
         sampler.steps = MemorySteps(self, int(sampler.state.last_step))  # type: ignore[assignment]
         return sampler
 
 
 class MemoryMetrics:
-    """Keeps a run's scalars."""
-
     def __init__(self, run: MemoryRun) -> None:
         self.run = run
 
@@ -111,8 +106,6 @@ class MemoryMetrics:
 
 
 class MemorySteps:
-    """Reads a run's steps."""
-
     def __init__(self, run: MemoryRun, seen: int) -> None:
         self.run, self.seen = run, seen
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+import pytest
+
+from common.config import BrokerConfig
+from common.errors import UserError
 from common.messages import SampleHeader, Task
 from common.payload import Payload
-from common.streams.broker import Broker
+from common.streams.broker import Broker, connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import CONSUMER_GROUP, HOLDERS, TRAINING, Delivery, Finished, TaskInbox
 
@@ -28,14 +33,12 @@ def evaluate(ledger: SamplerLedger, n: int = 1, version: int = 0) -> None:
 
 
 def leased(ledger: SamplerLedger, n: int, name: str = "a") -> tuple[TaskInbox, list[Delivery]]:
-    """A generator, and `n` tasks that it has just leased."""
     dispatch(ledger, n)
     inbox = TaskInbox(ledger.broker, name)
     return inbox, inbox.take(n, 0)
 
 
 def finish_all(ledger: SamplerLedger, n: int) -> TaskInbox:
-    """A generator that has finished `n` tasks."""
     inbox, deliveries = leased(ledger, n)
     inbox.finish([finished(delivery) for delivery in deliveries])
     return inbox
@@ -58,17 +61,23 @@ def finished(delivery: Delivery, reward: float = 1.0, **changes: object) -> Fini
 
 
 def silence(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
-    """Make a process look as if its last heartbeat was `seconds` ago."""
     broker.redis.zincrby(broker.key(HOLDERS), -1000 * seconds, inbox.consumer)
 
 
 def lose_reply(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
-    """Lease one task, `seconds` ago, to a process that never learns of it."""
+    """Lease one task to a process that never learns of it, so many seconds ago."""
     consumer = inbox.consumer
     ((entry_id, _),) = broker.read_group(TRAINING, CONSUMER_GROUP, consumer, count=1)
-    broker.redis.xclaim(
-        broker.key(TRAINING), CONSUMER_GROUP, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True
-    )
+    idle = int(1000 * seconds)
+    broker.redis.xclaim(broker.key(TRAINING), CONSUMER_GROUP, consumer, 0, [entry_id], idle=idle, justid=True)
+
+
+def refusal(url: str, wait: float = 0, **settings: Any) -> str:
+    """The line that says why Redis cannot be used at this address."""
+    with pytest.raises(UserError) as refused:
+        connect(BrokerConfig(url=url, wait=wait, **settings), "run")
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
 
 
 def saved_keys(broker: Broker) -> dict[bytes, bytes]:
@@ -77,7 +86,7 @@ def saved_keys(broker: Broker) -> dict[bytes, bytes]:
 
 
 def put_back(broker: Broker, keys: dict[bytes, bytes]) -> None:
-    """Put all keys back at once: Redis answers no process before it has read its log, so none may see it empty."""
+    """All at once, as Redis answers nobody before it has read its log: a process must not meet an empty Redis."""
     with broker.redis.pipeline(transaction=True) as pipe:
         pipe.flushall()
         for name, value in keys.items():

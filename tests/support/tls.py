@@ -14,6 +14,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+PEM = serialization.Encoding.PEM
+
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
     """A self-signed certificate for 127.0.0.1, and its key."""
@@ -33,16 +35,13 @@ def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
         .sign(key, hashes.SHA256())
     )
     files = folder / f"{name}.crt", folder / f"{name}.key"
-    files[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    files[1].write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
+    files[0].write_bytes(certificate.public_bytes(PEM))
+    encryption = serialization.NoEncryption()
+    files[1].write_bytes(key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, encryption))
     return files
 
 
 class TlsFront:
-    """Accepts TLS connections and forwards them to a server without TLS."""
-
     def __init__(self, port: int, certificate: Path, key: Path) -> None:
         self._target = ("127.0.0.1", port)
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

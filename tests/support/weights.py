@@ -29,23 +29,27 @@ CHUNK = 1 << 18
 CREDIT = 3
 CONFIG = WeightsConfig(shared_folder="off")
 Tensors = dict[str, torch.Tensor]
+Learner = Callable[[], Endpoint | None]
+Relays = Callable[[], Sequence[Endpoint]]
 
 
 def random_weights(seed: int, chunks: int = 5) -> Tensors:
-    """Tensors of odd sizes that do not fit chunk borders, so many chunks in float32."""
-    generator = torch.Generator().manual_seed(seed)
+    """Tensors of odd sizes, so many chunks in float32; each seed has moved a few numbers of those of the one before."""
+    generator = torch.Generator().manual_seed(0)
     shapes = {"embed": (chunks * 250, 251), "norm": (7,), "scalar": (), "empty": (0, 3), "proj": (333, 33)}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for step in range(seed):
+        moved = torch.rand(tensors["embed"].shape, generator=torch.Generator().manual_seed(step + 1)) < 0.004
+        tensors["embed"][moved] *= 1.01
+    return tensors
 
 
 def snapshot(version: int, seed: int | None = None, name: str | None = None, chunks: int = 5) -> Snapshot:
-    """Random weights as a learner serves them."""
     weights = random_weights(version if seed is None else seed, chunks)
     return copy_weights(version, weights.items(), torch.float32, CHUNK, snapshot=name).snapshot()
 
 
 def arriving(manifest: Manifest) -> Snapshot:
-    """A snapshot that a relay has begun to receive."""
     return Snapshot.arriving(manifest, MemoryFile(manifest.total_bytes))
 
 
@@ -56,7 +60,7 @@ def publish(server: WeightServer, version: int, seed: int | None = None, chunks:
 
 
 def assert_same(weights: SharedWeights, expected: Tensors) -> None:
-    """All tensors arrived, bit by bit, in a file that is opened the way another process does."""
+    """All tensors arrived, bit by bit."""
     assert weights.manifest.names == list(expected)
     for name, tensor in tensors(weights.manifest, torch.from_numpy(np.fromfile(weights.path, np.uint8))):
         assert torch.equal(tensor, expected[name]), name
@@ -67,7 +71,6 @@ def pulled(client: WeightClient) -> SharedWeights:
 
 
 def arrives(client: WeightClient, expected: Tensors, version: int | None = None) -> SharedWeights:
-    """The next weights are these, bit by bit; they are closed again."""
     with pulled(client) as weights:
         assert_same(weights, expected)
         assert version in (None, weights.version)
@@ -132,7 +135,6 @@ class ScriptedServer:
         return [self.endpoint() | {"name": "scripted"}]
 
     def fetched(self) -> set[int]:
-        """Chunks that were asked for."""
         return {request.chunk for request in self.requests if isinstance(request, Fetch)}
 
     def _serve(self) -> None:
@@ -179,16 +181,13 @@ class Requests:
 
 
 class RunningRelay(Relay):
-    """A relay in a thread of this process."""
-
-    def __init__(self, learner: Callable[[], Endpoint | None], config: WeightsConfig, **options: Any) -> None:
+    def __init__(self, learner: Learner, config: WeightsConfig, **options: Any) -> None:
         super().__init__(learner, config, log=get_logger(), **options)
         self._thread = threading.Thread(target=self.run, daemon=True)
         self._thread.start()
 
     @property
     def sent(self) -> int:
-        """Bytes of weights sent so far."""
         return self.server.sent.bytes
 
     def near(self) -> list[Mapping[str, str]]:
@@ -202,8 +201,6 @@ class RunningRelay(Relay):
 
 
 class Lab:
-    """Starts learners, relays and clients with one configuration; the last that was started is closed first."""
-
     def __init__(self, config: WeightsConfig) -> None:
         self.config = config
         self._open: list[Any] = []
@@ -212,7 +209,6 @@ class Lab:
         return self._opened(WeightServer(self.config.model_copy(update=settings)))
 
     def serving(self, source: Snapshot) -> SnapshotServer:
-        """A learner of one snapshot."""
         server: SnapshotServer = self._opened(SnapshotServer(self.config))
         server.serve(source)
         return server
@@ -224,16 +220,13 @@ class Lab:
         return self._opened(Requests(server))
 
     def client(
-        self,
-        learner: Callable[[], Endpoint | None],
-        relays: Callable[[], Sequence[Endpoint]] = tuple,
-        timeout: float = PATIENCE,  # a machine that is busy loses no connection
-        **settings: Any,
+        self, learner: Learner, relays: Relays = tuple, timeout: float = PATIENCE, **settings: Any
     ) -> WeightClient:
+        """By default patient: a machine that is busy loses no connection."""
         config = self.config.model_copy(update=settings)
         return self._opened(WeightClient(learner, config, relays=relays, timeout=timeout))
 
-    def relay(self, learner: Callable[[], Endpoint | None], **options: Any) -> RunningRelay:
+    def relay(self, learner: Learner, **options: Any) -> RunningRelay:
         return self._opened(RunningRelay(learner, **{"config": self.config, "timeout": PATIENCE} | options))
 
     def close(self, *started: Any) -> None:

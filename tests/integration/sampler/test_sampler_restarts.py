@@ -28,8 +28,7 @@ from tests.support.sampler_driving import audited, committed_counts, drive, reac
 from tests.support.streams import put_back, saved_keys
 
 
-class Killed(Exception):
-    """The sampler process is gone."""
+class Killed(Exception): ...
 
 
 class FragileLedger(SamplerLedger):
@@ -103,11 +102,7 @@ class PowerCut(SamplerLedger):
         monkeypatch.setattr(os, "fsync", fsync)
 
     def commit(self, commit: Commit) -> int:
-        for path in (
-            self.folder / "metrics.jsonl",
-            *self.folder.glob("rollouts/*"),
-            *self.folder.glob("validation*/*"),
-        ):
+        for path in (self.folder / "metrics.jsonl", *self.folder.glob("rollouts/*"), *self.folder.glob("val*/*")):
             if path.exists():
                 self.names.add(str(path.relative_to(self.folder)))
                 assert self.synced.get(path.stat().st_ino) == path.stat().st_size, path
@@ -115,9 +110,7 @@ class PowerCut(SamplerLedger):
         return super().commit(commit)
 
 
-def test_files_are_on_the_disk_before_redis_has_their_counts(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_on_the_disk_when_counted(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, heldout=100, episode={"rollouts_every": 3}, run={"steps": 3})
     ledger = PowerCut(broker, config.run.folder, monkeypatch)
     drive(start(config, broker, ledger), NoopGenerator(broker), NoopLearner(broker))
@@ -136,13 +129,10 @@ def test_a_learner_that_repeats_steps_gets_no_batch_twice(broker: Broker, tmp_pa
 
 
 class Run:
-    """A run of six steps, with a checkpoint after each."""
-
     def __init__(self, broker: Broker, folder: Path) -> None:
         self.broker = broker
-        self.config = make_config(
-            folder, heldout=4, episode={"rollouts_every": 1}, learner={"keep_checkpoints": 6}, run={"journal": True}
-        )
+        sections = {"episode": {"rollouts_every": 1}, "learner": {"keep_checkpoints": 6}, "run": {"journal": True}}
+        self.config = make_config(folder, heldout=4, **sections)
         self.saved: dict[int, dict[str, object]] = {}  # values of the prompts, as they are saved with a version
         self.backup: dict[bytes, bytes] = {}  # of Redis
         self.join(0)
@@ -158,7 +148,6 @@ class Run:
         return start(self.config, self.broker, SamplerLedger(self.broker, "sampler under test", journal=True))
 
     def go_to(self, version: int) -> None:
-        """Take turns until the sampler has seen this version."""
         while (before := self.sampler.state.version) < version:
             counted = self.broker.counters().get("counted", 0)
             self.sampler.round()
@@ -194,7 +183,6 @@ def empty(run: Run) -> None:
 
 
 def go_back(run: Run) -> None:
-    """Redis loses the newest commits, while the processes live."""
     before = saved_keys(run.broker)
     run.generator.work(4)
     run.sampler.round()
@@ -204,7 +192,6 @@ def go_back(run: Run) -> None:
 
 
 def lose_headers(run: Run) -> None:
-    """Redis loses headers that the sampler has read."""
     read, samples = run.sampler.ledger.read, run.broker.key("samples")
 
     def read_and_lose(*arguments: int) -> Any:
@@ -244,9 +231,7 @@ def files_of(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("lose", [empty, go_back, lose_headers, restore_backup, start_learner_ahead])
-def test_whatever_redis_has_lost_the_run_starts_from_the_newest_checkpoint(
-    run: Run, lose: Callable[[Run], None]
-) -> None:
+def test_whatever_redis_has_lost_a_run_starts_from_the_newest_checkpoint(run: Run, lose: Callable[[Run], None]) -> None:
     run.go_to(1)
     run.backup = saved_keys(run.broker)
     run.go_to(4)
@@ -343,18 +328,16 @@ def test_without_a_saved_state_values_start_again(run: Run) -> None:
     assert run.sampler.state.version == 1
 
 
-def test_states_of_another_run_in_the_folder_are_removed(run: Run) -> None:
+def test_states_of_another_run_are_removed_or_named(run: Run) -> None:
     other = tracker_path(run.config.run.folder, 9)
-    other.parent.mkdir(parents=True)
-    other.write_bytes(b"of another run")
-    run.go_to(1)
-    assert not other.exists()
-
-
-def test_a_state_of_another_run_that_cannot_be_removed_is_named(run: Run) -> None:
-    tracker_path(run.config.run.folder, 9).mkdir(parents=True)  # root too cannot unlink a folder
+    other.mkdir(parents=True)  # root too cannot unlink a folder
     with pytest.raises(UserError, match=r"step_9\.npz cannot be removed: Is a directory"):
         run.go_to(1)
+    other.rmdir()
+    other.write_bytes(b"of another run")
+    run.join(0)
+    run.go_to(1)
+    assert not other.exists()
 
 
 def test_a_learner_ahead_of_its_sampler_is_no_lost_redis(run: Run) -> None:

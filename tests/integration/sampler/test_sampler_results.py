@@ -60,10 +60,8 @@ def nothing_is_left(broker: Broker, generator: NoopGenerator, skipped: int, rewa
 
 def test_poisoned_headers_are_skipped_and_the_run_ends(broker: Broker, tmp_path: Path) -> None:
     n = len(POISON)
-    sampler, generator, learner = started(
-        broker, tmp_path, heldout=2, run={"steps": 2}, sampler={"batch_size": n}, episode={"rollouts_every": 1}
-    )
-    sampler.round()
+    sections = {"run": {"steps": 2}, "sampler": {"batch_size": n}, "episode": {"rollouts_every": 1}}
+    sampler, generator, learner = started(broker, tmp_path, heldout=2, **sections)
     sent = {}
     for delivery, (name, changes) in zip(generator.inbox.take(n), POISON.items(), strict=True):
         sent[delivery.task.task_id] = name
@@ -84,7 +82,6 @@ def test_poisoned_headers_are_skipped_and_the_run_ends(broker: Broker, tmp_path:
 
 def test_a_reward_rounded_over_the_end_is_the_full_reward(broker: Broker, tmp_path: Path) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=2, run={"steps": 2})
-    sampler.round()
     generator.work(4, reward=1.0000000000000002)
     generator.work(4, reward=0.9999999999999999)
     drive(sampler, generator, learner)
@@ -93,9 +90,7 @@ def test_a_reward_rounded_over_the_end_is_the_full_reward(broker: Broker, tmp_pa
     assert broker.evaluations()[0]["accuracy"] == 1.0
 
 
-def test_what_counting_cannot_do_with_a_result_stops_nothing(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_uncountable_result_stops_nothing(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add = SamplerMetrics.add
 
     def fails_once(metrics: SamplerMetrics, header: SampleHeader, *values: Any, **named: Any) -> None:
@@ -115,7 +110,6 @@ def test_what_counting_cannot_do_with_a_result_stops_nothing(
 @pytest.mark.parametrize("line", [b'{"task_id": "e0-1", "reward": 1.0}', b'{"a": ' + b"[" * 9000 + b"}"])
 def test_a_record_cannot_speak_for_its_header(broker: Broker, tmp_path: Path, line: bytes) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=2, run={"steps": 1})
-    sampler.round()
     generator.work(2, reward=0.0, record=zlib.compress(line))
     drive(sampler, generator, learner)
     text = (tmp_path / "default/validation_data/0.jsonl").read_text()
@@ -126,7 +120,6 @@ def test_a_record_cannot_speak_for_its_header(broker: Broker, tmp_path: Path, li
 
 def test_skipped_tasks_are_replaced_retired_prompts_stay_away(broker: Broker, tmp_path: Path) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=2)
-    sampler.round()
     sampler.round()
     generator.work(4, status="set_aside", failure=Failure.SANDBOX_UNAVAILABLE, reason="ToolUnavailable: some text")
     generator.work(3, status="set_aside", reason="PromptTooLong: no kind was sent", retire=True)
@@ -182,16 +175,13 @@ def test_a_run_without_a_usable_answer_ends_with_one_line(
     broker: Broker, tmp_path: Path, sections: dict[str, Any], answers: dict[str, Any], words: str
 ) -> None:
     sampler, generator, _ = started(broker, tmp_path, **sections)
-    sampler.round()
     generator.work(4, **answers)
     with pytest.raises(UserError, match=words):
         sampler.round()
 
 
 @pytest.mark.parametrize(("limit", "allowed"), [(20, 20), (None, 80)])
-def test_nothing_but_failures_end_the_run_and_it_can_go_on(
-    broker: Broker, tmp_path: Path, limit: int | None, allowed: int
-) -> None:
+def test_failures_alone_end_the_run_and_it_can_go_on(broker: Broker, tmp_path: Path, limit: Any, allowed: int) -> None:
     """By default as many may fail as can be outstanding."""
     settings = {"batch_size": 16, "max_staleness": 4, "max_set_aside": limit}
     sampler, generator, learner = started(broker, tmp_path, run={"steps": 6}, sampler=settings)

@@ -1,10 +1,11 @@
-"""Whole runs of the sampler on a real redis-server, with a generator and a learner that do no work."""
+"""Whole runs of the sampler on a real redis-server; each evaluation is answered by one version, whatever dies."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,18 +13,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common.config import Config
 from common.streams.broker import Broker
+from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
+from sampler.loop import Sampler
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, reward_of, write_prompts
 from tests.support.sampler_driving import audited, committed_counts, drive, start, started
 
 
 def recorded(folder: Path) -> EventAccumulator:
-    """What TensorBoard has of the sampler."""
     return EventAccumulator(str(folder / "default/tensorboard/sampler"), size_guidance={"scalars": 0}).Reload()
 
 
 def test_a_run_from_the_first_evaluation_to_the_last(broker: Broker, tmp_path: Path) -> None:
-    sampler, generator, learner = started(broker, tmp_path, heldout=5)
+    sampler, generator, learner = started(broker, tmp_path, heldout=5, run={"log_to": ["tensorboard"]})
     drive(sampler, generator, learner)
     sampler.metrics.close()  # `run` opens them again
     sampler.run()
@@ -39,9 +41,8 @@ def test_a_run_from_the_first_evaluation_to_the_last(broker: Broker, tmp_path: P
     rewards = [reward_of(task) for task in evaluated if task.min_version == 6]
     assert (last["accuracy"], last["samples"]) == (sum(rewards) / 5, 5)
     rows = [json.loads(line) for line in (tmp_path / "default/validation_data/6.jsonl").read_text().splitlines()]
-    assert [(row["task_id"], row["input"], row["versions"]) for row in rows] == [
-        (f"e6-{n}", f"heldout {n}", [6, 6]) for n in range(5)
-    ]
+    expected = [(f"e6-{n}", f"heldout {n}", [6, 6]) for n in range(5)]
+    assert [(row["task_id"], row["input"], row["versions"]) for row in rows] == expected
 
     sampler.metrics.close()
     events = recorded(tmp_path)
@@ -73,12 +74,10 @@ def two_sources(folder: Path) -> Config:
     """Three tasks of `train` to each of `few`, and two held-out sets."""
     write_prompts(folder / "few.jsonl", "few", 4)
     few = str(folder / "few.jsonl")
-    train = [
-        {"path": str(folder / "train.jsonl"), "weight": 3},
-        {"path": few, "system_prompt": "be brief", "episode": {"max_assistant_turns": 2}},
-    ]
+    own = {"system_prompt": "be brief", "episode": {"max_assistant_turns": 2}}
+    train = [{"path": str(folder / "train.jsonl"), "weight": 3}, {"path": few} | own]
     heldout = [{"path": str(folder / "heldout.jsonl")}, {"path": few, "name": "old"}]
-    return make_config(folder, heldout=2, data={"train": train, "heldout": heldout})
+    return make_config(folder, heldout=2, data={"train": train, "heldout": heldout}, run={"log_to": ["tensorboard"]})
 
 
 def test_each_source_gets_its_share_and_has_metrics_of_its_own(broker: Broker, tmp_path: Path) -> None:
@@ -101,3 +100,126 @@ def test_each_source_gets_its_share_and_has_metrics_of_its_own(broker: Broker, t
         rewards = [reward_of(task) for task in trained if task.source == name]
         assert sum(samples.values()) == len(rewards)
         assert sum(samples[step] * mean for step, mean in means.items()) == pytest.approx(sum(rewards))
+
+
+def rows(folder: Path, version: int) -> list[dict[str, Any]]:
+    path = folder / f"default/validation_data/{version}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def shown_progress(sampler: Sampler) -> str | None:
+    """Answers of the evaluation under way, as `spo status` reads them."""
+    sampler.report(now=True)
+    sampler.presence.beat()
+    shown: str | None = sampler.ledger.broker.processes()["sampler"]["evaluating"]
+    return shown
+
+
+def test_training_goes_on_while_an_evaluation_is_answered(broker: Broker, tmp_path: Path) -> None:
+    config = make_config(tmp_path, heldout=9, sampler={"batch_size": 4, "max_staleness": 3}, run={"steps": 12})
+    keeper, other = NoopGenerator(broker, "keeper"), NoopGenerator(broker, "other")
+    learner = NoopLearner(broker, folder=config.run.folder)
+    sampler = start(config, broker)
+    sampler.round()
+    assert keeper.work(1) == 1
+    while learner.version < 3:
+        sampler.round()
+        other.loaded = learner.version
+        other.finish(other.inbox.lease(-1, 64, 64).deliveries)
+        sampler.round()
+        learner.work()
+    assert other.inbox.lease(3, 64, 0) == ("", []), "the evaluation is not for newer weights"
+    keeper.version = learner.version
+    assert keeper.work(8) == 8
+    sampler.round()
+    assert [row["versions"] for row in rows(tmp_path, 0)] == [[0, 0]] * 9
+    drive(sampler, keeper, learner)
+    versions = [result["version"] for result in broker.evaluations()]
+    assert versions[:2] == [0, 3], "the one that was due at 2 waited for the first"
+    audited(broker, config)
+
+
+def test_an_evaluation_outlives_its_version(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, generator, learner = started(broker, tmp_path, heldout=6)
+    dying = NoopGenerator(broker, "dying")
+    dying.work(2)
+    hung = dying.inbox.lease(0, 2, 0).deliveries
+    sampler.round()
+    begun, late = shown_progress(sampler), dying.inbox.lease(0, 1, 0).deliveries
+    with monkeypatch.context() as patched:
+        patched.setattr(broker, "dead_after", 0.0)  # no generator with the version has been seen for so long
+        while sampler.state.evaluation_name(0) == "e0":
+            sampler.evaluations._check_at = 0.0
+            sampler.round()
+    assert sampler.state.evaluation_name(0) == "e0.1"
+    assert (begun, shown_progress(sampler)) == ("2/6", "0/6")
+    assert dying.inbox.beat([delivery.entry_id for delivery in hung]).lost == {delivery.entry_id for delivery in hung}
+    assert dying.finish(hung + late) == 0, "no sampler waits for these any more"
+    drive(sampler, generator, learner)
+    counters = audited(broker, sampler.config)
+    assert counters["superseded"] == 4
+    assert counters["ignored"] == 2
+    assert shown_progress(sampler) is None, "no evaluation is under way"
+    assert counters["evaluated"] == 6 * len(broker.evaluations())
+    assert [row["task_id"] for row in rows(tmp_path, 0)] == [f"e0.1-{n}" for n in range(6)]
+
+
+@pytest.mark.parametrize("answered", [2, 6])
+def test_an_evaluation_whose_data_lost_rows_starts_again(broker: Broker, tmp_path: Path, answered: int) -> None:
+    sampler, generator, learner = started(broker, tmp_path, heldout=6)
+    generator.work(1)
+    sampler.round()
+    # The sampler dies with these not counted.
+    generator.work(answered)
+    write_prompts(tmp_path / "heldout.jsonl", "heldout", 3)
+    drive(start(sampler.config, broker), generator, learner)
+    assert audited(broker, sampler.config)["evaluated"] == sum(result["samples"] for result in broker.evaluations())
+    for result in broker.evaluations():
+        lines = rows(tmp_path, result["version"])
+        assert [line["input"] for line in lines] == [f"heldout {i}" for i in range(3)]
+        assert result["samples"] == 3
+
+
+def test_without_one_before_training_it_follows_an_interval(broker: Broker, tmp_path: Path) -> None:
+    sampler, generator, learner = started(broker, tmp_path, heldout=2, eval={"every": 4, "before_training": False})
+    drive(sampler, generator, learner)
+    assert [result["version"] for result in broker.evaluations()] == [4, 6]
+    audited(broker, sampler.config)
+
+
+def test_an_evaluation_is_sent_in_slices(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sampler.evaluation.SLICE", 4)
+    sent: list[int] = []
+    commit = SamplerLedger.commit
+
+    def recorded(self: SamplerLedger, changes: Commit) -> int:
+        sent.append(sum(task.kind == "eval" for task, _ in changes.dispatch))
+        return commit(self, changes)
+
+    monkeypatch.setattr(SamplerLedger, "commit", recorded)
+    sampler, generator, learner = started(broker, tmp_path, heldout=30)
+    sampler = start(sampler.config, broker)
+    for _ in range(40):
+        sampler.round()
+    assert sum(sent) < 30, "the next slices wait for answers to the first"
+    drive(sampler, generator, learner)
+    assert max(sent) == 4
+    audited(broker, sampler.config)
+    assert {result["samples"] for result in broker.evaluations()} == {30}
+
+
+def test_figures_of_each_set_and_of_each_value_of_a_column(broker: Broker, tmp_path: Path) -> None:
+    for name, levels in (("aime", ["1", "2", None]), ("hmmt", ["2", "2", "3"])):
+        lines = [{"prompt": f"{name} {i}", "answer": i, "level": level} for i, level in enumerate(levels)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    heldout = [{"path": str(tmp_path / f"{name}.jsonl")} for name in ("aime", "hmmt")]
+    evaluated = {"every": 0, "samples": 2, "by_column": "level", "limit": 2}
+    data = {"train": str(tmp_path / "train.jsonl"), "heldout": heldout}
+    drive(*started(broker, tmp_path, data=data, eval=evaluated))
+    figures = broker.evaluations()[-1]["figures"]
+    groups = {name.rpartition("/")[0] for name in figures}
+    assert groups == {"", "aime", "hmmt", "level=1", "level=2"}, "the first two rows of each set"
+    assert {name for name in figures if "/" not in name} == {
+        "accuracy", "reward", "samples", "set_aside", "avg@2", "maj@2", "pass@1", "pass@2",
+    }  # fmt: skip
+    assert [figures[f"{group}/samples"] for group in ("aime", "hmmt", "level=1", "level=2")] == [4, 4, 2, 6]

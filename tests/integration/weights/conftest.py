@@ -19,7 +19,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config() -> WeightsConfig:
-    """Of all that the lab starts; a file of tests may have its own."""
     return CONFIG
 
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
 from common.config import WeightsConfig
 from common.weights.memory import Snapshot
 from common.weights.wire import Fetch, Gone, Poll
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
-from learner.publish.weight_copy import copy_weights
-from learner.publish.weight_server import WeightServer, with_deltas
+from learner.publish.weight_server import with_deltas
 from tests.support.waiting import PATIENCE, eventually
-from tests.support.weights import CHUNK, CONFIG, Lab, Tensors, arrives, assert_same, chunk_frames, following, pulled
+from tests.support.weights import (
+    CONFIG,
+    Lab,
+    arrives,
+    assert_same,
+    chunk_frames,
+    following,
+    publish,
+    pulled,
+    random_weights,
+    snapshot,
+)
 
 
 @pytest.fixture
@@ -23,30 +32,10 @@ def config() -> WeightsConfig:
     return CONFIG.model_copy(update={"deltas": "on"})
 
 
-def trained(version: int) -> Tensors:
-    """Weights of about 5 chunks; each version has moved a few of those of the one before."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {"embed": torch.randn(1250, 501, generator=generator), "norm": torch.randn(7, generator=generator)}
-    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    for step in range(version):
-        moved = torch.rand(tensors["embed"].shape, generator=torch.Generator().manual_seed(step + 1)) < 0.004
-        tensors["embed"][moved] *= 1.01
-    return tensors
-
-
-def publish(server: WeightServer, version: int) -> Tensors:
-    tensors = trained(version)
-    server.serve(server.copy(version, tensors.items(), torch.bfloat16))
-    return tensors
-
-
 def snapshots(count: int) -> list[Snapshot]:
-    """Versions as a learner serves them, each with its deltas from the one before."""
     made: list[Snapshot] = []
     for version in range(count):
-        source = copy_weights(
-            version, trained(version).items(), torch.bfloat16, CHUNK, snapshot=f"ab-{version}"
-        ).snapshot()
+        source = snapshot(version, name=f"ab-{version}")
         made.append(with_deltas(source, made[-1]) if made else source)
     return made
 
@@ -55,7 +44,7 @@ def arrive_up_to(client: WeightClient, version: int) -> SharedWeights:
     """A version arrives bit by bit, and so do those before it, which come only if they are taken in time."""
     while True:
         with pulled(client) as weights:
-            assert_same(weights, trained(weights.version))
+            assert_same(weights, random_weights(weights.version))
         if weights.version == version:
             return weights
 
@@ -74,7 +63,7 @@ def test_each_version_arrives_in_a_small_part_of_its_bytes(lab: Lab) -> None:
     assert (stats.received_bytes, stats.transferred_bytes) == (sum(sizes), 4 * whole)
     assert stats.delta_chunks == 3 * len(weights.manifest.checksums)
     newcomer = lab.client(server.endpoint)
-    arrives(newcomer, trained(3))
+    arrives(newcomer, random_weights(3))
     assert (newcomer.stats.delta_chunks, newcomer.stats.corrupt_chunks) == (0, 0)
 
 
@@ -92,9 +81,7 @@ def test_weights_of_another_layout_come_whole(lab: Lab) -> None:
     server = lab.learner()
     client = lab.client(server.endpoint)
     arrives(client, publish(server, 0))
-    larger = {"embed": torch.ones(1500, 501, dtype=torch.bfloat16)}
-    server.serve(server.copy(1, larger.items(), torch.bfloat16))
-    arrives(client, larger)
+    arrives(client, publish(server, 1, chunks=6))
     assert client.stats.delta_chunks == 0
 
 
@@ -130,7 +117,7 @@ def test_a_transfer_that_is_cut_off_goes_on_with_what_is_missing(lab: Lab) -> No
     pulled(client).close()
     assert silent.wait(PATIENCE)
     learner = healthy
-    chunks = len(arrives(client, trained(1)).manifest.checksums)
+    chunks = len(arrives(client, random_weights(1)).manifest.checksums)
     assert healthy.fetched() == set(range(2, chunks))
     assert client.stats.delta_chunks == chunks
 
@@ -157,13 +144,15 @@ def test_weights_half_made_from_deltas_are_the_base_of_nothing(lab: Lab) -> None
 @pytest.mark.usefixtures("impatient")
 def test_deltas_that_were_not_asked_for_are_no_weights(lab: Lab) -> None:
     newest = snapshots(2)[1:]
-    learner = lab.scripted(
-        following(newest, lambda source, request: chunk_frames(source, request.model_copy(update={"delta": True})))
-    )
+
+    def answer(source: Snapshot, request: Fetch) -> list[bytes]:
+        return chunk_frames(source, request.model_copy(update={"delta": True}))
+
+    learner = lab.scripted(following(newest, answer))
     client = lab.client(lambda: learner.endpoint())
     eventually(lambda: client.stats.reconnects > 0)
     learner = lab.scripted(following(newest))
-    arrives(client, trained(1))
+    arrives(client, random_weights(1))
     assert client.stats.delta_chunks == 0
 
 
@@ -178,6 +167,20 @@ def test_after_a_restart_weights_come_whole_then_as_deltas(lab: Lab) -> None:
         weights = arrives(client, publish(learner, version))
     assert client.stats.delta_chunks == 2 * len(weights.manifest.checksums)
     assert client.stats.corrupt_chunks == 0
+
+
+def test_no_deltas_are_made_for_local_and_gone_clients(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.weights.server.READER_TIMEOUT", 0.0)
+    server = lab.learner()
+    publish(server, 0)
+    gone = lab.requests(server)
+    gone.fetch(gone.ask(Poll(deltas=True))[0], 0)
+    lab.close(gone)
+    publish(server, 1)
+    local = lab.client(server.endpoint, deltas="auto")
+    pulled(local).close()
+    for version in (2, 3):
+        assert arrives(local, publish(server, version), version).manifest.base == ""
 
 
 def test_a_relay_passes_deltas_on_and_serves_newcomers_whole(lab: Lab) -> None:

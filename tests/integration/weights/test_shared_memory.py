@@ -29,12 +29,6 @@ def config(tmp_path: Path) -> WeightsConfig:
     return CONFIG.model_copy(update={"shared_folder": str(tmp_path / "shared")})
 
 
-def put(source: Snapshot, file: MemoryFile) -> None:
-    for index, chunk in enumerate(source.chunks):
-        assert chunk is not None
-        file.write(source.manifest.chunk_range(index)[0], chunk)
-
-
 def test_each_version_arrives_and_no_socket_carries_it(lab: Lab) -> None:
     server = lab.learner()
     clients = [lab.client(server.endpoint) for _ in range(3)]
@@ -83,9 +77,7 @@ def test_a_relay_pulls_or_takes_weights_once_and_hands_them_on(lab: Lab, learner
     assert near.stats.source == "near"
 
 
-def test_a_folder_that_two_machines_share_is_noticed(
-    lab: Lab, config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_two_machines_is_noticed(lab: Lab, config: WeightsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     server = lab.learner()
     monkeypatch.setattr("common.weights.handover.boot_id", lambda: "another-machine")
     with capture_logs() as logs:
@@ -95,16 +87,12 @@ def test_a_folder_that_two_machines_share_is_noticed(
     assert f"{config.shared_folder} is shared with another machine" in line
 
 
-@pytest.mark.parametrize(
-    "trouble", ["no common folder", "no socket can be made", "nothing listens", "another's socket"]
-)
-def test_weights_are_pulled_where_memory_cannot_be_had(
-    trouble: str, lab: Lab, config: WeightsConfig, tmp_path: Path
-) -> None:
-    folders = {"no common folder": str(tmp_path / "mine"), "no socket can be made": "/proc/weights"}
+@pytest.mark.parametrize("trouble", ["no common folder", "no socket is made", "nothing listens", "another's socket"])
+def test_weights_are_pulled_if_none_are_shared(trouble: str, lab: Lab, config: WeightsConfig, tmp_path: Path) -> None:
+    folders = {"no common folder": str(tmp_path / "mine"), "no socket is made": "/proc/weights"}
     theirs = folders.get(trouble, config.shared_folder)
     with capture_logs() as logs:
-        server = lab.learner(**({"shared_folder": theirs} if trouble == "no socket can be made" else {}))
+        server = lab.learner(**({"shared_folder": theirs} if trouble == "no socket is made" else {}))
     handover = server._server.handover
     if handover is None:
         assert "shared_folder" in logs[0]["event"]
@@ -125,7 +113,7 @@ def test_weights_are_pulled_where_memory_cannot_be_had(
 def test_after_damage_in_shared_memory_the_weights_are_pulled(lab: Lab) -> None:
     server, good = lab.learner(), snapshot(0)
     damaged = MemoryFile(good.manifest.total_bytes)
-    put(good, damaged)
+    damaged.write(0, b"".join(good.chunks))
     damaged.data[CHUNK + 5] ^= 1
     server._server.serve(Snapshot(good.manifest, good.chunks, damaged))
     client = lab.client(server.endpoint)

@@ -42,7 +42,6 @@ def connected(address: str) -> socket.socket:
 
 
 def is_cut_off(peer: socket.socket) -> bool:
-    """Wait until the other end closes the connection."""
     with contextlib.suppress(ConnectionResetError):
         while peer.recv(1 << 16):
             pass
@@ -69,6 +68,19 @@ def test_a_large_frame_of_a_stranger_is_not_taken(server: str, flags: bytes, mec
     with connected(endpoint()["address"]) as stranger:
         assert is_refused(stranger, greeting(mechanism) + flags)
     arrives(lab.client(endpoint), expected)
+
+
+def test_a_large_frame_of_no_server_is_not_taken(mechanism: str, lab: Lab) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE)
+        where = {"address": f"tcp://127.0.0.1:{listener.getsockname()[1]}", "password": "expected"}
+        client = lab.client(lambda: where)
+        for flags in FLAGS.values():  # the client tries again each time
+            with listener.accept()[0] as stranger:
+                assert is_refused(stranger, greeting(mechanism) + flags)
+    learner = lab.learner()
+    where = learner.endpoint()
+    arrives(client, publish(learner, 0))
 
 
 def test_of_too_many_strangers_the_oldest_is_cut_off(mechanism: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

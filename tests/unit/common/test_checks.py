@@ -13,6 +13,7 @@ import pytest
 
 from common.checks import computing, packages
 from common.checks.check import Context, When, examine
+from common.checks.computing import Gpus, compare, kernels_for, why_no_gpu
 from common.checks.list import CHECKS, check_start
 from common.checks.machine import UNBOUNDED, Machine, read_machine
 from common.checks.packages import requirements_of
@@ -20,7 +21,7 @@ from common.checks.services import runs_programs
 from common.curve import make_keys
 from common.errors import UserError
 from common.process import Role
-from tests.support.checks import CPU_BUILDS, CUDA_BUILDS, config_of, finding_of, level_of, small_model
+from tests.support.checks import AVX512, CPU_BUILDS, CUDA_BUILDS, config_of, finding_of, level_of, small_model
 
 SAMPLER, GENERATOR, LEARNER, RELAY = Role.SAMPLER, Role.GENERATOR, Role.LEARNER, Role.RELAY
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -29,8 +30,6 @@ MIB = 1 << 20
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
-    """Names the packages that are installed, whatever this machine has."""
-
     def install(names: dict[str, str]) -> None:
         for module in (computing, packages):
             monkeypatch.setattr(module, "installed_version", names.get)
@@ -56,9 +55,7 @@ NESTED = {"sys/fs/cgroup/a/b/memory.max": "8192\n", "sys/fs/cgroup/a/memory.max"
         ("4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n", VERSION_1, (4096, True, 0.5)),
     ],
 )
-def test_the_lowest_limit_of_the_control_groups_counts(
-    group: str, limits: dict[str, str], expected: tuple[object, ...], tmp_path: Path
-) -> None:
+def test_the_lowest_control_group_counts(group: str, limits: dict[str, str], expected: Any, tmp_path: Path) -> None:
     proc = {
         "proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nflags\t\t: other\n",
         "proc/meminfo": "MemTotal:       1000 kB\n",
@@ -200,9 +197,7 @@ def test_what_an_extra_needs_includes_the_extras_it_names() -> None:
 
 def test_missing_packages_are_problems_other_versions_warnings(installed) -> None:
     needed = {each.name: each.specifier for each in requirements_of("learner")}
-    versions = {
-        name: next(one.version for one in ends if one.operator in (">=", "==")) for name, ends in needed.items()
-    }
+    versions = {name: next(one.version for one in end if one.operator in (">=", "==")) for name, end in needed.items()}
     installed(versions)
     assert level_of("packages", LEARNER) == OK
     versions["deepspeed"] = "0.1"
@@ -304,12 +299,54 @@ def test_the_serving_rank_needs_a_free_port() -> None:
 def test_a_start_is_refused_with_all_problems_else_warns(tmp_path: Path, installed) -> None:
     installed(CPU_BUILDS)
     old = Machine(cpu_flags=frozenset({"avx"}))
-    sections: dict[str, Any] = {
-        "model": {"path": str(small_model(tmp_path / "model", (2, 2)))},
-        "run": {"output_dir": str(tmp_path)},
-    }
+    sections: dict[str, Any] = {"model": {"path": str(small_model(tmp_path / "model", (2, 2)))}}
+    sections["run"] = {"output_dir": str(tmp_path)}
     (warned,) = check_start(LEARNER, config_of(**sections), old)
     assert "lacks AVX2" in warned
     sections["run"] = {"output_dir": "/proc/runs", "steps": 0}
     with pytest.raises(UserError, match=r"run without a learner.*; .*cannot write in /proc"):
         check_start(LEARNER, config_of(**sections), old)
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "modules", "level", "words"),
+    [
+        ("x86_64", AVX512 | {"avx512_bf16"}, "_C _C_AVX2 _C_AVX512", OK, "x86_64, vLLM's kernels _C"),
+        ("x86_64", {"fma", "avx2"}, "_C _C_AVX2", WARNING, "lacks AVX-512: vLLM takes its AVX2 kernels"),
+        ("x86_64", {"fma", "avx2"}, "_C", PROBLEM, "kernels _C_AVX2, which are not installed (installed: _C)"),
+        ("x86_64", {"sse4_2", "avx"}, "_C _C_AVX2", PROBLEM, "neither AVX-512 nor AVX2"),
+        ("aarch64", set(), "_C", OK, "aarch64"),
+    ],
+)
+def test_vllm_needs_kernels_for_the_processor(arch: str, flags: set[str], modules: str, level: str, words: str) -> None:
+    finding = kernels_for(arch, frozenset(flags), set(modules.split()))
+    assert finding.level == level
+    assert words in finding.line
+
+
+@pytest.mark.parametrize(
+    ("role", "parallel", "target", "demanded", "there", "level"),
+    [
+        (LEARNER, 1, "", 1, 0, PROBLEM),
+        (LEARNER, 1, "", 0, 0, WARNING),
+        (LEARNER, 4, "", 0, 2, PROBLEM),
+        (GENERATOR, 2, "", 2, 2, OK),
+        (GENERATOR, 1, "", 0, 0, PROBLEM),
+        (GENERATOR, 1, "cpu", 0, 0, WARNING),
+    ],
+)
+def test_gpus_are_compared_with_the_demand_and_the_ranks(
+    role: Role, parallel: int, target: str, demanded: int, there: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(computing, "installed_version", CUDA_BUILDS.get)
+    machine = Machine(environ={"LOCAL_WORLD_SIZE": str(parallel), "VLLM_TARGET_DEVICE": target})
+    config = config_of(generator={"engine": {"tensor_parallel_size": parallel}})
+    finding = compare(Context(role, machine, config), demanded, Gpus(there, "" if there else "none"))
+    assert finding.level == level
+    assert ("start with compose.gpu.yaml, or leave that out" in finding.line) == (there < demanded)
+
+
+def test_hidden_gpus_differ_from_absent_ones(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    assert why_no_gpu("no-library", {}, tmp_path) == "/dev/nvidia0 is there, libcuda.so.1 is not"
+    assert why_no_gpu("100", {"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == "CUDA_VISIBLE_DEVICES = ''"

@@ -1,11 +1,12 @@
-"""Configurations: where values come from, what they imply, what a run writes and shares of them."""
+"""Configurations: where values come from, what they imply, what a run writes and shares, and the plugins they name."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import pytest
 import structlog
@@ -16,11 +17,13 @@ from common.config.load import ConfigLoader
 from common.config.redis_url import SentinelUrl
 from common.config.shared import may_change
 from common.errors import UserError, reports_user_errors
-from common.plugins import load_object
+from common.plugins import load_object, make_object
 from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
 from launcher.run.display import PlainView
 from launcher.run.local_run import RunOptions, run_here
 from launcher.run.progress import PhaseTimer
+from tests.support.checks import config_of
+from tests.support.plugin_package import ENTRY_POINTS, install
 
 FILE = "model: {path: model}\ndata: {train: train.jsonl}\n"
 
@@ -29,10 +32,6 @@ FILE = "model: {path: model}\ndata: {train: train.jsonl}\n"
 def _same_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
-
-
-def config(**sections: Any) -> Config:
-    return parse_config(yaml.safe_load(FILE) | sections)
 
 
 def read(text: str, *overrides: str, **environ: str) -> Config:
@@ -56,10 +55,10 @@ def test_yaml_reads_bands_as_text_and_numbers_as_numbers() -> None:
         assert (parsed, type(parsed)) == (value, type(value))
 
 
-@pytest.mark.parametrize("key", ["deltas", "shared_folder"])
-def test_off_is_a_word_though_yaml_reads_it_as_false(key: str) -> None:
-    assert getattr(read(f"{FILE}learner: {{weights: {{{key}: off}}}}\n").learner.weights, key) == "off"
-    assert getattr(read(FILE, f"learner.weights.{key}=off").learner.weights, key) == "off"
+def test_off_is_a_word_though_yaml_reads_it_as_false() -> None:
+    for key in ("deltas", "shared_folder"):
+        assert getattr(read(f"{FILE}learner: {{weights: {{{key}: off}}}}\n").learner.weights, key) == "off"
+        assert getattr(read(FILE, f"learner.weights.{key}=off").learner.weights, key) == "off"
 
 
 def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,19 +73,19 @@ def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[
 
 def test_a_tracker_that_only_keeps_count_selects_nothing() -> None:
     for method in ("grpo", "rloo", "none"):
-        made = config(algorithm={"method": method})
+        made = config_of(algorithm={"method": method})
         assert (made.sampler.drift.mode, made.sampler.selection.criterion) == ("constant", "uniform")
         chosen = {"drift": {"mode": "ledger"}, "selection": {"criterion": "std"}}
-        sampler = config(algorithm={"method": method}, sampler=chosen).sampler
+        sampler = config_of(algorithm={"method": method}, sampler=chosen).sampler
         assert (sampler.drift.mode, sampler.selection.criterion) == ("ledger", "std")
-    assert config(algorithm=AlgorithmConfig()).sampler.drift.mode == "rescore"
-    assert config(algorithm={"method": "none"}, sampler={"batch_size": 20}).algorithm.responses == 1
+    assert config_of(algorithm=AlgorithmConfig()).sampler.drift.mode == "rescore"
+    assert config_of(algorithm={"method": "none"}, sampler={"batch_size": 20}).algorithm.responses == 1
 
 
 def test_a_deterministic_run_is_serial_and_has_one_generator(tmp_path: Path) -> None:
-    plain = config()
+    plain = config_of()
     assert (plain.sampler.max_staleness, plain.generator.max_concurrency) == (4, "auto")
-    made = config(run={"deterministic": True, "output_dir": "out"}, algorithm={"method": "grpo"})
+    made = config_of(run={"deterministic": True, "output_dir": "out"}, algorithm={"method": "grpo"})
     assert (made.sampler.max_staleness, made.generator.max_concurrency) == (0, 1)
     again = read(dump_config(made))
     assert (again.run.deterministic, again.sampler, again.generator) == (True, made.sampler, made.generator)
@@ -98,22 +97,22 @@ def test_a_deterministic_run_is_serial_and_has_one_generator(tmp_path: Path) -> 
 
 
 def test_an_agent_is_a_name_or_a_section() -> None:
-    named = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "episode": {"agent": "a:b"}})
+    named = config_of(episode={"agent": "a:b"})
     assert parse_config(yaml.safe_load(dump_config(named))) == named
     agent = named.episode.agent
     assert agent is not None
     assert (agent.function, agent.command, agent.failure, agent.shown) == ("a:b", None, "retry", "a:b")
     assert named.episode.assistant_turns is None
     sources = [{"path": "x", "episode": {"agent": None}}, {"path": "y", "episode": {"agent": {"command": ["b", "-c"]}}}]
-    mixed = parse_config({"model": {"path": "m"}, "data": {"train": sources}, "episode": {"agent": "a:b"}})
+    mixed = config_of(data={"train": sources}, episode={"agent": "a:b"})
     without, other = mixed.episodes_in_use().values()
     assert (without.agent, without.assistant_turns) == (None, 1)
     assert (other.agent is not None and other.agent.shown, other.assistant_turns) == ("b -c", None)
 
 
 def test_processes_may_differ_in_what_is_local_and_nothing_else() -> None:
-    theirs = json.loads(json.dumps(config().model_dump(mode="json")))
-    ours = config(broker={"url": "redis://elsewhere"}, generator={"max_concurrency": 3}, learner={"lr": 1})
+    theirs = json.loads(json.dumps(config_of().model_dump(mode="json")))
+    ours = config_of(broker={"url": "redis://elsewhere"}, generator={"max_concurrency": 3}, learner={"lr": 1})
     assert [str(one) for one in differences(ours, theirs)] == ["learner.lr (here 1.0, in the run 1e-06)"]
     shared = shared_values(ours)
     assert "dead_after" in shared["broker"]
@@ -121,7 +120,7 @@ def test_processes_may_differ_in_what_is_local_and_nothing_else() -> None:
 
 
 def test_an_adapter_stays_as_the_run_began() -> None:
-    without, with_8, with_16 = config(), config(learner={"lora": {"rank": 8}}), config(learner={"lora": {"rank": 16}})
+    without, with_8, with_16 = config_of(), *(config_of(learner={"lora": {"rank": n}}) for n in (8, 16))
     for one, other in ((without, with_8), (with_8, without), (with_8, with_16)):
         keys = [difference.key for difference in differences(one, shared_values(other))]
         assert keys
@@ -131,12 +130,10 @@ def test_an_adapter_stays_as_the_run_began() -> None:
 def test_what_a_run_writes_has_absolute_paths_of_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "a.jsonl").touch()
-    sources = [
-        {"path": "a.jsonl", "teacher": {"model": "model"}},
-        {"path": "gsm8k"},
-        {"path": "reasoning_gym:chain_sum"},
-    ]
-    made = config(data={"train": sources}, sampler={"initial_values": "values.json"}, teacher={"model": "model"})
+    a = {"path": "a.jsonl", "teacher": {"model": "model"}}
+    sources = [a, {"path": "gsm8k"}, {"path": "reasoning_gym:chain_sum"}]
+    named = {"model": {"path": "model"}, "teacher": {"model": "model"}}
+    made = config_of(data={"train": sources}, sampler={"initial_values": "values.json"}, **named)
     values = yaml.safe_load(dump_config(made, absolute=True))
     assert values["model"]["path"] == str(tmp_path / "model")
     assert values["teacher"]["model"] == values["data"]["train"][0]["teacher"]["model"] == str(tmp_path / "model")
@@ -146,23 +143,17 @@ def test_what_a_run_writes_has_absolute_paths_of_what_is_there(tmp_path: Path) -
     assert paths == [str(tmp_path / "a.jsonl"), "gsm8k", "reasoning_gym:chain_sum"]
     assert parse_config(values).data.sources("train")[0].name == "a"
     (tmp_path / "part-0.jsonl").touch()
-    several = yaml.safe_load(dump_config(config(data={"train": ["part-*.jsonl", "gone.jsonl"]}), absolute=True))
+    several = yaml.safe_load(dump_config(config_of(data={"train": ["part-*.jsonl", "gone.jsonl"]}), absolute=True))
     assert several["data"]["train"] == [f"{tmp_path}/part-*.jsonl", "gone.jsonl"]
-    hub = yaml.safe_load(dump_config(config(model={"path": "Qwen/Qwen3-8B"}), absolute=True))
+    hub = yaml.safe_load(dump_config(config_of(model={"path": "Qwen/Qwen3-8B"}), absolute=True))
     assert hub["model"]["path"] == "Qwen/Qwen3-8B"
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "agree"),
-    [
-        ("model", "/home/me/model", True),
-        ("runs/model", "/home/me/model", False),
-        ("/data/model", "/home/me/model", False),
-    ],
-)
-def test_a_relative_path_agrees_with_an_absolute_one(here: str, there: str, agree: bool) -> None:
+@pytest.mark.parametrize(("here", "agree"), [("model", True), ("runs/model", False), ("/data/model", False)])
+def test_a_relative_path_agrees_with_an_absolute_one(here: str, agree: bool) -> None:
+    there = "/home/me/model"
+
     def named(path: str) -> list[Config]:
-        """Configurations that name a path, in each place that has one."""
         sections: list[dict[str, Any]] = [
             {"model": {"path": path}},
             {"data": {"train": [{"path": path, "weight": 2}]}},
@@ -170,11 +161,11 @@ def test_a_relative_path_agrees_with_an_absolute_one(here: str, there: str, agre
             {"teacher": {"model": path}},
             {"data": {"train": [{"path": "a", "teacher": {"model": path}}]}},
         ]
-        return [config(**section) for section in sections]
+        return [config_of(**section) for section in sections]
 
     for ours, theirs in zip(named(here), named(there), strict=True):
         assert bool(differences(ours, shared_values(theirs))) != agree
-    assert differences(named(here)[1], shared_values(config(data={"train": [{"path": there, "weight": 3}]})))
+    assert differences(named(here)[1], shared_values(config_of(data={"train": [{"path": there, "weight": 3}]})))
 
 
 def test_a_module_beside_the_file_or_in_a_named_folder_is_found(tmp_path: Path) -> None:
@@ -206,4 +197,95 @@ def test_a_module_beside_the_file_or_in_a_named_folder_is_found(tmp_path: Path) 
 )
 def test_an_address_names_sentinels_service_database_and_login(url: str, parsed: SentinelUrl) -> None:
     assert SentinelUrl.parse(url) == parsed
-    assert config(broker={"url": url}).broker.url == url
+    assert config_of(broker={"url": url}).broker.url == url
+
+
+def load(name: str) -> Any:
+    return load_object(name, {"ours": 1}, "episode.tools", "spo.tools")
+
+
+def test_a_name_is_ours_a_module_s_object_or_a_package_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "one", monkeypatch)
+    import measuring
+
+    assert load("pathlib:Path") is Path
+    assert load("ruler") is measuring.Ruler
+    assert load_object("brevity", {}, "episode.reward", "spo.rewards") is measuring.brevity
+    with pytest.raises(UserError) as caught:
+        load("rule")
+    assert str(caught.value) == (
+        "episode.tools = 'rule' is unknown; allowed: ours, ruler, or module:object of your own, in a module beside the "
+        "configuration or installed"
+    )
+    install(tmp_path / "greedy", monkeypatch, {"spo.tools": {"ours": "measuring:Ruler"}}, "greedy")
+    assert load("ours") == 1
+
+
+def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "one", monkeypatch)
+    install(tmp_path / "same", monkeypatch, ENTRY_POINTS, "again")
+    assert load("ruler").name == "ruler"
+    install(tmp_path / "two", monkeypatch, {"spo.tools": {"ruler": "measuring:Nodding"}}, "other")
+    with pytest.raises(UserError, match=r"give one of \['measuring:Nodding', 'measuring:Ruler'\]"):
+        load("ruler")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nowhere_at_all:x", "cannot import nowhere_at_all .*; allowed: ours, or module:object"),
+        ("pathlib:nothing", "module pathlib has no nothing; allowed: ours"),
+        ("broken.py:x", "this is a file; write the module, broken:x"),
+        ("broken:x", r"cannot import broken \(ZeroDivisionError: division by zero\)"),
+    ],
+)
+def test_a_failed_import_is_one_line(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=f"episode.tools = '{name}': {reason}"):
+        load(name)
+
+
+class Unknown(Protocol): ...
+
+
+class Kind:
+    def __init__(
+        self,
+        helper: Unknown,
+        number: int,
+        share: float = 0.5,
+        names: Sequence[str] = (),
+        place: Path | None = None,
+        side: Literal["left", "right"] = "left",
+        **others: Any,
+    ) -> None:
+        self.values = [helper, number, share, names, place, side, others]
+        if share > 1:
+            raise ValueError("share is above 1")
+        if number == 13:
+            raise LookupError("no such luck")
+
+
+def make(**options: Any) -> Any:
+    return make_object(Kind, {"number": 1} | options, "options of 'x'", {"helper": "him"})
+
+
+def test_options_become_what_the_constructor_names() -> None:
+    made = make(number="3", share=1, names=["a"], place="/x", side="right", more=[1])
+    assert made.values == ["him", 3, 1.0, ["a"], Path("/x"), "right", {"more": [1]}]
+    assert make(place=None).values[4] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"number": "three"}, "number = 'three': input should be a valid integer"),
+        ({"side": "up"}, "side = 'up': input should be 'left' or 'right'"),
+        ({"share": 2.0}, "share is above 1"),
+        ({"helper": "her"}, "'helper' is no option"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named_with_its_value(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=rf"^options of 'x': .*{reason}"):
+        make(**options)

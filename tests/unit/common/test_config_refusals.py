@@ -4,47 +4,43 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from common.config import Config, load_config, parse_config
+from common.config import Config, load_config
 from common.config.correction import REJECTION_MODES
 from common.config.load import ConfigLoader
 from common.config.names_elsewhere import ELSEWHERE
 from common.config.section import keys_of
 from common.errors import UserError
+from tests.support.checks import config_of
 
 
 def refusal(text: str) -> str:
-    tree = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}} | yaml.load(text, ConfigLoader)
     with pytest.raises(UserError) as caught:
-        parse_config(tree)
+        config_of(**yaml.load(text, ConfigLoader))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
+NO_ANSWERS = "data: {train: t, answer_column: null}"
 # What is written, and the words of the line, separated by " | ".
 SECTIONS = [
     ("learner: {lrr: 1}", "unknown configuration key learner.lrr; did you mean learner.lr?"),
     ("lerner: {lr: 1}", "unknown configuration key lerner; did you mean learner?"),
     ("sampler: {tracker: {zzz: 1}}", "sampler.tracker.zzz; allowed: rho_min, rho_max, half_life, reward_range"),
     ("data: {train: [a.jsonl, {path: b.jsonl}]}", "data.train[0] = 'a.jsonl' is a section, not a value"),
-    ("data: {train: t, template_options: {tools: []}}", "data.template_options: 'tools' is set by SPO itself"),
+    ("data: {train: t, template_options: {tools: []}}", "data.template_options: 'tools' is not the data's to set"),
     ("data: {train: t, answer_column: null}", "data.train has no answers | episode.reward = 'exact' compares"),
     (
         "{data: {train: [{path: a, episode: {reward: code}}], answer_column: null}, episode: {reward: length}}",
         "data.train[a] has no answers | 'code' compares with them",
     ),
-    (
-        "{data: {train: t, answer_column: null}, episode: {reward: judge, reward_options: {judge: {model: m}}}}",
-        "'judge' compares with them",
-    ),
+    (f"{{{NO_ANSWERS}, episode: {{reward: judge, reward_options: {{judge: {{model: m}}}}}}}}", "'judge' compares with"),
     ("{data: {train: t, answer_column: null, answer_after: x}, episode: {reward: length}}", "answer_after = 'x' looks"),
-    (
-        "{data: {train: t, answer_column: null}, episode: {reward: length}, teacher: {context: 'a {answer}'}}",
-        "teacher.context names {answer}",
-    ),
+    (f"{{{NO_ANSWERS}, episode: {{reward: length}}, teacher: {{context: 'a {{answer}}'}}}}", "context names {answer}"),
     ("learner: {lr: fast}", "learner.lr = 'fast'"),
     ("generator: {max_concurrency: many}", "key generator.max_concurrency = 'many': | an integer, or 'auto'"),
     ("run: {name: a b}", "run.name = 'a b'"),
@@ -65,7 +61,7 @@ SECTIONS = [
     ("sandbox: {url: 'http://here:70000'}", "no valid port"),
     (
         "{generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}, teacher: {url: 'http://x/v1'}}",
-        "teacher.url = 'http://x/v1' | scores prompts at temperature 1, but generator.temperature = 0.7",
+        "teacher.url = 'http://x/v1' | scores prompts at temperature 1, and generator.temperature = 0.7",
     ),
     ("teacher: {url: 'http://me:secret@x/v1'}", "teacher.url = 'http://me:***@x/v1' has a password"),
     # Methods.
@@ -76,17 +72,15 @@ SECTIONS = [
     ("{algorithm: {baseline: both}, learner: {lora: {}}}", "algorithm.baseline = 'both' with learner.lora"),
     ("critic: {gae_lambda: 1.5}", "critic.gae_lambda = 1.5"),
     # Options of losses.
-    (
-        "algorithm: {loss_options: {beta: 1}}",
-        "algorithm.loss_options.beta is not an option of loss 'ppo_clip'; allowed:",
-    ),
+    ("algorithm: {loss_options: {beta: 1}}", "algorithm.loss_options.beta is no option of loss 'ppo_clip'; allowed:"),
     ("algorithm: {loss: dro, loss_options: {beta: 0}}", "loss_options.beta = 0 of loss 'dro' must be a number in (0,"),
     ("algorithm: {loss: kl_cov, loss_options: {ratio: 1.5}}", "ratio = 1.5 | in (0, 1]"),
+    ("algorithm: {loss: 'my:loss', clip_high: 2}", "make it an option of 'my:loss', in loss_options"),
+    ("algorithm: {clip_low: -1}", "algorithm.loss_options.low = -1 of loss 'ppo_clip' must be a number in (0, inf)"),
     ("algorithm: {loss: clip_cov, loss_options: {cov_low: 6}}", "cov_low = 6 is above cov_high = 5"),
     # Names of verl's and SkyRL's.
     ("algorithm: {rollout_correction: {rollout_is: tokens}}", "key algorithm.correction.rollout_is = 'tokens'"),
     ("algorithm: {rollout_correction: null, correction: {}}", "verl's name for correction; give one of the two"),
-    # Names of other trainers, wherever they stand.
     # Episodes.
     ("episode: {tools: [calculator], max_assistant_turns: 1}", "episode.tools are never answered with"),
     ("episode: {user: corrector, max_assistant_turns: 2, max_user_turns: 0}", "set episode.user=null"),
@@ -100,7 +94,7 @@ SECTIONS = [
     ("episode: {agent: {}}", "key episode.agent: give either a `function`"),
     ("episode: {agent: {command: python agent.py}}", "episode.agent.command = 'python agent.py' | valid list"),
     ("episode: {agent: {environment: 'host:5000'}}", "agent.environment: 'host:5000' is not of | tcp://host:port"),
-    ("episode: {agent: {environment: 'tcp://h:5'}}", "episode.reward = 'exact' leaves out the environment's | =agent"),
+    ("episode: {agent: {environment: 'tcp://h:5'}}", "episode.reward = 'exact' is not the environment's | =agent"),
     ("episode: {agent: 5}", "episode.agent = 5 is a section, not a value | function, command"),
     ("episode: {agent: {function: 'a:b', failure: skip}}", "agent.failure: 'skip' is neither retry nor a reward"),
     ("episode: {agent: {function: 'a:b', failure: 2}}", "failure = 2.0 is outside | [0, 1]; give a reward within it"),
@@ -121,8 +115,8 @@ SECTIONS = [
         "learner.router_replay = 'rollout' needs vLLM's prefix cache | generator.engine.enable_prefix_caching = False",
     ),
     # Teachers.
-    ("teacher: {model: a, url: 'http://h/v1'}", "teacher.model and teacher.url are set, but a sample has one teacher"),
-    ("teacher: {model: a, context: b}", "teacher.model and teacher.context are set | keep one of them"),
+    ("teacher: {model: a, url: 'http://h/v1'}", "teacher.model and teacher.url are set, and a sample has one teacher"),
+    ("teacher: {model: a, context: b}", "teacher.model and teacher.context are set | leave one of them"),
     ("teacher: {model: a, top_k: 8}", "teacher.top_k = 8 with teacher.form = 'advantage' | set teacher.form=loss"),
     (
         "{teacher: {context: '{answer}'}, generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}}",
@@ -159,22 +153,16 @@ CORRECTIONS = [
     ("decoupled", "is a section, not a value | (for a preset: algorithm.correction.preset=decoupled)"),
     ("{rollout_is_threshold: 0}", "rollout_is_threshold = 0 | above 0"),
     ("{rollout_is_threshold: 5_0.5}", "rollout_is_threshold = '5_0.5' | lower 5 is above upper 0.5"),
-    ("{rollout_rs: seq_max_k1, rollout_rs_threshold: 2}", f"'seq_max_k1' is not a mode | {MODES}"),
+    ("{rollout_rs: seq_max_k1, rollout_rs_threshold: 2}", f"'seq_max_k1' is no mode | {MODES}"),
     ("{rollout_rs: token_k1}", "rollout_rs = 'token_k1' needs rollout_rs_threshold | null"),
-    (
-        "{rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '2,3'}",
-        "2 parts for 3 modes | or one for each",
-    ),
+    ("{rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '2,3'}", "2 parts for 3 modes | or one each"),
     ("{rollout_is_mode: cut}", "rollout_is_mode = 'cut' | truncate, mask and clip"),
     ("{rollout_rs: token_k2, rollout_rs_threshold: 0.5_2}", "'0.5_2' | token_k2 takes an upper bound alone"),
     ("{thresholds_by_age: [1, 1, 1, 1, 0]}", "thresholds_by_age = [1.0, 1.0, 1.0, 1.0, 0.0] | above 0"),
     ("{skyrl: {geo_mask_low: 2}}", "geo_mask_low = 2.0 is above geo_mask_high = 1.01"),
     ("{preset: decoupled_token_iss}", "preset 'decoupled_token_iss' is unknown; did you mean decoupled_token_is"),
     # Contradictions.
-    (
-        "{bypass_mode: true}, proximal: recompute",
-        "proximal = 'recompute' contradicts correction, which implies 'rollout'",
-    ),
+    ("{bypass_mode: true}, proximal: recompute", "proximal = 'recompute' contradicts correction, which has 'rollout'"),
     ("{skyrl: {}, rollout_is: token}", "give one of the two"),
     ("{rollout_is: null, rollout_is_batch_normalize: true}", "rollout_is_batch_normalize = true has no"),
     ("{rollout_is: null, rollout_rs_threshold: 2}", "rollout_rs_threshold = 2.0 bounds nothing while rollout_rs"),
@@ -186,7 +174,7 @@ CORRECTIONS = [
 ]
 SENTINELS = [
     ("redis+sentinel://a:1,b:2", "it names no SERVICE, the sentinels' name for the master"),
-    ("redis+sentinel:///spo/0", "'' is not HOST:PORT"),
+    ("redis+sentinel:///spo/0", "'' is no HOST:PORT"),
     ("rediss+sentinel://a:1/spo/0?ssl_check_hostname=no", "ssl_check_hostname=no must be true or false"),
 ]
 FORM = "it must be of the form redis+sentinel://HOST:PORT,"
@@ -217,42 +205,27 @@ def test_a_name_of_another_trainer_leads_to_keys_that_exist(name: str) -> None:
     assert name not in keys
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [", "line"),
-        ("- 1", "mapping"),
-        ("", "mapping"),
-        ("model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n", "line 4 is not valid YAML: key 'lr' is already on line 3"),
-        ("model:\n\tpath: m\n", "line 2 is not valid YAML: .*; indent by spaces, not by tabs"),
-        ("a: &a [1, *a]\n", "line 1 is not valid YAML: its aliases expand to more than 100,000 values"),
-        (None, "run.yaml: No such file"),
-    ],
-)
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+# A file, or None; overrides and the environment; the refusal.
+LOADS: list[tuple[str | None, list[str], dict[str, str], str]] = [
+    ("a: [", [], {}, "line"),
+    ("- 1", [], {}, "mapping"),
+    ("", [], {}, "mapping"),
+    ("model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n", [], {}, "line 4 is not valid YAML: key 'lr' stands on line 3"),
+    ("model:\n\tpath: m\n", [], {}, "line 2 is not valid YAML: .*; indent by spaces, not by tabs"),
+    ("a: &a [1, *a]\n", [], {}, "line 1 is not valid YAML: its aliases stand for more than 100,000 values"),
+    (None, [], {}, "run.yaml: No such file"),
+    (PATHS, ["nonsense"], {}, "section.key=value"),
+    (PATHS, ["model.path.deep=1"], {}, "is a value, not a section"),
+    (PATHS, ["data.train.soft.weight=2"], {}, r"data\.train\.soft is a value, not a section"),
+    (PATHS, ["data.train.2.weight=2"], {}, r"data\.train\.2 is a value, not a section"),
+    (PATHS, ["data.train.hard=2"], {}, r"data\.train is a list; name a key of one of its items"),
+    (PATHS, [], {"SPO__LEARNER__LRR": "1"}, r"mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "environ", "words"), LOADS)
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path, text: Any, overrides: Any, environ: Any, words: str) -> None:
     if text is not None:
         (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(UserError, match=message):
-        load_config(tmp_path / "run.yaml", (), {})
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("nonsense", "section.key=value"),
-        ("model.path.deep=1", "is a value, not a section"),
-        ("data.train.soft.weight=2", r"data\.train\.soft is a value, not a section"),
-        ("data.train.2.weight=2", r"data\.train\.2 is a value, not a section"),
-        ("data.train.hard=2", r"data\.train is a list; set a key of one of its items"),
-    ],
-)
-def test_an_override_that_cannot_work_is_refused(tmp_path: Path, override: str, message: str) -> None:
-    (tmp_path / "run.yaml").write_text(PATHS)
-    with pytest.raises(UserError, match=message):
-        load_config(tmp_path / "run.yaml", [override], {})
-
-
-def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(PATHS)
-    with pytest.raises(UserError, match=r"did you mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"):
-        load_config(tmp_path / "run.yaml", (), {"SPO__LEARNER__LRR": "1"})
+    with pytest.raises(UserError, match=words):
+        load_config(tmp_path / "run.yaml", overrides, environ)

@@ -1,23 +1,29 @@
-"""Settings without effect are named once, with the reason; what counts is never named."""
+"""Settings without effect and keys of earlier releases are named once, with the reason; what counts is never named."""
 
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from common.config import Config, parse_config
+from common.config import Config, dump_config, parse_config
+from common.config.former_keys import GONE, LOSS_KEYS
 from common.config.load import ConfigLoader
+from common.config.losses import SPECS
 from common.config.presets import ALIASES, PRESETS
-from common.config.warnings import TURN_OPTIONS, episode_warnings, warnings
+from common.config.section import section_of
+from common.config.warnings import TURN_OPTIONS, warnings
+from common.errors import UserError
 from common.masking import advice
 from generator.users.load import BUILTIN
+from tests.support.checks import config_of
 
 
 def config(text: str) -> Config:
-    tree = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}} | (yaml.load(text, ConfigLoader) or {})
-    return parse_config(tree)
+    return config_of(**yaml.load(text, ConfigLoader) or {})
 
 
 def corrected(text: str) -> str:
@@ -45,7 +51,7 @@ SILENT = [
     "episode: {user: scripted, max_assistant_turns: 2}",  # how much it says stands in the data
     "episode: {user: corrector, max_assistant_turns: 2, user_options: {turns: two}}",  # refused by the generator
 ]
-# What is written, and words of the one line.
+# What is written, and words of the one line; none where nothing is said.
 NAMED = [
     (corrected("{rollout_is: null, rollout_is_threshold: 3.0}"), "rollout_is_threshold = 3.0 has no effect while"),
     (corrected("{skyrl: {}, rollout_is_threshold: 3.0}"), "rollout_is_threshold = 3.0 has no effect beside skyrl"),
@@ -83,7 +89,9 @@ NAMED = [
     ("{generator: {keep_prefix: episodes}, learner: {lora: {rank: 4}, lr: 1e-4}}", "generator.keep_prefix = 'episodes"),
     ("data: {train: [{path: gsm8k}], prompt_column: text}", "data.prompt_column = 'text' has no effect"),
     ("data: {train: t, heldout: [{path: aime24, weight: 2}]}", "data.heldout[aime24].weight = 2 has no effect"),
-    # Turns of a simulated user.
+    # Episodes.
+    ("episode: {agent: 'a:b'}", "episode.max_seconds = null lets an agent that hangs"),
+    ("data: {train: [{path: a, episode: {user: corrector, max_assistant_turns: 2}}]}", "train[a].episode.max_assistan"),
     ("episode: {user: corrector, max_assistant_turns: 3}", "episode.user_options.turns = 3, its default, is cut short"),
     ("episode: {user: corrector, max_assistant_turns: 3, max_user_turns: 1}", "is cut short to 1 by"),
 ]
@@ -96,27 +104,16 @@ def test_no_preset_warns_of_itself(name: str) -> None:
         assert warnings(config(text)) == []
 
 
-@pytest.mark.parametrize("text", SILENT)
-def test_what_counts_is_not_named(text: str) -> None:
-    assert warnings(config(text)) == []
+ROWS = [*((text, "") for text in SILENT), *NAMED]
 
 
-@pytest.mark.parametrize(("text", "words"), NAMED, ids=[text for text, _ in NAMED])
-def test_a_setting_without_effect_is_named_with_the_reason(text: str, words: str) -> None:
-    [line] = warnings(config(text))
-    assert words in line
-    assert line.split(".")[0] in Config.model_fields
-
-
-def test_warnings_of_episodes_name_the_source() -> None:
-    [line] = episode_warnings(config("data: {train: [{path: a, episode: {user: corrector, max_assistant_turns: 2}}]}"))
-    assert "data.train[a].episode.max_assistant_turns = 2" in line
-
-
-def test_an_agent_that_may_hang_for_ever_is_named() -> None:
-    [line] = warnings(config("episode: {agent: 'a:b'}"))
-    assert line.startswith("episode.max_seconds = null lets an agent that hangs")
-    assert not warnings(config("episode: {agent: 'a:b', max_seconds: 60}"))
+@pytest.mark.parametrize(("text", "words"), ROWS, ids=[text for text, _ in ROWS])
+def test_a_setting_without_effect_is_named_and_no_other(text: str, words: str) -> None:
+    lines = warnings(config(text))
+    assert len(lines) == bool(words)
+    for line in lines:
+        assert words in line
+        assert line.split(".")[0] in Config.model_fields
 
 
 def test_turn_options_and_defaults_are_the_users_own() -> None:
@@ -141,7 +138,83 @@ def test_turn_options_and_defaults_are_the_users_own() -> None:
         ),
     ],
 )
-def test_masked_tokens_are_traced_to_their_rule_and_never_to_too_little_staleness(
-    text: str, named: str, tries: str
-) -> None:
+def test_masked_tokens_are_traced_to_their_rule_and_never_to_low_staleness(text: str, named: str, tries: str) -> None:
     assert advice(config(text)) == f"masked by {named}; try {tries}"
+
+
+def sections(model: Any = Config, at: tuple[str, ...] = ()) -> dict[str, tuple[str, ...]]:
+    found = {model.__name__: at}
+    for name, field in model.model_fields.items():
+        if (section := section_of(field.annotation)) is not None and name not in ("train", "heldout"):
+            found |= sections(section, (*at, name))
+    return found
+
+
+def nested(path: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
+    for key in reversed(path):
+        values = {key: values}
+    return values
+
+
+@pytest.mark.parametrize(("section", "name"), [(section, name) for section in GONE for name in GONE[section]])
+def test_another_value_is_refused_with_what_holds_today(section: str, name: str) -> None:
+    key = GONE[section][name]
+    with pytest.raises(UserError) as refused:
+        config_of(**nested(sections()[section], {name: "another"}))
+    for words in (".".join(sections()[section]), f"{name} = 'another' is no key any more", key.today, "; remove it"):
+        assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", LOSS_KEYS)
+def test_a_key_of_losses_is_an_option_of_those_that_have_it(name: str) -> None:
+    key, value = LOSS_KEYS[name], LOSS_KEYS[name].default / 2 + 0.6
+    for loss in SPECS:
+        options = {"beta": 1.0} if loss == "dro" else {}
+        made = config(f"algorithm: {{loss: {loss}, {name}: {value}, loss_options: {options}}}")
+        has_it = loss in key.losses
+        assert made.algorithm.loss_options == options | ({key.option: value} if has_it else {})
+        lines = [line for line in warnings(made) if name in line]
+        assert len(lines) == 1
+        assert ("say loss_options={" if has_it else "has no effect on loss") in lines[0]
+        default = config(f"algorithm: {{loss: {loss}, {name}: {key.default}, loss_options: {options}}}")
+        assert default.algorithm.loss_options == options
+        assert "remove it" in " ".join(warnings(default))
+
+
+def test_a_run_folder_of_an_earlier_release_starts(tmp_path: Path) -> None:
+    tree = yaml.safe_load(dump_config(config("")))
+    for section, gone in GONE.items():
+        values = tree
+        for key in sections()[section]:
+            values = values[key]
+        values.update({name: key.default for name, key in gone.items()})
+    tree["algorithm"] |= {name: key.default for name, key in LOSS_KEYS.items()}
+    tree["algorithm"]["correction"] |= {"bypass_mode": False, "loss_type": "ppo_clip"}
+    made = parse_config(tree)
+    assert dump_config(made) == dump_config(config(""))
+    assert len(warnings(made)) == len(GONE) + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "today", "words"),
+    [
+        ("data: {train: org/set, train_split: all}", "data.train", [{"path": "org/set", "split": "all"}], "older name"),
+        ("data: {train: [{path: gsm8k}, {path: a}], train_split: all}", "data.train", [{}, {"split": "all"}], "older"),
+        ("data: {train: t, heldout: org/set, heldout_split: all}", "data.heldout", [{"split": "all"}], "older name"),
+        ("data: {train: t, heldout_split: test}", "data.heldout", None, "remove it"),
+        ("{algorithm: {method: grpo, group_std: false}}", "algorithm.method", "dr_grpo", "say method='dr_grpo'"),
+        ("{learner: {offload_optimizer: true, zero_stage: 2}}", "learner.offload", "optimizer", "offload='optimizer'"),
+        ("{algorithm: {group_std: false}}", "algorithm.method", "spo", "remove it"),
+    ],
+)
+def test_what_has_a_new_place_is_moved_there(text: str, key: str, today: Any, words: str) -> None:
+    made = config(text)
+    section, name = key.split(".")
+    value = getattr(getattr(made, section), name)
+    if isinstance(today, list):
+        assert [{field: getattr(one, field) for field in ("path", "split") if field in wanted}
+                for one, wanted in zip(value, today, strict=True)] == today  # fmt: skip
+    else:
+        assert value == today
+    [line] = [line for line in warnings(made) if "key any more" in line or "older name" in line]
+    assert words in line

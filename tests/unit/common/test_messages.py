@@ -8,6 +8,7 @@ import json
 import re
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -132,7 +133,6 @@ def broken(**changes: Any) -> bytes:
 
 
 def replayed(lengths: list[int], shape: tuple[int, ...], dtype: Any = np.uint8, **changes: Any) -> bytes:
-    """A payload with experts."""
     return broken(experts=np.zeros(shape, dtype), expert_lengths=np.array(lengths), **changes)
 
 
@@ -155,10 +155,7 @@ def replayed(lengths: list[int], shape: tuple[int, ...], dtype: Any = np.uint8, 
         (broken(row_lengths=np.array([4, 0, 2])), "3 rows, the shortest of 0 tokens, have 6 of 6"),
         (encode_payload(Payload(*(np.zeros(0),) * 4))[:-1] + b"\x03abc", "not a payload"),
         (replayed([4], (4, 3, 2), np.uint32), "96 bytes of experts, which 4 tokens, 3 layers and 2 experts in each"),
-        (
-            replayed([5, -1], (4, 3, 2), row_lengths=np.array([4, 2])),
-            "experts of \\[5, -1\\] tokens in rows of \\[4, 2\\]",
-        ),
+        (replayed([5, -1], (4, 3, 2), row_lengths=np.array([4, 2])), "experts of \\[5, -1\\] tokens in rows of \\[4,"),
         (replayed([2], (2, 3, 2), row_lengths=np.array([4, 2])), "experts of \\[2\\] tokens in rows of \\[4, 2\\]"),
         (broken(teacher_logprobs=np.zeros((2, 1))), "a teacher's scores of 2 tokens, but 3 model tokens"),
         (broken(teacher_logprobs=np.zeros((3, 2))), "2 tokens a place, without their ids"),
@@ -174,8 +171,8 @@ def test_a_payload_that_contradicts_itself_is_refused(data: bytes, reason: str) 
 
 
 TOO_MUCH = {
-    "empty maps": b"\xdd\x00\x98\x96\x80" + b"\x80" * 10_000_000,
-    "empty maps in a column": b"\x81\xa3row" + b"\xdd\x00\x98\x96\x80" + b"\x80" * 10_000_000,
+    "empty maps": b"\xdd\x00\x1e\x84\x80" + b"\x80" * 2_000_000,
+    "empty maps in a column": b"\x81\xa3row" + b"\xdd\x00\x1e\x84\x80" + b"\x80" * 2_000_000,
     "claims of more than there is": b"\xdd\x00\x90\x00\x00" * 1000 + b"\xc0" * (9 << 20),
     "claims of much in little": b"\xdc\xff\x00" * 900 + b"\xc0" * 65_000,
     "lists in lists": b"\x91" * 500_000 + b"\xc0",
@@ -185,25 +182,17 @@ TOO_MUCH = {
 }  # fmt: skip
 
 
-READERS = {
-    "task": Task.unpack,
-    "header": SampleHeader.unpack,
-    "batch": Batch.unpack,
-    "step": Step.unpack,
-    "payload": decode_payload,
-    "weight request": unpack_request,
-    "weight reply": unpack_reply,
-}
+READERS = [Task.unpack, SampleHeader.unpack, Batch.unpack, Step.unpack, decode_payload, unpack_request, unpack_reply]
 
 
 @pytest.mark.integration  # computes for seconds
-@pytest.mark.parametrize("reader", READERS)
-def test_too_much_is_refused_before_it_is_built(reader: str) -> None:
+@pytest.mark.parametrize("read", READERS, ids=lambda read: getattr(read, "__self__", read).__name__)
+def test_too_much_is_refused_before_it_is_built(read: Callable[[bytes], object]) -> None:
     for name, data in TOO_MUCH.items():
         tracemalloc.start()
         try:
             with pytest.raises(InvalidMessage):
-                READERS[reader](data)
+                read(data)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -225,8 +214,7 @@ def test_depth_is_bounded_in_short_messages_too() -> None:
 NAN, INF = float("nan"), float("inf")
 BEYOND: list[tuple[type[Message], dict[str, Any], list[dict[str, Any]]]] = [
     (
-        SampleHeader,
-        {"task_id": "t", "prompt_id": "p"},
+        SampleHeader, HEADER,
         [
             {"tokens": 2**31}, {"oldest_version": -1}, {"oldest_version": 3, "newest_version": 2}, {"seconds": INF},
             {"seconds": -1.0}, {"reward": 1e300}, {"reward_parts": {"exact": -1e300}}, {"drift": 1e300}, {"turns": -1},
@@ -234,20 +222,14 @@ BEYOND: list[tuple[type[Message], dict[str, Any], list[dict[str, Any]]]] = [
             {"turn_returns": [0.0] * 20_000, "turn_tokens": [0] * 20_000}, {"turn_returns": [0.0], "turn_tokens": [-1]},
         ],
     ),
-    (Task, {"task_id": "t", "prompt_id": "p", "prompt": "p"}, [{"min_version": -1}]),
-    (
-        Batch,
-        {"batch_id": 0, "sample_ids": ["a"], "advantages": [0.0], "rewards": [0.0], "tokens": [1]},
-        [{"batch_id": -1}, {"advantages": [NAN]}, {"tokens": [-5]}],
-    ),
+    (Task, HEADER | {"prompt": "p"}, [{"min_version": -1}]),
+    (Batch, COLUMNS | {"batch_id": 0}, [{"batch_id": -1}, {"advantages": [NAN]}, {"tokens": [-5]}]),
     (Step, {"version": 1}, [{"version": 2**63}, {"drift": NAN}]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "plain", "changes"), BEYOND, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_number_beyond_any_sense_is_refused(
-    kind: type[Message], plain: dict[str, Any], changes: list[dict[str, Any]]
-) -> None:
+def test_a_number_beyond_any_sense_is_refused(kind: type[Message], plain: dict[str, Any], changes: list[Any]) -> None:
     kind.unpack(msgpack.packb(plain))
     for fields in changes:
         with pytest.raises(InvalidMessage, match="|".join(fields)):
@@ -297,15 +279,11 @@ def test_too_long_an_episode_loses_tokens_then_texts() -> None:
     assert opened({"rows": [["x" * 1000] * 100] * 100}) == {"left_out": ["everything"]}
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        b"",
-        zlib.compress(b'{"a":\n1}'),
-        zlib.compress(b"{" + b" " * (MAX_RECORD * 50) + b"}"),
-        pack_record({"a": "b" * 1000})[:-10],
-    ],
-)
+ENDLESS = zlib.compress(b"{" + b" " * (MAX_RECORD * 50) + b"}")
+NO_RECORDS = [b"", zlib.compress(b'{"a":\n1}'), ENDLESS, pack_record({"a": "b" * 1000})[:-10]]
+
+
+@pytest.mark.parametrize("record", NO_RECORDS)
 def test_what_is_no_record_is_refused(record: bytes) -> None:
     with pytest.raises(InvalidMessage, match="record"):
         open_record(record)

@@ -27,7 +27,6 @@ def batch(batch_id: int, *ids: str) -> Batch:
 
 
 def count_all(ledger: SamplerLedger, **changes: object) -> int:
-    """Count all headers that have come in; returns how many."""
     return ledger.commit(Commit(counted=[entry for entry, _ in ledger.read(block_ms=0)], **changes))  # type: ignore[arg-type]
 
 

@@ -118,9 +118,7 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
     assert frozen.beat(ids).lost == ids
 
 
-def test_tasks_leased_during_a_heartbeat_are_checked_next_time(
-    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_beat_checks_new_tasks_later(broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch(ledger, 4)
     slow, heir = TaskInbox(broker, "slow"), TaskInbox(broker, "heir")
     before = [delivery.entry_id for delivery in slow.take(2, 0)]
@@ -167,7 +165,6 @@ def test_a_sampler_that_died_on_this_host_is_replaced_at_once(broker: Broker) ->
 
 
 def when_read(broker: Broker, name: str, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do something right before a key is read for the first time."""
     execute, key, done = broker.redis.execute_command, broker.key(name), []
 
     def executed(command: str, *arguments: Any, **options: Any) -> Any:
@@ -179,9 +176,7 @@ def when_read(broker: Broker, name: str, act: Callable[[], object], monkeypatch:
     monkeypatch.setattr(broker.redis, "execute_command", executed)
 
 
-def test_a_commit_while_reading_is_not_read_by_halves(
-    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_commit_is_read_by_halves(broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger.commit(Commit(dispatch=[(tasks(1)[0], b"memo")]))
 
     def count() -> None:
@@ -309,9 +304,7 @@ def test_a_redis_without_the_newest_batch_or_step_is_behind(broker: Broker, ledg
         again.check()
 
 
-def test_a_reset_has_the_learner_start_again_and_redis_still_knows_the_run(
-    broker: Broker, ledger: SamplerLedger
-) -> None:
+def test_a_reset_has_the_learner_start_again_and_redis_knows_the_run(broker: Broker, ledger: SamplerLedger) -> None:
     assert BatchInbox(broker).is_new()
     ledger.reset()
     assert BatchInbox(broker).is_new(), "a Redis that was emptied takes no run for its own by a reset"

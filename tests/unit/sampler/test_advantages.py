@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from common.config import AdvantageConfig, AlgorithmConfig, SamplerConfig
 from common.messages import Batch, SampleHeader, Task
+from common.payload import pack_record
 from common.streams.broker import Broker
 from sampler.advantages import group_relative, leave_one_out, normalize, normalize_turns
 from sampler.batches import OpenBatch
 from sampler.records import DispatchedTask, OpenSample
+from sampler.results import EqualRewards
 from tests.support.golden import golden
 from tests.support.sampler import make_config
-from tests.support.sampler_driving import start
+from tests.support.sampler_driving import LOG, start, started
 
 REWARD = st.floats(-10, 10).map(lambda value: round(value, 3))
 GROUPS = st.integers(2, 9).flatmap(lambda n: st.lists(st.lists(REWARD, min_size=n, max_size=n), min_size=1, max_size=6))
@@ -94,20 +97,17 @@ def test_a_group_is_compared_within_itself(rewards: list[list[float]]) -> None:
     assert leave_one_out(array) == pytest.approx(np.array(list(map(against_others, rewards))), abs=1e-9)
 
 
-@pytest.mark.parametrize("reward", [0.1, -1e6 / 3])
-def test_equal_rewards_give_exactly_nothing(reward: float) -> None:
-    group = np.full((1, 3), reward)
-    for advantages in (group_relative(group), group_relative(group, std=False), leave_one_out(group)):
-        assert advantages.tolist() == [[0.0] * 3]
+def test_equal_rewards_or_turns_give_exactly_nothing() -> None:
+    for reward in (0.1, -1e6 / 3):
+        group = np.full((1, 3), reward)
+        for advantages in (group_relative(group), group_relative(group, std=False), leave_one_out(group)):
+            assert advantages.tolist() == [[0.0] * 3]
+    assert normalize_turns([[0.5, 0.5], [0.5]]) == [[0.0, 0.0], [0.0]]
+    assert normalize_turns([[0.5]]) == [[0.0]]
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [("grpo", z_score), ("dr_grpo", centred), ("rloo", against_others)],
-)
-def test_a_batch_compares_group_by_group_and_lists_as_it_came(
-    method: str, expected: Callable[[list[float]], list[float]]
-) -> None:
+@pytest.mark.parametrize(("method", "expected"), [("grpo", z_score), ("dr_grpo", centred), ("rloo", against_others)])
+def test_a_batch_compares_by_group_and_lists_as_it_came(method: str, expected: Callable[..., list[float]]) -> None:
     rewards = {"a": [1.0, 0.0, 0.0], "b": [5.0, 5.0, 8.0]}
     algorithm = AlgorithmConfig.model_validate({"method": method, "group_size": 3})
     waiting = OpenBatch(SamplerConfig(batch_size=6), algorithm)
@@ -149,18 +149,10 @@ def test_single_turns_have_the_advantages_of_episodes(weighted: bool) -> None:
     assert mean == pytest.approx(0)
 
 
-def test_equal_turns_and_a_batch_of_one_turn_teach_nothing() -> None:
-    assert normalize_turns([[0.5, 0.5], [0.5]]) == [[0.0, 0.0], [0.0]]
-    assert normalize_turns([[0.5]]) == [[0.0]]
-
-
-def test_turns_are_compared_with_the_prompts_value(fake_broker: Broker, tmp_path: Path) -> None:
-    config = make_config(
-        tmp_path,
-        sampler={"batch_size": 8, "tracker": {"reward_range": (-1.0, 1.0)}},
-        algorithm={"turn_advantage": "turn"},
-    )
-    sampler = start(config, fake_broker)
+def test_turns_are_compared_with_the_prompts_value(broker: Broker, tmp_path: Path) -> None:
+    tracker = {"reward_range": (-1.0, 1.0)}
+    config = make_config(tmp_path, sampler={"tracker": tracker}, algorithm={"turn_advantage": "turn"})
+    sampler = start(config, broker)
     prompt, state = sampler.prompts.ids[0], sampler.state
     state.dispatch(Task(task_id="t", prompt_id=prompt, prompt="x"), DispatchedTask(prompt, False, 0, value=0.125))
     v = state.tracker.value(prompt)
@@ -174,3 +166,38 @@ def test_turns_are_compared_with_the_prompts_value(fake_broker: Broker, tmp_path
     assert sample.turn_advantages == pytest.approx([0.75 - v, 0.0 - v])
     assert sample.advantage == sample.turn_advantages[0]
     assert (sample.turn_tokens, sample.row_tokens) == ([2, 3], [4, 5])
+
+
+EQUAL, MIXED = [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]
+
+
+def warned(*batches: list[float], answers: int = 0) -> list[str]:
+    with capture_logs() as logs:
+        rewards = EqualRewards(LOG)
+        for number in range(answers):
+            record = pack_record({"output": f"it is\n{number}" + "!" * 100, "gts": 7})
+            rewards.add(SampleHeader(task_id="t", prompt_id="p", record=record))
+        for batch in batches:
+            rewards.batch_closed(batch)
+    return [entry["event"] for entry in logs]
+
+
+def test_equal_rewards_are_said_once_with_three_answers() -> None:
+    assert warned(*[EQUAL] * 4, MIXED, *[EQUAL] * 4) == []
+    (line,) = warned(*[EQUAL] * 5, MIXED, *[EQUAL] * 9, answers=5)
+    assert line.startswith("nothing to learn: in each of the last 5 batches all rewards were equal (now 0); ")
+    shown = [f"'it is {number}" for number in range(5)]
+    assert [text in line for text in shown] == [False, False, True, True, True]
+    assert line.count("(expected '7')") == 3
+    assert len(line) < 500
+    assert "episode.rollouts_every" in warned(*[EQUAL] * 5)[0]
+
+
+def test_the_sampler_says_it(broker: Broker, tmp_path: Path) -> None:
+    sampler, generator, learner = started(broker, tmp_path, run={"steps": 8})
+    with capture_logs() as logs:
+        while learner.version < 7:
+            sampler.round()
+            generator.work(reward=0.5, record=b"no record")
+            generator.version += learner.work()
+    assert sum("nothing to learn" in entry["event"] for entry in logs) == 1

@@ -1,11 +1,17 @@
-"""A run without training steps: each answer is one line of the file, whatever is killed when."""
+"""Answers: a run without training steps writes each once, whatever is killed when; avg@k, maj@k and pass@k."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import structlog
 from structlog.testing import capture_logs
@@ -15,6 +21,7 @@ from common.errors import UserError
 from common.messages import Kind
 from common.streams.broker import Broker
 from sampler.answers import Answers, load_questions
+from sampler.evaluation_metrics import Response, maj_at_k, pass_at_k, powers_of_two, summarize, summarize_groups
 from sampler.files.answer_file import AnswerFile, Request, read_answers
 from sampler.loop import Sampler
 from tests.support.sampler import NoopGenerator, make_config, write_prompts
@@ -24,13 +31,10 @@ LOG = structlog.get_logger()
 PROMPTS, RESPONSES = 12, 3
 
 
-class Killed(Exception):
-    """Stands for a SIGKILL."""
+class Killed(Exception): ...
 
 
 class Asked:
-    """A run that is asked for values, with one generator."""
-
     def __init__(self, config: Config, broker: Broker) -> None:
         self.config, self.broker, self.generator = config, broker, NoopGenerator(broker)
         self.path = Path(config.run.output_dir) / "answers.jsonl"
@@ -83,10 +87,6 @@ def test_every_prompt_is_answered_as_often_as_asked(run: Asked) -> None:
     run.each_once(RESPONSES + 2)
 
 
-def die(*_: Any) -> None:
-    raise Killed
-
-
 @pytest.mark.parametrize("at", ["before the file", "before the commit", "after the commit"])
 def test_killed_again_and_again_it_writes_each_once(run: Asked, at: str) -> None:
     """Every second process does one round, the others are killed in theirs."""
@@ -97,8 +97,7 @@ def test_killed_again_and_again_it_writes_each_once(run: Asked, at: str) -> None
         if turn % 2 and at != "after the commit":
             assert isinstance(sampler.evaluations, Answers)
             part, name = (sampler.evaluations.file, "append") if at == "before the file" else (sampler.ledger, "commit")
-            setattr(part, name, die)
-            with pytest.raises(Killed):
+            with patch.object(part, name, side_effect=Killed), pytest.raises(Killed):
                 sampler.round()
         else:
             sampler.round()
@@ -175,7 +174,6 @@ def test_an_answer_that_json_lacks_is_written_as_text(tmp_path: Path) -> None:
 
 
 def questions(kind: Kind, folder: Path, config: Config, data: str | None = None) -> list[tuple[Any, str]]:
-    """Prompts that are asked, each with its source."""
     prompts = load_questions(config, Request(kind, 1, folder / "answers.jsonl", data), LOG)
     return [(prompts[i].prompt, prompts.source(i)) for i in range(len(prompts))]
 
@@ -213,3 +211,88 @@ def test_answers_name_the_groups_of_an_evaluation(run: Asked) -> None:
     for column, words in (("levl", "no row of data.heldout; did you mean 'level'"), ("id", "33 different values in")):
         with pytest.raises(UserError, match=f"eval.by_column = '{column}' .*{words}"):
             by(column)
+
+
+def first_majority(order: list[tuple[float, str]]) -> float:
+    """Score of the first response with the most frequent answer; among equals, the answer that came first."""
+    votes = Counter(answer for _, answer in order if answer)
+    if not votes:
+        return 0.0
+    winner, _ = votes.most_common(1)[0]  # the first of those with most votes
+    return next(score for score, answer in order if answer == winner)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_maj_at_k_is_the_mean_over_all_orders(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 7))
+    answers = rng.choice(["", "1", "2", "3"], n).tolist()
+    scores = rng.integers(0, 2, n).astype(float).tolist()
+    responses = list(zip(scores, answers, strict=True))
+    expected = fmean(first_majority(list(order)) for order in itertools.permutations(responses))
+    assert maj_at_k(scores, answers) == pytest.approx(expected)
+
+
+def test_ties_count_half_and_missing_answers_do_not_vote() -> None:
+    assert maj_at_k([1, 1, 0, 0], ["a", "a", "b", "b"]) == 0.5
+    assert maj_at_k([1, 0, 0, 0], ["a", "", "", ""]) == 1.0
+    assert maj_at_k([1, 1], ["", ""]) == 0.0, "there is no vote"
+    assert maj_at_k([1, 0, 0], ["a", "a", "b"]) == 0.5, "the same answer, once in the wrong form"
+    assert math.isnan(maj_at_k([], []))
+
+
+@pytest.mark.parametrize("n", [1, 4, 6])
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_response(n: int) -> None:
+    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+        assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
+def test_pass_at_k_refuses_what_cannot_be_drawn(n: int, correct: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} of {n} responses"):
+        pass_at_k(n, correct, k)
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])])
+def test_pass_at_k_is_given_for_powers_of_two_and_for_n(n: int, ks: list[int]) -> None:
+    assert powers_of_two(n) == ks
+
+
+ROWS = [
+    Response(0, 1.0, "4"), Response(0, 0.0, "5"), Response(0, 0.0, "5"), Response(0, 0.5, ""),
+    Response(1, 1.0, "7"), Response(1, 1.0, "7"), Response(1, None), Response(1, 0.0, "8"),
+]  # fmt: skip
+
+
+def test_a_summary_is_a_mean_and_counts_what_was_skipped() -> None:
+    assert summarize(ROWS, samples=4) == pytest.approx(
+        {
+            "accuracy": 3 / 7,
+            "reward": 3.5 / 7,
+            "samples": 7,
+            "set_aside": 1,
+            "avg@4": (1 / 4 + 2 / 3) / 2,
+            "maj@4": (0 + 1) / 2,
+            "pass@1": (1 / 4 + 2 / 3) / 2,
+            "pass@2": (1 / 2 + 1) / 2,
+            "pass@4": 1.0,  # of the prompt with four responses
+        }
+    )
+    assert summarize(ROWS[:1], samples=1) == {"accuracy": 1.0, "reward": 1.0, "samples": 1.0, "set_aside": 0.0}
+    lenient = summarize(ROWS, samples=4, right_from=0.5)
+    assert (lenient["accuracy"], lenient["reward"], lenient["pass@4"]) == (4 / 7, 3.5 / 7, 1.0)
+    unnamed = summarize([Response(0, 1.0), Response(0, 1.0)], samples=2)
+    assert (unnamed["avg@2"], math.isnan(unnamed["maj@2"])) == (1.0, True), "there is nothing to vote on"
+    nothing = summarize([Response(0, None)], samples=2)
+    assert (nothing.pop("samples"), nothing.pop("set_aside")) == (0.0, 1.0)
+    assert len(nothing) == 6
+    assert all(map(math.isnan, nothing.values()))
+
+
+def test_groups_have_figures_of_their_own() -> None:
+    figures = summarize_groups(ROWS, [["easy"]] * 4 + [["hard", "level=3"]] * 4, samples=4)
+    expected = summarize(ROWS, samples=4)
+    for group, rows in (("easy", ROWS[:4]), ("hard", ROWS[4:]), ("level=3", ROWS[4:])):
+        expected |= {f"{group}/{name}": value for name, value in summarize(rows, samples=4).items()}
+    assert figures == pytest.approx(expected, nan_ok=True)

@@ -58,11 +58,8 @@ def test_a_task_without_an_answer_is_one_line_with_a_reason() -> None:
     row = json.loads(text)
     assert (row["reward"], row["reason"], row["input"]) == (None, "a\u2028b\x85c", "2\u2028+2?")
     assert row["parts"] == {"mine\u2029": 0.5}
-
-
-@pytest.mark.parametrize("record", [b"nonsense", pack_record({})])
-def test_a_record_that_says_nothing_leaves_a_whole_line(record: bytes) -> None:
-    assert json.loads(episode_line(header(record=record), {}, {"input": "2+2?"}))["task_id"] == "t1"
+    for record in (b"nonsense", pack_record({})):  # it says nothing
+        assert json.loads(episode_line(header(record=record), {}, {"input": "2+2?"}))["task_id"] == "t1"
 
 
 def test_a_line_is_written_once_also_by_the_next_process(tmp_path: Path) -> None:
@@ -162,8 +159,7 @@ def test_chosen_versions_are_whole_others_keep_what_was_skipped(tmp_path: Path) 
 
 @pytest.mark.parametrize("gone_again", [False, True])
 def test_lines_of_a_replaced_sampler_reach_no_file(broker: Broker, tmp_path: Path, gone_again: bool) -> None:
-    # Without trackers: each sampler would begin TensorBoard's folder again, in threads that no test waits for.
-    config = make_config(tmp_path, run={"log_to": []}, episode={"rollouts_every": 1}, heldout=3)
+    config = make_config(tmp_path, episode={"rollouts_every": 1}, heldout=3)
     NoopLearner(broker)
     paused, generator = start(config, broker, SamplerLedger(broker, "paused")), NoopGenerator(broker)
     for n in (6, 8):
@@ -185,9 +181,7 @@ def test_lines_of_a_replaced_sampler_reach_no_file(broker: Broker, tmp_path: Pat
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_a_write_that_fails_since_the_run_folder_was_moved_says_so(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: bool
-) -> None:
+def test_a_write_that_fails_in_a_moved_run_folder_says_so(broker: Broker, tmp_path: Path, moved: bool) -> None:
     config = make_config(tmp_path)
     config.run.folder.mkdir(parents=True)
     sampler = start(config, broker)
@@ -197,6 +191,6 @@ def test_a_write_that_fails_since_the_run_folder_was_moved_says_so(
             config.run.folder.rename(tmp_path / "elsewhere")
         raise UserError("episodes cannot be written")
 
-    monkeypatch.setattr(sampler, "run", run)
+    sampler.run = run  # type: ignore[method-assign]
     with pytest.raises(UserError, match="was moved away or deleted" if moved else "episodes cannot be written"):
         run_once(sampler)

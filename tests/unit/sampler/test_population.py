@@ -28,8 +28,7 @@ BATCH = 128
 def simulate(difficulty: np.ndarray, traits: PromptTraits | None = None, steps: int = 60) -> dict[str, float]:
     """Variance of each tracker's advantages over that of the rewards; prompts come in rounds.
 
-    Args:
-        difficulty: of each prompt, whose success rate at step t is logistic(-2 + 0.08 t + difficulty), [N].
+    The success rate of a prompt at step t is logistic(-2 + 0.08 t + difficulty).
     """
     ids, rng = [str(i) for i in range(len(difficulty))], np.random.default_rng(0)
     trackers = {
@@ -61,11 +60,7 @@ def test_the_baseline_is_never_worse_than_none_or_the_papers(sigma: float, promp
 
 
 def families(column: bool, features: str | None) -> tuple[PromptTraits, np.ndarray]:
-    """Prompts of eight families that differ in difficulty, and each prompt's difficulty.
-
-    Args:
-        features: `text`, or `state`: vectors that lie about one of eight centres.
-    """
+    """Prompts of eight families that differ in difficulty, and each prompt's difficulty; `features` text, or state."""
     rng = np.random.default_rng(2)
     family = np.arange(4096) % 8
     words = ("add", "multiply", "sort the letters of", "count bits of", "spell backwards", "divide", "square", "hash")
@@ -99,7 +94,6 @@ def test_useless_traits_do_no_harm() -> None:
 
 
 def choose(population: Population, k: float) -> None:
-    """Let this k be the one with the least error."""
     population.load_state_dict(population.state_dict() | {"population_errors": (k != GRID).astype(float)[None]})
 
 
@@ -215,7 +209,6 @@ def test_groups_are_named_by_a_column_or_by_several_sources(tmp_path: Path) -> N
         ([{"task": 1}], r"'level'.*line 1 has no such column; its columns are task"),
         ([{"level": i} for i in range(4097)], r"'level' has 4,097 different values, and at most 4,096"),
     ],
-    ids=["missing", "null", "another", "ids"],
 )
 def test_a_column_that_makes_no_groups_is_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
     prompts = make_prompts(tmp_path, rows)
@@ -256,9 +249,7 @@ def test_states_are_found_by_the_prompts_ids(tmp_path: Path) -> None:
     ],
     ids=["gone", "garbage", "no ids", "pickled", "too few", "float64", "nan", "other data"],
 )
-def test_a_file_without_states_of_the_prompts_is_refused(
-    tmp_path: Path, write: Callable[[Path], Any], message: str
-) -> None:
+def test_a_file_without_states_of_prompts_is_refused(tmp_path: Path, write: Callable[..., Any], message: str) -> None:
     write(path := tmp_path / "states.npz")
     with pytest.raises(UserError, match=rf"^sampler\.tracker\.prompt_states = .*{message}"):
         prompt_traits(make_prompts(tmp_path, [{}]), RunTrackerConfig(prompt_states=str(path)), LOG)

@@ -17,7 +17,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from common.config import AlgorithmConfig, DataConfig, parse_config
+from common.config import AlgorithmConfig, DataConfig
 from common.errors import UserError
 from common.messages import Task
 from common.streams.broker import Broker
@@ -75,10 +75,6 @@ def user(content: Any, **keys: Any) -> dict[str, Any]:
     return {"role": "user", "content": content} | keys
 
 
-def nested(depth: int) -> str:
-    return '{"prompt": "p", "answer": 1, "x": ' + "[" * depth + "]" * depth + "}"
-
-
 def test_jsonl_rows_keep_their_other_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"prompt": "2+2=", "answer": 4, "level": 1}\r\n\n{"prompt": "é?", "answer": "ü"}'.encode())
@@ -96,24 +92,16 @@ def test_text_that_is_not_utf8_is_named_a_bom_is_skipped(tmp_path: Path) -> None
     assert skipped == {f"{path} line 2": "not UTF-8 text (byte 0xe9); save the file as UTF-8"}
 
 
-def test_a_batch_of_more_prompts_than_there_are_is_said(tmp_path: Path) -> None:
-    prompts, _, _ = load(jsonl(tmp_path / "a.jsonl", *({"prompt": str(i), "answer": i} for i in range(5))))
-    config = parse_config({"model": {"path": "m"}, "data": {"train": "a"}, "sampler": {"batch_size": 8}})
-    assert "needs 8 prompts, but data.train has 5" in (too_few(config, prompts) or "")
-    grouped = config.model_copy(update={"algorithm": AlgorithmConfig(method="grpo", group_size=2)})
-    assert too_few(grouped, prompts) is None
-
-
-def test_the_sampler_says_it_before_it_starts(
-    fake_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, stand_in in {"connect": fake_broker, "record_versions": None, "run_once": True}.items():
+def test_a_batch_of_too_many_prompts_is_said(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, prompts=5)
+    for name, stand_in in {"connect": broker, "record_versions": None, "run_once": True}.items():
         monkeypatch.setattr(cli, name, lambda *_, returned=stand_in, **__: returned)
     with capture_logs() as lines:
-        cli.serve(make_config(tmp_path, prompts=5), LOG)
-    assert "needs 8 prompts, but data.train has 5" in " ".join(
-        line["event"] for line in lines if line["log_level"] == "warning"
-    )
+        cli.serve(config, LOG)
+    warned = [line["event"] for line in lines if line["log_level"] == "warning"]
+    assert "takes 8 prompts, and data.train has 5" in " ".join(warned)
+    grouped = config.model_copy(update={"algorithm": AlgorithmConfig(method="grpo", group_size=2)})
+    assert too_few(grouped, load(tmp_path / "train.jsonl")[0]) is None
 
 
 def test_columns_are_configurable_and_may_be_nested(tmp_path: Path) -> None:
@@ -157,11 +145,7 @@ def test_messages_are_read_in_the_shapes_in_which_people_have_them(tmp_path: Pat
 
 
 def test_keys_that_arrow_fills_with_null_are_dropped(tmp_path: Path) -> None:
-    rows = [
-        [user("a"), CALLING | {"content": "I look."}, TOLD],
-        [user("b")],
-        [{"role": "system", "content": ""}, ASKED],
-    ]
+    rows = [[user("a"), CALLING | {"content": "Well"}, TOLD], [user("b")], [{"role": "system", "content": ""}, ASKED]]
     prompts, skipped, _ = load(parquet(tmp_path / "a.parquet", prompt=rows, answer=["1", "2", "3"]))
     assert ([prompt for prompt, _ in asked(prompts)], skipped) == (rows, {})
 
@@ -185,7 +169,7 @@ def test_keys_that_arrow_fills_with_null_are_dropped(tmp_path: Path) -> None:
         ("[1, 2]", "not a JSON object"),
         *(({"prompt": prompt, "answer": 1}, "neither text nor chat") for prompt in (5, {"text": "x"})),
         ({"prompt": {"messages": [user("a")]}, "answer": 1}, "but a value of type dict (messages)"),
-        ('{"prompt": "p", "prompt": "q", "answer": 1}', "a key occurs twice ('prompt')"),
+        ('{"prompt": "p", "prompt": "q", "answer": 1}', "a key is there twice ('prompt')"),
         ('{"prompt": "p", "answer": 18446744073709551616}', "column 'answer' holds an integer of more than 64 bits"),
         ('{"prompt": "p", "answer": 1, "seed": [{"n": -9223372036854775809}]}', "column 'seed' holds an integer"),
         ('{"prompt": "half \\ud800", "answer": 1}', "column 'prompt' holds half a surrogate pair"),
@@ -193,7 +177,7 @@ def test_keys_that_arrow_fills_with_null_are_dropped(tmp_path: Path) -> None:
         ('{"prompt": "p", "answer": NaN}', "no answer in column 'answer'"),
         ('{"prompt": "p", "answer": Infinity}', "column 'answer' holds a number that is not finite"),
         ('{"prompt": [{"role": "user", "content": [NaN]}], "answer": 1}', "column 'prompt' holds a number"),
-        *((nested(depth), "nested too deep") for depth in (100_000, 100)),
+        *(('{"prompt": "p", "answer": 1, "x": ' + "[" * n + "]" * n + "}", "nested too deep") for n in (100_000, 100)),
         (GOOD | {"prompt": "p", "x": "x" * (9 << 20)}, "too large"),
         (GOOD | {"prompt": "p", "x": [0] * 200_000}, "more than 130,816 values"),
         ('{"prompt": "p", "answer": 1' + "0" * 5000 + "}", "not JSON"),
@@ -207,20 +191,6 @@ def test_a_row_of_no_use_is_skipped_with_its_reason(tmp_path: Path, line: Any, r
     assert reason in skipped[f"{path} line 2"]
     assert [(task.prompt, task.answer) for task in sent(prompts)] == [("1+1", 2), ("last", 0)]
     assert (events["rows skipped"]["count"], events["rows skipped"]["of"]) == (1, 3)
-
-
-@pytest.mark.parametrize(
-    ("columns", "missing"),
-    [
-        ({"prompt_column": "question", "answer_column": "solution"}, "'solution'"),
-        ({"prompt_column": "problem"}, "'problem', 'answer'"),
-        ({"prompt_column": "question", "answer_column": "extra.truth"}, "'extra.truth'"),
-    ],
-)
-def test_a_wrong_column_is_refused_with_those_there_are(tmp_path: Path, columns: dict[str, str], missing: str) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"question": "1+1", "truth": 2, "level": 1}, {"question": "1+2", "truth": 3})
-    with pytest.raises(UserError, match=f"all 2 rows .*line 1: no .* no column {missing}; .*question, truth, level"):
-        load(path, **columns)
 
 
 def test_answers_of_different_types_are_named(tmp_path: Path) -> None:
@@ -284,37 +254,66 @@ def test_a_row_that_changes_while_in_use_ends_the_run(tmp_path: Path) -> None:
 
 
 def with_two_columns() -> bytes:
-    """A Parquet file with two columns of one name."""
     buffer = io.BytesIO()
     columns = [pa.array([text]) for text in ("p", "q", "1")]
     pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "prompt", "answer"]), buffer)
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("gone.jsonl", None, "does not exist"),
-        ("data.csv", b"a,b\n", "of an unknown kind"),
-        ("broken.parquet", b"not parquet at all", "cannot be read"),
-        ("packed.jsonl", gzip.compress(b'{"prompt": "p", "answer": 1}', mtime=0), "is compressed by gzip; unpack it"),
-        ("large.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer.*git lfs pull"),
-        (
-            "list.jsonl",
-            b'[\n {\n  "prompt": "p", "answer": 1\n }\n]\n',
-            "line 1: not JSON .*like one JSON list: write each",
-        ),
-        ("list.jsonl", b'[{"prompt": "p", "answer": 1}]', "line 1: not a JSON object; .*like one JSON list"),
-        ("twice.parquet", with_two_columns(), "several columns 'prompt'; rename or drop all but one"),
-        ("broken.jsonl", b"\xff\xfe\x00", "unusable .*line 1: not UTF-8 text"),
-        ("empty.jsonl", b"", r"no prompts in .*empty\.jsonl: it is empty"),
-    ],
-)
-def test_unreadable_data_is_one_clear_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        load(tmp_path / name)
+FILES: dict[str, bytes] = {
+    "data.csv": b"a,b\n",
+    "broken.parquet": b"not parquet at all",
+    "packed.jsonl": gzip.compress(b'{"prompt": "p", "answer": 1}', mtime=0),
+    "large.parquet": b"version https://git-lfs.github.com/spec/v1\n",
+    "indented.jsonl": b'[\n {\n  "prompt": "p", "answer": 1\n }\n]\n',
+    "list.jsonl": b'[{"prompt": "p", "answer": 1}]',
+    "twice.parquet": with_two_columns(),
+    "broken.jsonl": b"\xff\xfe\x00",
+    "empty.jsonl": b"",
+    "a.jsonl": b'{"prompt": "1+1", "answer": 2}\n',
+    "nested.jsonl": b'{"prompt": "1+1", "reward_model": {"style": "rule", "ground_truth": "2"}}\n',
+    "maths.jsonl": b'{"question": "1+1", "truth": 2, "level": 1}\n{"question": "1+2", "truth": 3}\n',
+    "notes.txt": b"",
+}
+NO_COLUMN = "all 2 rows .*line 1: no .* no column {}; .*question, truth, level"
+# Data, other keys of the section, and the refusal.
+REFUSALS: list[tuple[Any, dict[str, str], str]] = [
+    ("gone.jsonl", {}, "does not exist"),
+    ("data.csv", {}, "of an unknown kind"),
+    ("broken.parquet", {}, "cannot be read"),
+    ("packed.jsonl", {}, "is compressed by gzip; unpack it"),
+    ("large.parquet", {}, "is a Git LFS pointer.*git lfs pull"),
+    ("indented.jsonl", {}, "line 1: not JSON .*like one JSON list: write each"),
+    ("list.jsonl", {}, "line 1: not a JSON object; .*like one JSON list"),
+    ("twice.parquet", {}, "several columns 'prompt'; rename or drop all but one"),
+    ("broken.jsonl", {}, "unusable .*line 1: not UTF-8 text"),
+    ("empty.jsonl", {}, r"no prompts in .*empty\.jsonl: it is empty"),
+    ("maths.jsonl", {"prompt_column": "question", "answer_column": "solution"}, NO_COLUMN.format("'solution'")),
+    ("maths.jsonl", {"prompt_column": "problem"}, NO_COLUMN.format("'problem', 'answer'")),
+    ("maths.jsonl", {"prompt_column": "question", "answer_column": "extra.truth"}, NO_COLUMN.format("'extra.truth'")),
+    ("nested.jsonl", {}, r"there are prompt, reward_model\.style, reward_model\.ground_truth; set data\.a"),
+    # Several files of one source, and several sources.
+    ("gone/*.jsonl", {}, "no file matches 'gone/.*'"),
+    (["a.jsonl", "gone-*.jsonl"], {}, "no file matches 'gone-.*'"),
+    (["a.jsonl", "b.jsonl"], {}, "data file b.jsonl does not exist; did you mean a.jsonl"),
+    (["a.jsonl", "gsm8k"], {}, "data gsm8k is not .*only such files are read together; .* list of sources"),
+    ("*", {}, "only such files are read together"),
+    ([{"path": "a.jsonl"}, {"path": "empty.jsonl", "name": "none"}], {}, r"train\[none\]: .*\.jsonl: it is empty"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("given", "keys", "refusal"), REFUSALS)
+def test_data_that_cannot_be_read_is_one_line(folder: Path, given: Any, keys: dict[str, str], refusal: str) -> None:
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=refusal):
+        load(given, **keys)
 
 
 def test_sources_stand_one_after_the_other(tmp_path: Path) -> None:
@@ -333,10 +332,8 @@ def test_sources_stand_one_after_the_other(tmp_path: Path) -> None:
         prompts[3]
 
 
-@pytest.mark.parametrize(("ids", "shared"), [({}, (3, 4)), ({"id_column": "uid"}, None)])
-def test_held_out_prompts_that_are_trained_on_are_counted(
-    tmp_path: Path, ids: dict[str, str], shared: tuple[int, int] | None
-) -> None:
+@pytest.mark.parametrize(("ids", "shared"), [({}, [(3, 4)]), ({"id_column": "uid"}, [])])
+def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path, ids: dict[str, str], shared: list) -> None:
     def source(name: str, *prompts: str, **columns: str) -> dict[str, str]:
         rows = [{"prompt": prompt, "answer": 1, "uid": i, "number": i} for i, prompt in enumerate(prompts)]
         return {"path": str(jsonl(tmp_path / name, *rows)), **columns}
@@ -347,49 +344,22 @@ def test_held_out_prompts_that_are_trained_on_are_counted(
     with capture_logs() as logs:
         load_data(DataConfig.model_validate({"train": [train], "heldout": [other] if ids else [other, train]}), LOG)
     entries = [entry for entry in logs if entry["event"] == "held-out prompts are also trained on"]
-    assert [(entry["prompts"], entry["of"]) for entry in entries] == ([shared] if shared else [])
+    assert [(entry["prompts"], entry["of"]) for entry in entries] == shared
 
 
-@pytest.mark.parametrize(
-    "given", ["part-*.*", "**/part-*", ["part-a.jsonl", "part-b.parquet"], ["part-a.*", "part-b.*"]]
-)
-def test_the_rows_of_several_files_are_those_of_one_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
+SEVERAL = ["part-*.*", "**/part-*", ["part-a.jsonl", "part-b.parquet"], ["part-a.*", "part-b.*"]]
+
+
+@pytest.mark.parametrize("given", SEVERAL)
+def test_the_rows_of_several_files_are_those_of_one_source(folder: Path, given: Any) -> None:
     jsonl(Path("part-a.jsonl"), GOOD, {"prompt": "2"}, GOOD | {"prompt": "3"})
     parquet(Path("part-b.parquet"), prompt=["1+1", "4"], answer=["2", "5"])
     prompts, skipped, _ = load(given)
     assert asked(prompts) == [("1+1", 2), ("3", 2), ("4", "5")]
-    assert skipped == {
-        "part-a.jsonl line 2": "no answer in column 'answer'",
-        "part-b.parquet row 1": "the same prompt as an earlier row",
-    }
-    assert [prompts.where(i) for i in range(3)] == [
-        "part-a.jsonl line 1",
-        "part-a.jsonl line 3",
-        "part-b.parquet row 2",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("given", "refusal"),
-    [
-        ("gone/*.jsonl", "no file matches 'gone/.*'"),
-        (["a.jsonl", "gone-*.jsonl"], "no file matches 'gone-.*'"),
-        (["a.jsonl", "b.jsonl"], "data file b.jsonl does not exist; did you mean a.jsonl"),
-        (["a.jsonl", "gsm8k"], "data gsm8k is not .*only such files are read together; .* list of sources"),
-        ("*", "only such files are read together"),
-    ],
-)
-def test_one_of_several_files_that_cannot_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any, refusal: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    jsonl(Path("a.jsonl"), GOOD)
-    Path("notes.txt").touch()
-    with pytest.raises(UserError, match=refusal):
-        load(given)
+    first, second, third = (prompts.where(i) for i in range(3))
+    assert (first, second, third) == ("part-a.jsonl line 1", "part-a.jsonl line 3", "part-b.parquet row 2")
+    reasons = ["no answer in column 'answer'", "the same prompt as an earlier row"]
+    assert skipped == dict(zip(["part-a.jsonl line 2", "part-b.parquet row 1"], reasons, strict=True))
 
 
 def test_data_without_answers_is_read_where_none_are_asked_for(tmp_path: Path) -> None:
@@ -403,20 +373,6 @@ def test_what_was_probably_not_meant_is_logged_at_the_start(tmp_path: Path) -> N
     _, _, logged = load(jsonl(tmp_path / "a.jsonl", chat(user("a"), {"role": "assistant", "content": "So"})))
     (line,) = [event for event in logged if "continue_final_message" in event]
     assert line.startswith(f"data.train: 1 rows (first: {tmp_path / 'a.jsonl'} line 1)")
-
-
-def test_a_missing_column_may_be_a_key_in_another(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "1+1", "reward_model": {"style": "rule", "ground_truth": "2"}})
-    with pytest.raises(
-        UserError, match=r"there are prompt, reward_model\.style, reward_model\.ground_truth; set data\.a"
-    ):
-        load(path)
-
-
-def test_a_source_without_a_usable_row_is_named(tmp_path: Path) -> None:
-    good, empty = jsonl(tmp_path / "good.jsonl", GOOD), jsonl(tmp_path / "empty.jsonl")
-    with pytest.raises(UserError, match=r"data\.train\[none\]: no prompts in .*empty\.jsonl: it is empty"):
-        load([{"path": str(good)}, {"path": str(empty), "name": "none"}])
 
 
 def test_a_file_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:

@@ -1,23 +1,28 @@
-"""Sources by name: sets known by name on small copies of the same shape, Hugging Face datasets, and reasoning-gym."""
+"""Sources by name: known sets, Hugging Face datasets, reasoning-gym; files of scores, given to the tracker."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from common import gym_families
-from common.config import DataConfig
+from common.config import DataConfig, TrackerConfig
 from common.config.data import KNOWN_SETS, misspelt_set
 from common.errors import UserError
 from common.gym_families import installed_families, score_answer
 from common.messages import Task
 from sampler.prompts.prompt_set import PromptSet, load_prompts
 from sampler.prompts.rows import GymRows, open_rows
+from sampler.values.scores import apply_initial_values, prompt_key, read_scores, recipe_key
+from sampler.values.tracker import ValueTracker
+from tests.support.golden import GOLDEN
 
 datasets = pytest.importorskip("datasets")
 
@@ -133,12 +138,8 @@ def test_a_name_near_a_known_one_is_refused_with_the_nearest(hub: Path, name: st
     with pytest.raises(UserError, match=rf"{name!r} is not a file.*did you mean {near}\?"):
         read({"train": name})
     (hub / name).mkdir()
-    assert misspelt_set(name) is None, "a folder of that name is meant"
-
-
-@pytest.mark.parametrize("path", ["gsm8k", "org/gsm-8k", "gsm-8k.jsonl", "squad"])
-def test_other_names_are_left_alone(path: str) -> None:
-    assert misspelt_set(path) is None
+    for other in (name, "gsm8k", "org/gsm-8k", "gsm-8k.jsonl", "squad"):
+        assert misspelt_set(other) is None, "a folder of that name is meant, or another set"
 
 
 def gym(family: str, split: str = "train", **options: Any) -> list[dict[str, Any]]:
@@ -208,3 +209,160 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"reasoning-gym package is missing; pip install 'spo-trainer\[gym\]'"):
         open_rows("reasoning_gym:chain_sum", "train")
+
+
+LOG = structlog.get_logger()
+TEXT = "user\nis a word\nassistant\n"
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def scores_of(path: Path, *lines: Any) -> tuple[dict[str, list[float]], list[str]]:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    problems = []
+    for row in read_scores(path):
+        if row.problem:
+            problems.append(f"{row.where}: {row.problem}".removeprefix(f"{path} "))
+        else:
+            scores[row.key] += row.scores
+    return dict(scores), problems
+
+
+def test_golden_m05_prompts_are_read_whole(tmp_path: Path) -> None:
+    inputs, expected = GOLDEN["M05"]["inputs"], GOLDEN["M05"]["expected"]
+    parsed, problems = scores_of(tmp_path / "a.jsonl", *inputs["rows"])
+    merged, whole = expected["recipe_merged"], expected["wanted_second_key"]
+    assert parsed == {whole if key == "said x" else key: scores for key, scores in merged.items()}
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("What is 1+1?", "What is 1+1?"),
+        ("user\nWhat is\n\n1+1?\nassistant\n", "What is\n\n1+1?"),
+        ("system\na user\nuser\nhi\nassistant\n<think>\n", "system\na user\nuser\nhi\nassistant\n<think>\n"),
+        ("user\nWho is\nassistant\nof the king?\nassistant", "Who is\nassistant\nof the king?"),
+        ("ask the user\nor not", "ask the user\nor not"),
+        ("", ""),
+    ],
+)
+def test_the_key_of_a_conversation_and_of_anything_else(text: str, key: str) -> None:
+    assert recipe_key(text) == key
+
+
+TURNS = [["user: 1+1?"], ["system: brief", "user: 1+1?"], ["user: hi", "assistant: yes?", "user: 1+1?"], ["system: x"]]
+
+
+@pytest.mark.parametrize("turns", TURNS)
+def test_chat_messages_have_the_key_of_the_recipes_row(turns: list[str]) -> None:
+    prompt = [message(*turn.split(": ")) for turn in turns]
+    row = "".join(turn.replace(": ", "\n") + "\n" for turn in turns) + "assistant\n"
+    assert prompt_key(prompt) == recipe_key(row)
+    assert prompt_key([message("user", " 1+1?\n")]) == "1+1?"
+
+
+def test_our_rows_have_the_exact_prompt(tmp_path: Path) -> None:
+    rows = [
+        {"task_id": "values0-a", "input": TEXT, "score": 1},
+        {"task_id": "values0-b", "input": [message("user", "chat")], "score": 0},
+        {"input": TEXT, "score": 0.5},
+    ]
+    assert scores_of(tmp_path / "a.jsonl", *rows) == ({TEXT: [1], "chat": [0], "is a word": [0.5]}, [])
+    assert prompt_key(TEXT) == TEXT
+
+
+def test_rows_of_one_prompt_join_and_bad_ones_are_named(tmp_path: Path) -> None:
+    good = [
+        json.dumps({"input": "a", "score": 1, "step": 3, "output": "\u2028"}, ensure_ascii=False),
+        {"input": "user\na\nassistant\n", "score": 0.5},
+        {"input": "b", "scores": []},
+    ]
+    bad = [
+        "{", "[" * 100_000, '{"score": 1}', '{"input": "a", "score": true}', '{"input": "a", "scores": [1, NaN]}', "7",
+        '{"input": "a", "score": 1' + "0" * 400 + "}", '{"input": ["a"], "score": 1}', '{"input": "a", "sco',
+    ]  # fmt: skip
+    parsed, problems = scores_of(tmp_path / "a.jsonl", *good, "", *bad)
+    assert parsed == {"a": [1, 0.5], "b": []}
+    assert [problem.partition(":")[0] for problem in problems] == [f"line {number}" for number in range(5, 14)]
+    assert "no `input`" in problems[2]
+    assert "the score True is not a finite number" in problems[3]
+    assert "neither text nor chat messages" in problems[7]
+    assert problems[8].endswith("the line is cut short)")
+
+
+class Pool:
+    """Prompts, the tracker that scores are given to, and what was warned of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, path = folder, folder / "data.jsonl"
+        asked = ("text", [message("system", "be brief"), message("user", "chat")], " padded ", "none")
+        path.write_text("".join(json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in asked))
+        self.prompts = load_prompts(DataConfig(train=str(path)).sources("train"), LOG)
+        self.tracker = ValueTracker(self.prompts.ids, TrackerConfig())
+
+    def apply(self, name: str, text: str | None) -> tuple[int, list[Any]]:
+        """The number of prompts with scores, and the warnings."""
+        if text is not None:
+            (self.folder / name).write_text(text)
+        with capture_logs() as logs:
+            found = apply_initial_values(str(self.folder / name), self.tracker, self.prompts, LOG)
+        return found, [line for line in logs if line["log_level"] == "warning"]
+
+    def values(self) -> list[float]:
+        return [self.tracker.value(prompt_id) for prompt_id in self.prompts.ids]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Pool:
+    return Pool(tmp_path)
+
+
+def test_values_are_found_by_the_key_of_the_prompt(pool: Pool) -> None:
+    scores = {"text": [1] * 8, "chat": [0, 0, 0, 1], "padded": [0], "gone": [1], "also gone": [0]}
+    found, (line,) = pool.apply("values.json", json.dumps(scores))
+    assert (found, line["prompts"], line["example"]) == (3, 2, "gone")
+    assert pool.values() == pytest.approx([8.5 / 9, 1.5 / 5, 0.5 / 2, 0.5])
+    pool.apply("values.json", json.dumps({"padded": [0] * 8, " padded ": [1] * 8}))
+    assert pool.values()[2] == pytest.approx(8.5 / 9), "an exact key comes first"
+
+
+def test_unreadable_rows_are_counted_and_named(pool: Pool) -> None:
+    rows = [json.dumps({"input": "user\ntext\nassistant\n", "score": score}) for score in (1, 1, 0)]
+    _, (line,) = pool.apply("scores.jsonl", "\n".join([*rows, '{"input": "text", "sc']))
+    assert line["rows"] == 1
+    assert line["first"].startswith(f"{pool.folder}/scores.jsonl line 4: not JSON")
+    assert pool.values()[0] == pytest.approx(2.5 / 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("v.json", None, "cannot be read: No such file"),
+        ("v.json", '{"a": [1', "is not JSON"),
+        ("v.json", "[1]", "must be a JSON object"),
+        ("v.json", '{"text": 1}', "prompt 'text': its scores are not a list"),
+        ("v.json", '{"text": ["1"]}', "prompt 'text': the score 1 is not a finite number"),
+        ("v.json", '{"text": [NaN]}', "the score nan is not a finite number"),
+        ("v.json", '{"text": [5]}', "prompt 'text': reward 5 is outside .* --binarize"),
+        ("v.jsonl", '{"input": "text", "score": 1}\n{"input": "text", "score": -1}', "line 2: reward -1 is outside"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(pool: Pool, name: str, content: str | None, words: str) -> None:
+    with pytest.raises(UserError, match=rf"sampler\.initial_values: .*{words}"):
+        pool.apply(name, content)
+
+
+def test_scores_must_be_utf8_and_may_begin_with_a_bom(tmp_path: Path) -> None:
+    mark, row = b"\xef\xbb\xbf", b'{"input": "user\\np", "score": 1.0}'
+    lines, whole, latin = (tmp_path / name for name in ("a.jsonl", "b.json", "c.json"))
+    lines.write_bytes(mark + row + b'\n{"input": "caf\xe9", "score": 1.0}\n')
+    whole.write_bytes(mark + b'{"p": [1.0]}')
+    latin.write_bytes(b'{"caf\xe9": [1.0]}')
+    assert [row.problem for row in read_scores(lines)] == ["", "not UTF-8 text"]
+    assert [row.scores for row in read_scores(whole)] == [[1.0]]
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        list(read_scores(latin))

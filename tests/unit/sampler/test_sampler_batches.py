@@ -1,4 +1,4 @@
-"""Whole runs in memory: whatever is slow, late, skipped or killed, batches hold whole groups, young enough."""
+"""Runs in memory: batches hold whole groups, young enough; deterministic ones depend on neither order nor restarts."""
 
 from __future__ import annotations
 
@@ -13,43 +13,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Config, SamplerConfig
-from common.messages import Batch, Step
+from common.files import tracker_path
+from common.messages import Batch, Step, Task
+from common.streams.broker import Broker
 from sampler.admission import Admission
 from sampler.batches import OpenBatch
 from sampler.loop import MAX_REPLACEMENTS, Sampler
 from sampler.records import DispatchedTask, OpenSample
-from tests.support.sampler import make_config
+from sampler.values import selection, tracker
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config, reward_of
+from tests.support.sampler_driving import start
 from tests.support.sampler_memory import MemoryRun
 
 
-def make(
-    folder: Path, groups: int, size: int, staleness: int, steps: int, prompts: int = 30, **algorithm: Any
-) -> Config:
+def make(folder: Path, groups: int, size: int, staleness: int, steps: int, prompts: int = 30, **method: Any) -> Config:
     return make_config(
         folder,
         prompts=prompts,
         run={"steps": steps},
         sampler={"batch_size": groups * size, "max_staleness": staleness, "max_set_aside": 10_000},
-        algorithm={"method": "grpo" if size > 1 else "spo", "group_size": max(size, 2), **algorithm},
+        algorithm={"method": "grpo" if size > 1 else "spo", "group_size": max(size, 2), **method},
         episode={"rollouts_every": 0},
     )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_refill() -> Iterator[None]:
-    """At most one batch of degenerate samples is replaced for a batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sampler.state.REFILL_LIMIT", 1)
         yield
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("examples")
-
-
 def begun(config: Config) -> tuple[MemoryRun, Sampler]:
-    """A run whose learner is ready, and whose first tasks are out."""
     run = MemoryRun(config)
     run.steps.append(Step(version=0))
     sampler = run.sampler()
@@ -66,7 +61,6 @@ def groups_of(run: MemoryRun, batch: Batch) -> list[list[str]]:
 
 
 def summary(sampler: Sampler) -> dict[str, Any]:
-    """All that a successor must know."""
     state, admission = sampler.state, sampler.state.admission
     return {
         "position": (state.version, state.open.next_id, state.next_task, state.arrivals, state.refilled),
@@ -82,10 +76,7 @@ def summary(sampler: Sampler) -> dict[str, Any]:
 
 
 @given(
-    groups=st.integers(1, 3),
-    size=st.integers(1, 4),
-    staleness=st.integers(0, 3),
-    steps=st.integers(1, 6),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 3), st.integers(1, 6)),
     seed=st.integers(0, 10_000),
     failing=st.sampled_from([0.0, 0.1, 0.4]),
     slow=st.sampled_from([0.0, 0.3]),
@@ -94,10 +85,11 @@ def summary(sampler: Sampler) -> dict[str, Any]:
 )
 @settings(max_examples=25)
 def test_no_sample_is_too_old_and_no_group_incomplete(
-    folder: Path, groups: int, size: int, staleness: int, steps: int, seed: int, failing: float, slow: float,
+    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, int, int, int], seed: int, failing: float, slow: float,
     lagging: bool, refill: bool,
 ) -> None:  # fmt: skip
-    rng = np.random.default_rng(seed)
+    rng, (groups, size, staleness, steps) = np.random.default_rng(seed), shape
+    folder = tmp_path_factory.mktemp("example")
     config = make(folder, groups, size, staleness, steps, refill_degenerate=refill and size > 1)
     run, sampler = begun(config)
     batch_size, checked = config.sampler.batch_size, 0
@@ -147,7 +139,6 @@ def test_no_sample_is_too_old_and_no_group_incomplete(
 
 
 def answer_all(run: MemoryRun, rewards: list[float], version: int = 0) -> None:
-    """Answer the waiting tasks, in their order."""
     for task_id, reward in zip(list(run.tasks), rewards, strict=True):
         run.answer(task_id, reward=reward, oldest_version=version, newest_version=version)
 
@@ -205,10 +196,9 @@ def test_a_retired_prompt_takes_its_group_along(tmp_path: Path) -> None:
     run, sampler = begun(make(tmp_path, groups=2, size=2, staleness=0, steps=1))
     for task_id in list(run.tasks)[:2]:
         run.answer(task_id, status="set_aside", reason="prompt has 99 tokens", retire=True)
-    retired = run.answered[task_id].prompt_id
     sampler.round()
     assert run.counters["retired"] == 1
-    assert retired not in {task.prompt_id for task in run.tasks.values()}
+    assert run.answered[task_id].prompt_id not in {task.prompt_id for task in run.tasks.values()}
     assert len(run.tasks) == 4
 
 
@@ -292,3 +282,116 @@ def test_evaluation_takes_no_room_of_training() -> None:
     assert admission.busy.tolist() == [False, True]
     admission.remove("b")
     assert admission.busy.tolist() == [False, False]
+
+
+STEPS, BATCH = 4, 12
+
+
+def deterministic(folder: Path, prompts: int = 30, **sections: Any) -> Config:
+    run, sampler = {"steps": STEPS, "deterministic": True}, {"batch_size": BATCH, "max_staleness": 0}
+    run |= sections.pop("run", {})
+    sampler |= sections.pop("sampler", {})
+    return make_config(folder, prompts=prompts, run=run, sampler=sampler, episode={"rollouts_every": 0}, **sections)
+
+
+def decisions(config: Config, seed: int, restarts: bool) -> tuple[Any, ...]:
+    """Tasks, batches and values of a run whose tasks are answered in an order drawn from a seed, one a round."""
+    rng = np.random.default_rng(seed)
+    run = MemoryRun(config)
+    run.steps.append(Step(version=0))
+    sampler, sent = run.sampler(), dict[str, Task]()
+    while not sampler.over():
+        sampler.round()
+        sent |= run.tasks
+        if run.tasks:
+            task = run.tasks[rng.choice(list(run.tasks))]
+            version = task.min_version
+            run.answer(task.task_id, reward=reward_of(task), oldest_version=version, newest_version=version)
+        elif len(run.steps) <= len(run.batches):
+            run.train()
+        if restarts and rng.random() < 0.3:
+            sampler = run.sampler()
+    tracker = sampler.state.tracker
+    rows = [tracker.row(i) for i in range(len(tracker.prompt_ids))]
+    population = tracker.population.pack() if tracker.population else b""
+    return sent, [batch.model_dump() for batch in run.batches], rows, population
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "spo, many prompts": {"prompts": 400, "sampler": {"selection": {"criterion": "thompson"}}},
+    "rloo": {"algorithm": {"method": "rloo", "group_size": 4, "refill_degenerate": True}},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_neither_order_nor_restarts_change_a_run(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (selection, tracker):
+        monkeypatch.setattr(module, "SMALL_POOL", 100)
+    config = deterministic(tmp_path, **METHODS[method])
+    undisturbed = decisions(config, seed=0, restarts=False)
+    assert len(undisturbed[1]) == STEPS
+    for seed in (1, 2):
+        assert decisions(config, seed, restarts=True) == undisturbed
+
+
+def test_each_task_of_each_run_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    sent, *_ = decisions(deterministic(tmp_path), seed=0, restarts=False)
+    others, *_ = decisions(deterministic(tmp_path, run={"seed": 1}), seed=0, restarts=False)
+    seeds = {task.seed for task in (*sent.values(), *others.values())}
+    assert len(seeds) == len(sent) + len(others)
+    assert None not in seeds
+
+
+def test_an_evaluation_that_starts_again_has_the_same_seeds(broker: Broker, tmp_path: Path) -> None:
+    sampler, generator = start(deterministic(tmp_path, heldout=5), broker), NoopGenerator(broker)
+    NoopLearner(broker)
+    sampler.round()
+    assert [task.evaluation for task in sampler.state.admission.in_flight.values()] == [1] * 5, "training waits for it"
+    assert generator.work(oldest_version=0, newest_version=1) == 5  # by two versions: so it starts again
+    sampler.round()
+    assert generator.work() == 5
+    first, second = generator.tasks[:5], generator.tasks[5:]
+    assert [task.seed for task in first] == [task.seed for task in second]
+    assert len({task.seed for task in first} - {None}) == 5
+    assert not {task.task_id for task in first} & {task.task_id for task in second}
+
+
+def test_an_evaluation_does_not_depend_on_answers_order(broker: Broker, tmp_path: Path) -> None:
+    config = deterministic(tmp_path, heldout=10, run={"steps": 1})
+    sampler, generator, learner = start(config, broker), NoopGenerator(broker), NoopLearner(broker)
+
+    def answer_evaluation(order: slice) -> None:
+        for delivery in generator.inbox.lease(generator.loaded, 10, 0).deliveries[order]:
+            generator.finish([delivery], reward=0.1 * (1 + int(delivery.task.task_id.rpartition("-")[2])))
+        sampler.round()
+
+    sampler.round()
+    answer_evaluation(slice(None))
+    while sampler.state.version < 1:
+        generator.work()
+        learner.work()
+        sampler.round()
+    generator.loaded = 1
+    answer_evaluation(slice(None, None, -1))
+    first, second = broker.evaluations()
+    assert [first["version"], second["version"]] == [0, 1]
+    assert first["reward"] == second["reward"]
+    assert first["accuracy"] == 0.1, "a part of the reward is no correct answer"
+
+
+def test_a_version_announced_again_leaves_its_saved_state(broker: Broker, tmp_path: Path) -> None:
+    config = deterministic(tmp_path)
+    sampler, generator, learner = start(config, broker), NoopGenerator(broker), NoopLearner(broker)
+    while learner.version < 1:
+        sampler.round()
+        generator.work()
+        learner.work(checkpoint=True)
+    sampler.round()
+    saved = tracker_path(config.run.folder, 1).read_bytes()
+    generator.version = 1
+    generator.work()
+    sampler.round()
+    # A learner that was killed while it saved has trained on the batch once more.
+    learner.inbox.announce(Step(version=1, checkpoint=True))
+    sampler.round()
+    assert tracker_path(config.run.folder, 1).read_bytes() == saved

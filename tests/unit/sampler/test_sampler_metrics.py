@@ -65,9 +65,7 @@ def test_a_wide_range_has_few_bins_and_loses_none() -> None:
 
 
 @pytest.mark.parametrize(("cut_short", "whole"), [(entry(1).line() + entry(2).line()[:-9], [1]), (b"x" * 200_000, [])])
-def test_an_entry_after_a_line_that_a_kill_cut_short_is_whole(
-    tmp_path: Path, cut_short: bytes, whole: list[int]
-) -> None:
+def test_an_entry_after_a_line_that_a_kill_cut_is_whole(tmp_path: Path, cut_short: bytes, whole: list[int]) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(cut_short)
     MetricsFile(tmp_path, LOG).append([entry(2)])
     assert [line["version"] for line in lines(tmp_path)] == [*whole, 2]
@@ -123,6 +121,8 @@ def closed(batch_id: int) -> ClosedBatch:
 
 
 def test_figures_of_a_batch_are_of_what_came_since_the_last_one(metrics: SamplerMetrics) -> None:
+    assert not {"reward", "accuracy", "staleness"} & set(metrics.progress(accuracy=None)), "they are not known yet"
+    assert metrics.progress(accuracy=0.5)["accuracy"] == 0.5
     for reward, parts in ((0.5, {"exact": 1.0, "mean": 100.0}), (0.0, {"exact": 0.0, "turns": 0.25})):
         header = SampleHeader(task_id="t", prompt_id="p", reward=reward, reward_parts=parts)
         metrics.add(header, Visit(0.0, 0.9, 8.0, 0.5, 1.5, 0.25, rho_clip_ratio=reward, first_sampled_ratio=2 * reward))
@@ -155,27 +155,22 @@ def test_extremes_of_advantages_are_the_learners_percentiles_the_recipes(metrics
     assert [values[f"advantage/p{q}"] for q in (10, 30, 50, 70, 90)] == pytest.approx([1, 3, 5, 7, 9])
 
 
-def test_progress_leaves_out_what_is_not_known_yet(metrics: SamplerMetrics) -> None:
-    assert not {"reward", "accuracy", "staleness"} & set(metrics.progress(accuracy=None))
-    assert metrics.progress(accuracy=0.5)["accuracy"] == 0.5
-
-
 def test_staleness_splits_into_time_in_flight_and_in_the_queue() -> None:
     waiting = OpenBatch(SamplerConfig(batch_size=1), next_id=5)
     waiting.add(OpenSample("s", 0, 0.0, 1.0, 8, 4, oldest_version=2, counted_at=4))
     assert staleness(waiting.close()) == {"total": [3], "in_flight": [2], "in_queue": [1]}
 
 
-def test_each_process_has_an_entry_at_its_version(fake_broker: Broker) -> None:
-    ledger = SamplerLedger(fake_broker)
+def test_each_process_has_an_entry_at_its_version(broker: Broker) -> None:
+    ledger = SamplerLedger(broker)
     ledger.acquire()
     dispatch(ledger, 5)
-    TaskInbox(fake_broker, "g").take(2)
-    generator = Presence(fake_broker, "generator-1", "generator")
+    TaskInbox(broker, "g").take(2)
+    generator = Presence(broker, "generator-1", "generator")
     generator.status(version=3, metrics={"generator/episodes": 7})
     generator.beat()
-    Presence(fake_broker, "sampler", "sampler").beat()
-    sampler, other = ProcessMetrics(fake_broker).entries(5, "", {"samples/per_second": 2.0})
+    Presence(broker, "sampler", "sampler").beat()
+    sampler, other = ProcessMetrics(broker).entries(5, "", {"samples/per_second": 2.0})
     assert (sampler.process, sampler.version, other.process, other.version) == ("sampler", 5, "generator-1", 3)
     assert other.values["generator/episodes"] == 7
     assert other.values["process/memory_mb"] > 1
@@ -186,13 +181,13 @@ def test_each_process_has_an_entry_at_its_version(fake_broker: Broker) -> None:
     assert sampler.values["samples/dispatched"] == 5
 
 
-def test_figures_that_are_none_and_too_many_of_them_are_left_out(fake_broker: Broker) -> None:
+def test_figures_that_are_none_and_too_many_of_them_are_left_out(broker: Broker) -> None:
     figures = {f"f{i}": 1.0 for i in range(2 * MAX_VALUES)} | {"x" * 1000: 1.0, "text": "1"}
     status = {"role": "generator", "pid": 1, "host": "h", "state": "running", "metrics": figures}
     for name, packed in (("many", msgpack.packb(status)), ("odd", msgpack.packb(status | {"metrics": [1]}))):
-        Presence(fake_broker, name, "generator").beat()
-        fake_broker.redis.hset(fake_broker.key("processes"), name, packed)
-    _, many = ProcessMetrics(fake_broker).entries(0, "", {})
+        Presence(broker, name, "generator").beat()
+        broker.redis.hset(broker.key("processes"), name, packed)
+    _, many = ProcessMetrics(broker).entries(0, "", {})
     assert (many.process, len(many.values)) == ("many", MAX_VALUES)
 
 

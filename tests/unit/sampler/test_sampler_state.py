@@ -1,9 +1,11 @@
-"""The sampler's state: what is restored is what was committed, whole."""
+"""The sampler's state is restored as it was committed, whole; tasks that Redis has lost are sent again."""
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,22 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Config
-from common.messages import SampleHeader, Task
+from common.messages import Failure, SampleHeader, Task
+from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
-from common.streams.tasks import TaskInbox
+from common.streams.tasks import Finished, TaskInbox
+from sampler import lost_tasks
 from sampler.advantages import normalize_turns
 from sampler.records import TRACKER_ROWS, DispatchedTask, OpenSample, packed_rows, tracker_rows
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
-from tests.support.sampler import make_config
-from tests.support.streams import finished
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler_driving import audited, drive, start, started
+from tests.support.streams import finished, payload
 
 PROMPTS = ["a", "b", "c"]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return make_config(tmp_path, sampler={"batch_size": 2, "max_staleness": 4})
 
 
 def sample(n: int) -> OpenSample:
@@ -47,8 +47,6 @@ def summary(state: SamplerState) -> dict[str, object]:
 
 
 class Ledger:
-    """A run's ledger, and a state that goes on from it."""
-
     def __init__(self, config: Config, broker: Broker) -> None:
         self.config, self.broker = config, broker
         self.ledger, self.state = SamplerLedger(broker, "sampler"), SamplerState(config, PROMPTS)
@@ -69,8 +67,8 @@ class Ledger:
 
 
 @pytest.fixture
-def run(config: Config, fake_broker: Broker) -> Ledger:
-    return Ledger(config, fake_broker)
+def run(tmp_path: Path, broker: Broker) -> Ledger:
+    return Ledger(make_config(tmp_path, sampler={"batch_size": 2, "max_staleness": 4}), broker)
 
 
 def test_a_successor_restores_all_that_was_committed(run: Ledger) -> None:
@@ -114,20 +112,16 @@ def test_what_was_not_committed_never_happened(run: Ledger) -> None:
     assert summary(run.successor()) == before
 
 
-@pytest.mark.parametrize(
-    ("mode", "drift", "rhos"), [("rescore", 0.006, (0.96, 2**-0.1)), ("constant", 0.5, (0.7, 0.7))]
-)
-def test_measured_drift_or_a_constant_rho_reach_the_tracker(
-    tmp_path: Path, mode: str, drift: float, rhos: tuple[float, float]
-) -> None:
+@pytest.mark.parametrize(("mode", "drift", "rho"), [("rescore", 0.006, [0.96, 2**-0.1]), ("constant", 0.5, [0.7, 0.7])])
+def test_drift_or_a_constant_rho_reach_the_tracker(tmp_path: Path, mode: str, drift: float, rho: list[float]) -> None:
     state = SamplerState(make_config(tmp_path, sampler={"drift": {"mode": mode, "rho": 0.7}}), PROMPTS)
     for measured in (None, drift):
         state.update_value(0, SampleHeader(task_id="t", prompt_id="a", reward=1.0, drift=measured))
-    assert state.tracker.counts("a")[0] == pytest.approx(rhos[1] * (rhos[0] * 0.5 + 1) + 1)
+    assert state.tracker.counts("a")[0] == pytest.approx(rho[1] * (rho[0] * 0.5 + 1) + 1)
 
 
 @settings(max_examples=10)
-@given(st.floats(0, 30), st.floats(0, 30), st.integers(-1, 2**40), st.booleans(), st.text(max_size=20))
+@given(st.floats(0, 30), st.floats(0, 30), st.integers(-1, 2**40), st.booleans(), st.text("ab é", max_size=20))
 def test_packed_state_comes_back_whole(alpha: float, beta: float, version: int, flag: bool, name: str) -> None:
     rows = np.array([(alpha, beta, alpha / 2, 3, version, flag)] * 2, TRACKER_ROWS)
     packed = list(packed_rows(rows))
@@ -137,3 +131,92 @@ def test_packed_state_comes_back_whole(alpha: float, beta: float, version: int, 
     assert DispatchedTask.unpack(task.pack()) == task
     waiting = OpenSample(name, 1, alpha, beta, 2, 3, version, 4, group=name)
     assert OpenSample.unpack(waiting.pack()) == waiting
+
+
+@pytest.fixture(autouse=True)
+def _check_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_tasks, "EVERY", 0.0)
+    monkeypatch.setattr(lost_tasks, "SLICE", 3)
+
+
+def test_a_run_ends_although_tasks_vanish_from_redis(broker: Broker, tmp_path: Path) -> None:
+    sampler, generator, learner = started(broker, tmp_path, heldout=6)
+    vanished = 0
+    for stream in (broker.key("tasks"), broker.key("tasks:e0")):
+        vanished += broker.redis.xdel(stream, *(entry_id for entry_id, _ in broker.redis.xrange(stream)[1:4]))
+    assert vanished == 6
+    drive(sampler, generator, learner)
+    assert audited(broker, sampler.config)["sent_again"] == 6
+
+
+def test_a_lost_task_whose_prompt_has_left_the_data_ends_once(broker: Broker, tmp_path: Path) -> None:
+    sampler, generator, learner = started(broker, tmp_path)
+    ((entry_id, fields),) = broker.redis.xrange(broker.key("tasks"), count=1)
+    broker.redis.xdel(broker.key("tasks"), entry_id)
+    gone, data = Task.unpack(fields[b"task"]), tmp_path / "train.jsonl"
+    rows = data.read_text().splitlines(keepends=True)
+    data.write_text("".join(row for row in rows if json.loads(row)["prompt"] != gone.prompt))
+    drive(start(sampler.config, broker, sampler.ledger), generator, learner)
+    assert audited(broker, sampler.config)["set_aside"] == 1
+
+
+def test_a_lost_task_is_not_brought_back_by_its_generator(broker: Broker, tmp_path: Path) -> None:
+    sampler, generator, learner = started(broker, tmp_path)
+    inbox = TaskInbox(broker, "g")
+    (held,) = inbox.take(1, 0)
+    broker.redis.xdel(broker.key("tasks"), held.entry_id.id)
+    while "sent_again" not in broker.counters():
+        sampler.round()
+    inbox.requeue([held])
+    drive(sampler, generator, learner)
+    audited(broker, sampler.config)
+
+
+def test_tasks_that_are_somewhere_are_not_sent_again(broker: Broker, tmp_path: Path) -> None:
+    sampler = start(make_config(tmp_path), broker)
+    learner = NoopLearner(broker)
+    sampler.round()
+    inbox = TaskInbox(broker, "g")
+    taken = inbox.take(6, 0)
+    inbox.requeue(taken[:2])
+    NoopGenerator(broker, "other").finish(taken[2:4])
+    for _ in range(20):
+        sampler.round()
+    assert learner.version == 0
+    assert "sent_again" not in broker.counters()
+
+
+def test_a_run_ends_although_a_result_came_under_a_wrong_id(broker: Broker, tmp_path: Path) -> None:
+    sampler, generator, learner = started(broker, tmp_path)
+    first, second = generator.inbox.take(2, 0)
+    generator.finish([second])
+    wrong = generator.headers.pop()
+    generator.inbox.finish([Finished(first.entry_id, wrong, payload())])
+    generator.headers.append(wrong.model_copy(update={"status": "set_aside"}))
+    generator.headers.append(wrong)
+    drive(sampler, generator, learner)
+    assert audited(broker, sampler.config)["set_aside"] == 1
+
+
+def test_replaying_a_dead_letter_leaves_no_payload_behind(broker: Broker, tmp_path: Path) -> None:
+    sampler, generator, learner = started(broker, tmp_path)
+    (delivery,) = generator.inbox.take(1, 0)
+    generator.inbox.finish([generator.inbox.set_aside(delivery, Failure.ENGINE_FAILED, "the engine failed")])
+    sampler.round()
+    ((letter, _),) = dead.list_dead(broker)
+    dead.replay(broker, letter)
+    drive(sampler, generator, learner)
+    assert audited(broker, sampler.config)["ignored"] == 1
+
+
+def test_streams_are_searched_in_the_order_in_which_tasks_pass_them() -> None:
+    searched: list[str] = []
+
+    def task_ids(stream: str, after: str, count: int) -> tuple[str, list[str]]:
+        searched.append(stream)
+        return "", []
+
+    search = lost_tasks.LostTasks(SimpleNamespace(task_ids=task_ids))  # type: ignore[arg-type]
+    for _ in range(3):
+        search.search({"t0"}, "e0")
+    assert searched == ["tasks", "tasks:e0", "samples"]

@@ -28,8 +28,6 @@ def _vllm() -> None:
 
 
 class Layer(nn.Module):
-    """A layer of vLLM's, with weights and the method that computes with them."""
-
     def __init__(self, method: str, dtype: torch.dtype = torch.bfloat16, bias: bool = False) -> None:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
