@@ -68,7 +68,7 @@ class NoopGenerator:
         return len(deliveries)
 
     def finish(self, deliveries: list[Delivery], **changes: Any) -> int:
-        """Answer these; returns how many of the answers were wanted."""
+        """Answer these; returns how many of the answers were accepted."""
         results = []
         for delivery in deliveries:
             task = delivery.task
@@ -170,7 +170,7 @@ class NoopLearner:
 
 
 def replayed(config: Config, ids: list[str], headers: list[SampleHeader], versions: int) -> dict[str, Any]:
-    """Counts of every answered prompt, had an undisturbed sampler counted their headers in one go."""
+    """The counts of every answered prompt if an undisturbed sampler counts all headers at once."""
     tracker, drift = ValueTracker(ids, config.sampler.tracker), PromptDrift(config.sampler.drift, len(ids))
     for version in range(versions + 1):
         drift.record(version, 0.002 * version)

@@ -65,7 +65,7 @@ def silence(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
 
 
 def lose_reply(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
-    """Lease one task to a process that never learns of it, so many seconds ago."""
+    """Lease one task, `seconds` ago, to a process that never learns of it."""
     consumer = inbox.consumer
     ((entry_id, _),) = broker.read_group(TRAINING, CONSUMER_GROUP, consumer, count=1)
     idle = int(1000 * seconds)
@@ -86,7 +86,7 @@ def saved_keys(broker: Broker) -> dict[bytes, bytes]:
 
 
 def put_back(broker: Broker, keys: dict[bytes, bytes]) -> None:
-    """All at once, as Redis answers nobody before it has read its log: a process must not meet an empty Redis."""
+    """Put all keys back at once: Redis answers no process before it has read its log, so none may see it empty."""
     with broker.redis.pipeline(transaction=True) as pipe:
         pipe.flushall()
         for name, value in keys.items():

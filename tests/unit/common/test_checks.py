@@ -312,7 +312,7 @@ def test_a_start_is_refused_with_all_problems_else_warns(tmp_path: Path, install
     ("arch", "flags", "modules", "level", "words"),
     [
         ("x86_64", AVX512 | {"avx512_bf16"}, "_C _C_AVX2 _C_AVX512", OK, "x86_64, vLLM's kernels _C"),
-        ("x86_64", {"fma", "avx2"}, "_C _C_AVX2", WARNING, "lacks AVX-512: vLLM takes its AVX2 kernels"),
+        ("x86_64", {"fma", "avx2"}, "_C _C_AVX2", WARNING, "lacks AVX-512: vLLM uses its AVX2 kernels"),
         ("x86_64", {"fma", "avx2"}, "_C", PROBLEM, "kernels _C_AVX2, which are not installed (installed: _C)"),
         ("x86_64", {"sse4_2", "avx"}, "_C _C_AVX2", PROBLEM, "neither AVX-512 nor AVX2"),
         ("aarch64", set(), "_C", OK, "aarch64"),
@@ -348,5 +348,5 @@ def test_gpus_are_compared_with_the_demand_and_the_ranks(
 
 def test_hidden_gpus_differ_from_absent_ones(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
-    assert why_no_gpu("no-library", {}, tmp_path) == "/dev/nvidia0 is there, libcuda.so.1 is not"
+    assert why_no_gpu("no-library", {}, tmp_path) == "/dev/nvidia0 is there, but libcuda.so.1 is not"
     assert why_no_gpu("100", {"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == "CUDA_VISIBLE_DEVICES = ''"

@@ -283,7 +283,7 @@ def test_options_become_what_the_constructor_names() -> None:
         ({"number": "three"}, "number = 'three': input should be a valid integer"),
         ({"side": "up"}, "side = 'up': input should be 'left' or 'right'"),
         ({"share": 2.0}, "share is above 1"),
-        ({"helper": "her"}, "'helper' is no option"),
+        ({"helper": "her"}, "'helper' is not an option"),
     ],
 )
 def test_an_option_that_cannot_be_is_named_with_its_value(options: dict[str, Any], reason: str) -> None:

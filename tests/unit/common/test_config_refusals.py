@@ -32,7 +32,7 @@ SECTIONS = [
     ("lerner: {lr: 1}", "unknown configuration key lerner; did you mean learner?"),
     ("sampler: {tracker: {zzz: 1}}", "sampler.tracker.zzz; allowed: rho_min, rho_max, half_life, reward_range"),
     ("data: {train: [a.jsonl, {path: b.jsonl}]}", "data.train[0] = 'a.jsonl' is a section, not a value"),
-    ("data: {train: t, template_options: {tools: []}}", "data.template_options: 'tools' is not the data's to set"),
+    ("data: {train: t, template_options: {tools: []}}", "data.template_options: 'tools' is set by SPO itself"),
     ("data: {train: t, answer_column: null}", "data.train has no answers | episode.reward = 'exact' compares"),
     (
         "{data: {train: [{path: a, episode: {reward: code}}], answer_column: null}, episode: {reward: length}}",
@@ -61,7 +61,7 @@ SECTIONS = [
     ("sandbox: {url: 'http://here:70000'}", "no valid port"),
     (
         "{generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}, teacher: {url: 'http://x/v1'}}",
-        "teacher.url = 'http://x/v1' | scores prompts at temperature 1, and generator.temperature = 0.7",
+        "teacher.url = 'http://x/v1' | scores prompts at temperature 1, but generator.temperature = 0.7",
     ),
     ("teacher: {url: 'http://me:secret@x/v1'}", "teacher.url = 'http://me:***@x/v1' has a password"),
     # Methods.
@@ -72,7 +72,10 @@ SECTIONS = [
     ("{algorithm: {baseline: both}, learner: {lora: {}}}", "algorithm.baseline = 'both' with learner.lora"),
     ("critic: {gae_lambda: 1.5}", "critic.gae_lambda = 1.5"),
     # Options of losses.
-    ("algorithm: {loss_options: {beta: 1}}", "algorithm.loss_options.beta is no option of loss 'ppo_clip'; allowed:"),
+    (
+        "algorithm: {loss_options: {beta: 1}}",
+        "algorithm.loss_options.beta is not an option of loss 'ppo_clip'; allowed:",
+    ),
     ("algorithm: {loss: dro, loss_options: {beta: 0}}", "loss_options.beta = 0 of loss 'dro' must be a number in (0,"),
     ("algorithm: {loss: kl_cov, loss_options: {ratio: 1.5}}", "ratio = 1.5 | in (0, 1]"),
     ("algorithm: {loss: 'my:loss', clip_high: 2}", "make it an option of 'my:loss', in loss_options"),
@@ -94,7 +97,7 @@ SECTIONS = [
     ("episode: {agent: {}}", "key episode.agent: give either a `function`"),
     ("episode: {agent: {command: python agent.py}}", "episode.agent.command = 'python agent.py' | valid list"),
     ("episode: {agent: {environment: 'host:5000'}}", "agent.environment: 'host:5000' is not of | tcp://host:port"),
-    ("episode: {agent: {environment: 'tcp://h:5'}}", "episode.reward = 'exact' is not the environment's | =agent"),
+    ("episode: {agent: {environment: 'tcp://h:5'}}", "episode.reward = 'exact' leaves out the environment's | =agent"),
     ("episode: {agent: 5}", "episode.agent = 5 is a section, not a value | function, command"),
     ("episode: {agent: {function: 'a:b', failure: skip}}", "agent.failure: 'skip' is neither retry nor a reward"),
     ("episode: {agent: {function: 'a:b', failure: 2}}", "failure = 2.0 is outside | [0, 1]; give a reward within it"),
@@ -115,8 +118,8 @@ SECTIONS = [
         "learner.router_replay = 'rollout' needs vLLM's prefix cache | generator.engine.enable_prefix_caching = False",
     ),
     # Teachers.
-    ("teacher: {model: a, url: 'http://h/v1'}", "teacher.model and teacher.url are set, and a sample has one teacher"),
-    ("teacher: {model: a, context: b}", "teacher.model and teacher.context are set | leave one of them"),
+    ("teacher: {model: a, url: 'http://h/v1'}", "teacher.model and teacher.url are set, but a sample has one teacher"),
+    ("teacher: {model: a, context: b}", "teacher.model and teacher.context are set | keep one of them"),
     ("teacher: {model: a, top_k: 8}", "teacher.top_k = 8 with teacher.form = 'advantage' | set teacher.form=loss"),
     (
         "{teacher: {context: '{answer}'}, generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}}",
@@ -153,16 +156,22 @@ CORRECTIONS = [
     ("decoupled", "is a section, not a value | (for a preset: algorithm.correction.preset=decoupled)"),
     ("{rollout_is_threshold: 0}", "rollout_is_threshold = 0 | above 0"),
     ("{rollout_is_threshold: 5_0.5}", "rollout_is_threshold = '5_0.5' | lower 5 is above upper 0.5"),
-    ("{rollout_rs: seq_max_k1, rollout_rs_threshold: 2}", f"'seq_max_k1' is no mode | {MODES}"),
+    ("{rollout_rs: seq_max_k1, rollout_rs_threshold: 2}", f"'seq_max_k1' is not a mode | {MODES}"),
     ("{rollout_rs: token_k1}", "rollout_rs = 'token_k1' needs rollout_rs_threshold | null"),
-    ("{rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '2,3'}", "2 parts for 3 modes | or one each"),
+    (
+        "{rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '2,3'}",
+        "2 parts for 3 modes | or one for each",
+    ),
     ("{rollout_is_mode: cut}", "rollout_is_mode = 'cut' | truncate, mask and clip"),
     ("{rollout_rs: token_k2, rollout_rs_threshold: 0.5_2}", "'0.5_2' | token_k2 takes an upper bound alone"),
     ("{thresholds_by_age: [1, 1, 1, 1, 0]}", "thresholds_by_age = [1.0, 1.0, 1.0, 1.0, 0.0] | above 0"),
     ("{skyrl: {geo_mask_low: 2}}", "geo_mask_low = 2.0 is above geo_mask_high = 1.01"),
     ("{preset: decoupled_token_iss}", "preset 'decoupled_token_iss' is unknown; did you mean decoupled_token_is"),
     # Contradictions.
-    ("{bypass_mode: true}, proximal: recompute", "proximal = 'recompute' contradicts correction, which has 'rollout'"),
+    (
+        "{bypass_mode: true}, proximal: recompute",
+        "proximal = 'recompute' contradicts correction, which implies 'rollout'",
+    ),
     ("{skyrl: {}, rollout_is: token}", "give one of the two"),
     ("{rollout_is: null, rollout_is_batch_normalize: true}", "rollout_is_batch_normalize = true has no"),
     ("{rollout_is: null, rollout_rs_threshold: 2}", "rollout_rs_threshold = 2.0 bounds nothing while rollout_rs"),
@@ -174,7 +183,7 @@ CORRECTIONS = [
 ]
 SENTINELS = [
     ("redis+sentinel://a:1,b:2", "it names no SERVICE, the sentinels' name for the master"),
-    ("redis+sentinel:///spo/0", "'' is no HOST:PORT"),
+    ("redis+sentinel:///spo/0", "'' is not HOST:PORT"),
     ("rediss+sentinel://a:1/spo/0?ssl_check_hostname=no", "ssl_check_hostname=no must be true or false"),
 ]
 FORM = "it must be of the form redis+sentinel://HOST:PORT,"
@@ -210,15 +219,20 @@ LOADS: list[tuple[str | None, list[str], dict[str, str], str]] = [
     ("a: [", [], {}, "line"),
     ("- 1", [], {}, "mapping"),
     ("", [], {}, "mapping"),
-    ("model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n", [], {}, "line 4 is not valid YAML: key 'lr' stands on line 3"),
+    (
+        "model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n",
+        [],
+        {},
+        "line 4 is not valid YAML: key 'lr' is already on line 3",
+    ),
     ("model:\n\tpath: m\n", [], {}, "line 2 is not valid YAML: .*; indent by spaces, not by tabs"),
-    ("a: &a [1, *a]\n", [], {}, "line 1 is not valid YAML: its aliases stand for more than 100,000 values"),
+    ("a: &a [1, *a]\n", [], {}, "line 1 is not valid YAML: its aliases expand to more than 100,000 values"),
     (None, [], {}, "run.yaml: No such file"),
     (PATHS, ["nonsense"], {}, "section.key=value"),
     (PATHS, ["model.path.deep=1"], {}, "is a value, not a section"),
     (PATHS, ["data.train.soft.weight=2"], {}, r"data\.train\.soft is a value, not a section"),
     (PATHS, ["data.train.2.weight=2"], {}, r"data\.train\.2 is a value, not a section"),
-    (PATHS, ["data.train.hard=2"], {}, r"data\.train is a list; name a key of one of its items"),
+    (PATHS, ["data.train.hard=2"], {}, r"data\.train is a list; set a key of one of its items"),
     (PATHS, [], {"SPO__LEARNER__LRR": "1"}, r"mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"),
 ]
 

@@ -161,7 +161,7 @@ def test_another_value_is_refused_with_what_holds_today(section: str, name: str)
     key = GONE[section][name]
     with pytest.raises(UserError) as refused:
         config_of(**nested(sections()[section], {name: "another"}))
-    for words in (".".join(sections()[section]), f"{name} = 'another' is no key any more", key.today, "; remove it"):
+    for words in (".".join(sections()[section]), f"{name} = 'another' is no longer a key", key.today, "; remove it"):
         assert words in str(refused.value)
 
 
@@ -216,5 +216,5 @@ def test_what_has_a_new_place_is_moved_there(text: str, key: str, today: Any, wo
                 for one, wanted in zip(value, today, strict=True)] == today  # fmt: skip
     else:
         assert value == today
-    [line] = [line for line in warnings(made) if "key any more" in line or "older name" in line]
+    [line] = [line for line in warnings(made) if "longer a key" in line or "older name" in line]
     assert words in line

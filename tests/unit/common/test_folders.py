@@ -70,7 +70,7 @@ def test_missing_and_broken_parts_are_named(tmp_path: Path) -> None:
     refused("has no weights")
     config.write_text("{")
     refused("cannot read config.json: not JSON")
-    refused("has no config.json, so it is no model folder; it has models in one", folder.parent)
+    refused("has no config.json, so it is not a model folder; it has models in one", folder.parent)
     config.unlink()
     (folder / "adapter_config.json").write_text("{}")
     refused("is an adapter .*merge_and_unload")
@@ -136,7 +136,9 @@ def test_tokens_without_embedding_are_named(tmp_path: Path, vocabulary: Any, add
     if beyond is None:
         check_model_folder(str(folder), tokenizer=True)
     else:
-        with pytest.raises(UserError, match=rf"tokenizer has {beyond}, and the model has embeddings for ids below 2"):
+        with pytest.raises(
+            UserError, match=rf"tokenizer has {beyond}, but the model has embeddings only for ids below 2"
+        ):
             check_model_folder(str(folder), tokenizer=True)
 
 
@@ -184,7 +186,7 @@ def start(folder: Path, content: str, role: Role = Role.GENERATOR, environ: Any 
 
 def test_a_length_above_the_models_is_one_line_with_all_limits(tmp_path: Path) -> None:
     content = '{"model_type": "qwen3", "max_position_embeddings": 64}'
-    with pytest.raises(UserError, match="_model_len = 128, and .* was made for 64 tokens; set model.max_model_len=64"):
+    with pytest.raises(UserError, match="_model_len = 128, but .* was made for 64 tokens; set model.max_model_len=64"):
         start(tmp_path, content)
     start(tmp_path, content, Role.LEARNER)
     start(tmp_path, content, generator={"engine": {"max_model_len": 64}})
@@ -194,7 +196,7 @@ def test_a_length_above_the_models_is_one_line_with_all_limits(tmp_path: Path) -
 @pytest.mark.parametrize(("name", "value"), [("router_replay", "rollout"), ("router_balance", 0.1)])
 def test_settings_of_routers_need_experts(name: str, value: object, tmp_path: Path) -> None:
     learner = {name: value}
-    with pytest.raises(UserError, match=rf"learner.{name} = '?{value}'? is for .* and {tmp_path}/model has no experts"):
+    with pytest.raises(UserError, match=rf"learner.{name} = '?{value}'? is for .* but {tmp_path}/model has no experts"):
         start(tmp_path, '{"model_type": "qwen3"}', Role.LEARNER, learner=learner)
     start(tmp_path, '{"model_type": "qwen3_moe", "num_experts": 8}', Role.LEARNER, learner=learner)
     start(tmp_path, '{"text_config": {"num_local_experts": 8}}', Role.LEARNER, learner=learner)

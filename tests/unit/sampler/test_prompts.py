@@ -99,7 +99,7 @@ def test_a_batch_of_too_many_prompts_is_said(broker: Broker, tmp_path: Path, mon
     with capture_logs() as lines:
         cli.serve(config, LOG)
     warned = [line["event"] for line in lines if line["log_level"] == "warning"]
-    assert "takes 8 prompts, and data.train has 5" in " ".join(warned)
+    assert "needs 8 prompts, but data.train has 5" in " ".join(warned)
     grouped = config.model_copy(update={"algorithm": AlgorithmConfig(method="grpo", group_size=2)})
     assert too_few(grouped, load(tmp_path / "train.jsonl")[0]) is None
 
@@ -169,7 +169,7 @@ def test_keys_that_arrow_fills_with_null_are_dropped(tmp_path: Path) -> None:
         ("[1, 2]", "not a JSON object"),
         *(({"prompt": prompt, "answer": 1}, "neither text nor chat") for prompt in (5, {"text": "x"})),
         ({"prompt": {"messages": [user("a")]}, "answer": 1}, "but a value of type dict (messages)"),
-        ('{"prompt": "p", "prompt": "q", "answer": 1}', "a key is there twice ('prompt')"),
+        ('{"prompt": "p", "prompt": "q", "answer": 1}', "a key occurs twice ('prompt')"),
         ('{"prompt": "p", "answer": 18446744073709551616}', "column 'answer' holds an integer of more than 64 bits"),
         ('{"prompt": "p", "answer": 1, "seed": [{"n": -9223372036854775809}]}', "column 'seed' holds an integer"),
         ('{"prompt": "half \\ud800", "answer": 1}', "column 'prompt' holds half a surrogate pair"),
