@@ -274,7 +274,7 @@ def test_master_and_sentinel_have_passwords_of_their_own(watched: Watched, tmp_p
     url, password = watched.url.replace("://", "://:asked@"), {"password_file": str(tmp_path / "password")}
     (tmp_path / "password").write_text("secret\n")
     assert watched.broker(url=url, **password).redis.ping()
-    assert "wants a password" in refusal(url)
+    assert "requires a password" in refusal(url)
     line = refusal(url.replace("asked", "guessed"), **password)
     assert re.search("WRONGPASS|invalid username-password", line)
     assert "guessed" not in line
