@@ -108,9 +108,9 @@ def _argument_hint(message: str, command: Any) -> str:
     """A hint for keys or a configuration that were given without their option (`-o`, `-c`); may be empty."""
     if "unexpected extra argument" not in message:
         return ""
-    words = sys.argv[1:]
+    words = ["", "", *sys.argv[1:]]  # each word has two before it
     # The value of an option is not an extra argument, although an extra argument may be the same word.
-    spare = [at for at, word in enumerate(words) if word in message and words[at - 1] not in OVERRIDE]
+    spare = [at for at in range(2, len(words)) if words[at] in message and words[at - 1] not in OVERRIDE]
     keys = []
     for at in spare:
         if "=" in words[at]:

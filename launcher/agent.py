@@ -43,8 +43,8 @@ def try_(
     - `spo agent try my.yaml --row 7 -o episode.max_seconds=600`
     """
     settings = load_config(config, override or ())
-    if all(episode.agent is None for episode in settings.episodes_in_use().values()):
-        raise UserError("episode.agent is not set: there is no agent to try (docs/agents.md)")
+    if all(settings.for_source(source).episode.agent is None for source in settings.data.sources("train")):
+        raise UserError("episode.agent is not set for data.train: there is no agent to try (docs/agents.md)")
     log = logs.setup("agent try")
     for line in episode_warnings(settings):
         log.warning(line)

@@ -6,9 +6,11 @@ import json
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Iterator
 from http.client import HTTPException
 from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from redis.exceptions import RedisError
 from redis.sentinel import SentinelConnectionPool
@@ -209,7 +211,12 @@ def _token(config: Config, context: Context) -> str | None:
 
 def _get(url: str, token: str | None, *, direct: bool) -> tuple[int, bytes]:
     """Status and body, directly or through the environment's proxy; raises `OSError` if there is no answer."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    headers, parts = {"Authorization": f"Bearer {token}"} if token else {}, urlsplit(url)
+    if "@" in parts.netloc:  # urllib would take user and password for a part of the host's name
+        login, _, host = parts.netloc.rpartition("@")
+        headers = {"Authorization": f"Basic {b64encode(unquote(login).encode()).decode()}"}
+        url = urlunsplit(parts._replace(netloc=host))
+    request = urllib.request.Request(url, headers=headers)
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if direct else None))
         with opener.open(request, timeout=TIMEOUT) as answer:

@@ -142,7 +142,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
         config = parse_config(tree)
     except UserError as error:
         # A user may forget what the environment sets.
-        named = [name for key, name in variables.items() if key in str(error)]
+        named = [name for key, name in variables.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", str(error))]
         raise UserError(f"{error} (set by {', '.join(named)} in the environment)" if named else str(error)) from None
     modules = path.absolute().parent if config.run.modules is None else Path(config.run.modules).absolute()
     use_modules(modules)

@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 
 CONFIGS = (".yaml", ".yml")
+NO_MODEL = "none"  # model.path if neither the command line nor a configuration names a model
 SLOW_ROWS = 256  # of each source, on which a reward of the user's own is tried
 
 
@@ -66,12 +67,12 @@ def check(
     if is_config:
         config = load_config(what, override or ())
     else:
-        tree: dict[str, Any] = {"model": {"path": tokenizer or "none"}, "data": {"train": what}}
+        tree: dict[str, Any] = {"model": {"path": NO_MODEL}, "data": {"train": what}}
         set_overrides(tree, override or ())
         config = parse_config(tree)
     reports: list[SourceReport] = []
     notes: list[str] = []
-    rows = rows_check(tokenizer or (config.model.path if is_config else None), reports, notes)
+    rows = rows_check(tokenizer or (None if config.model.path == NO_MODEL else config.model.path), reports, notes)
     has_reward = is_config or any(one.startswith("episode.reward") for one in override or ())
     checks = [
         *CHECKS,
