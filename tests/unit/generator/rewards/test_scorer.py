@@ -212,7 +212,7 @@ FORMS = r"\(text, answer, row\), or verl's \(data_source, .*\), or TRL's \(promp
         (lambda completions, completion_ids: 1.0, {}, "there is no value named 'completion_ids'"),
         (lambda *anything: 1.0, {}, "its parameters have none of these names"),
         (max, {}, "cannot be called with"),
-        (ours, {"row": {}}, "reward_options of 'm:f': 'row' is no option; allowed: none"),
+        (ours, {"row": {}}, "reward_options of 'm:f': 'row' is not an option; allowed: none"),
         (ours, {"size": 1}, "unexpected keyword argument 'size'"),
     ],
 )
