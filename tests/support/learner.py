@@ -21,10 +21,12 @@ from learner.batch.outcome import Advantage, CriticTarget
 from learner.batch.plan import plan_micro_batches
 from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.policy.attention import pack_sequences
+from learner.ranks.world import World
 from tests.support.ranks import on_ranks
 
 VOCABULARY = 97
 PACKER = Packer(VOCABULARY)
+ALONE = World(0, 1, torch.device("cpu"))
 # Made-up log-probs are so far from the model's that the recommended correction would reject them all.
 KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # Defaults of a job of the rank program.

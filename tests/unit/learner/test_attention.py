@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from threading import Barrier
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -52,7 +51,7 @@ def test_each_sequence_gets_what_it_gets_alone(options):
 
 
 @pytest.mark.integration
-def test_torchs_kernel_trains_a_policy_without_a_host_sync(tmp_path: Path) -> None:
+def test_torchs_kernel_trains_a_policy_without_a_host_sync(tmp_path):
     """Shapes alone, on fake tensors, which refuse whatever would have the host wait for the device."""
     config, lengths = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), [9, 4]
     sequences = pack_sequences(lengths)
@@ -109,7 +108,7 @@ def test_sinks_take_their_share_of_every_softmax(window):
 
 
 @pytest.mark.parametrize(("name", "part"), [("sdpa", "softcap"), ("varlen", "softcap"), ("varlen", "s_aux")])
-def test_parts_of_attention_that_are_missing_are_refused(name: str, part: str):
+def test_parts_of_attention_that_are_missing_are_refused(name, part):
     other = "sdpa" if part == "s_aux" else "flash_attention_2"
     with pytest.raises(UserError, match=f"uses {part}, .*; set learner.attention={other}$"):
         attend(PACKED[name], tensors_of(LENGTHS), **{part: torch.ones(4)})
@@ -152,16 +151,14 @@ def pretend(
         ({"packages": FLASH}, "bfloat16", 100, "sdpa", "100"),
     ],
 )
-def test_auto_takes_the_first_that_can_be_used_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], dtype: Any, head_dim: int, chosen: str, because: str
-) -> None:
+def test_auto_takes_the_first_that_can_be_used_and_says_why(monkeypatch, machine, dtype, head_dim, chosen, because):
     pretend(monkeypatch, **machine)
     choice = choose_attention(LearnerConfig(dtype=dtype), model_with(head_dim))
     assert choice.name == chosen
     assert because in choice.reason
 
 
-def test_a_model_with_sinks_is_computed_where_sinks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_sinks_is_computed_where_sinks_are(monkeypatch):
     pretend(monkeypatch, packages=FLASH)
     choice = choose_attention(LearnerConfig(dtype="bfloat16"), GptOssConfig())
     assert (choice.name, choice.reason) == ("sdpa", "varlen, flash_attention_2: the model's attention has sinks")
@@ -181,9 +178,7 @@ def test_a_model_with_sinks_is_computed_where_sinks_are(monkeypatch: pytest.Monk
         ("sdpa", {}, {}, None),
     ],
 )
-def test_an_attention_that_is_named_is_taken_or_refused(
-    monkeypatch: pytest.MonkeyPatch, asked: Any, machine: dict[str, Any], settings: dict[str, Any], why: str | None
-) -> None:
+def test_an_attention_that_is_named_is_taken_or_refused(monkeypatch, asked, machine, settings, why):
     pretend(monkeypatch, **machine)
     config = LearnerConfig(attention=asked, **settings)
     if why is None:
@@ -203,9 +198,7 @@ def test_an_attention_that_is_named_is_taken_or_refused(
         ({"packages": BOTH}, "qwen3", None),
     ],
 )
-def test_liger_leaves_the_output_layer_alone_or_is_refused(
-    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], known: str, why: str | None
-) -> None:
+def test_liger_leaves_the_output_layer_alone_or_is_refused(monkeypatch, machine, known, why):
     pretend(monkeypatch, **machine)
     calls: list[Any] = []
     module: Any = ModuleType("liger_kernel.transformers.monkey_patch")

@@ -276,7 +276,7 @@ def test_ranks_of_one_micro_batch_have_like_amounts_of_work():
         assert max(loads) - min(loads) <= max(lengths)
 
 
-def test_b05_advantages_are_broadcast_to_model_tokens_only() -> None:
+def test_b05_advantages_are_broadcast_to_model_tokens_only():
     case, samples = GOLDEN["B05"], []
     masks = np.array(case["inputs"]["model_token_mask"], int)
     for mask in masks:  # one prompt token, then a response whose model tokens are those of the mask
@@ -318,7 +318,7 @@ def recorded(record: TokenRecord, folder: Path, rollouts: RolloutBatch) -> list[
     return [json.loads(line) for line in (folder / "training_data" / "3.0.jsonl").read_text().splitlines()]
 
 
-def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollouts) -> None:
+def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollouts):
     assert recorded(TokenRecord(batch([False, True, True])), tmp_path, rollouts) == [
         {"task_id": "two", "row": 0, "mini_batch": 0, "advantages": [1.0], "token_ids": [2, 3],
          "token_versions": [3, 3], "rollout_logprobs": [-3.0, -4.0], "logprobs": [-2.0, -3.0],
@@ -334,7 +334,7 @@ def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollo
     assert not TokenRecord(batch([False, False, False]))
 
 
-def test_a_record_has_the_experts_and_scores_of_its_tokens(tmp_path: Path) -> None:
+def test_a_record_has_the_experts_and_scores_of_its_tokens(tmp_path):
     routed = with_experts(ONE, [4], np.arange(24, dtype=np.uint8).reshape(4, 3, 2) % 8)
     one = replace(routed, teacher_logprobs=np.array([[-0.5], [-0.25]], np.float32))
     rollouts = replace(ROUTED, top_k=0).rollout_batch(
@@ -347,7 +347,7 @@ def test_a_record_has_the_experts_and_scores_of_its_tokens(tmp_path: Path) -> No
     assert (taught["teacher_logprobs"], other["teacher_logprobs"]) == ([-0.5, -0.25], [None, None])
 
 
-def test_a_record_is_on_the_disk_before_a_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch):
     synced: dict[int, int] = {}
     monkeypatch.setattr("os.fsync", lambda file: synced.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
     TokenRecord(batch([True, True, True])).write(tmp_path, 3, 0)
@@ -355,7 +355,7 @@ def test_a_record_is_on_the_disk_before_a_checkpoint_counts(tmp_path: Path, monk
     assert synced[written.st_ino] == written.st_size
 
 
-def test_records_of_batches_to_be_repeated_are_removed(tmp_path: Path, rollouts: RolloutBatch) -> None:
+def test_records_of_batches_to_be_repeated_are_removed(tmp_path, rollouts):
     record = filled(TokenRecord(batch([True, True, True])), rollouts)
     for version in (2, 3, 10):
         record.write(tmp_path, version, 0)
@@ -370,7 +370,7 @@ def test_records_of_batches_to_be_repeated_are_removed(tmp_path: Path, rollouts:
     assert names == {"4.0.jsonl", "4.1.jsonl", "5.0.jsonl", "5.1.jsonl", "notes.txt"}, "old versions make room"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "training_data").touch()
     with pytest.raises(UserError, match=r"training_data/3\.0\.jsonl cannot be written: "):
         TokenRecord(batch([True, True, True])).write(tmp_path, 3, 0)

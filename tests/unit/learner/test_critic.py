@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -53,11 +52,11 @@ def payload_of(*lengths: int) -> Payload:
         ([0.5, 0.25, 0.625], [0, 0.25, 0, -0.375, 0, 0.625]),
     ],
 )
-def test_a_reward_stands_at_the_last_token_of_what_earned_it(returns: Any, expected: list[float]) -> None:
+def test_a_reward_stands_at_the_last_token_of_what_earned_it(returns, expected):
     assert token_rewards(payload_of(2, 2, 2), returns).tolist() == expected
 
 
-def test_a_micro_batch_has_rewards_and_the_trackers_value_of_each_token() -> None:
+def test_a_micro_batch_has_rewards_and_the_trackers_value_of_each_token():
     rows = [(payload_of(1, 2), 0.0), (payload_of(2), 0.0)]
     micro = PACKER.micro_batch(rows, critic=[CriticTarget(1.0, 0.25), CriticTarget([0.5], 0.75)])
     assert micro.rewards.tolist() == [0, 0, 1, 0, 0.5]
@@ -66,7 +65,7 @@ def test_a_micro_batch_has_rewards_and_the_trackers_value_of_each_token() -> Non
     assert PACKER.micro_batch(rows).rewards is None
 
 
-def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn() -> None:
+def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn():
     rng, config = np.random.default_rng(0), LearnerConfig(token_budget=100)
     sample = joined([make_payload(rng, 20), make_payload(rng, 30)])
     columns = {
@@ -92,7 +91,7 @@ def sample(number: int, advantage: float, reward: float, **others: Any) -> OpenS
     return OpenSample(f"t{number}", number, advantage, reward, 9, 5, 0, 0, **others)
 
 
-def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic() -> None:
+def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic():
     sampler = SamplerConfig(batch_size=2, tracker={"reward_range": (-1, 1)})
 
     def manifest(baseline: str, **turns: Any) -> Batch:
@@ -111,7 +110,7 @@ def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic(
     assert Batch.unpack(by_turn.pack()) == by_turn
 
 
-def test_the_head_starts_at_zero_and_keeps_what_a_critics_folder_has(model: str, tmp_path: Path) -> None:
+def test_the_head_starts_at_zero_and_keeps_what_a_critics_folder_has(model, tmp_path):
     started = load_value_model(learner_config(model, tmp_path))
     assert {name for name, weight in started.named_weights() if not weight.any()} == {"score.weight", "score.bias"}
     torch.nn.init.constant_(started.model.score.weight, 0.5)
@@ -122,7 +121,7 @@ def test_the_head_starts_at_zero_and_keeps_what_a_critics_folder_has(model: str,
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_the_memory_table_counts_the_parameters_of_a_critic(model: str, tmp_path: Path, is_frozen: bool) -> None:
+def test_the_memory_table_counts_the_parameters_of_a_critic(model, tmp_path, is_frozen):
     loaded = load_value_model(learner_config(model, tmp_path, critic={"freeze_attention": is_frozen}))
     sizes, untrained = critic_sizes(AutoConfig.from_pretrained(model), is_frozen)
     assert sizes == [parameter.numel() for parameter in loaded.parameters()]
@@ -134,7 +133,7 @@ def test_the_memory_table_counts_the_parameters_of_a_critic(model: str, tmp_path
     assert both.activations == 1000
 
 
-def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path: Path) -> None:
+def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path):
     micro = PACKER.micro_batch([(payload_of(2), 0.5)], names=[("a", 0)], critic=[CriticTarget(1.0, 0.25)])
     record = TokenRecord(Batch(batch_id=1, sample_ids=["a"], advantages=[0.5], rewards=[1.0], tokens=[3], kept=[True]))
     judged = {"advantages": [-1.0, 0.25], "values": [0.5, 0.75], "returns": [1.0, 1.0]}
@@ -146,7 +145,7 @@ def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path: Path) -> None:
     assert (line["values"], line["returns"]) == (judged["values"], judged["returns"])
 
 
-def test_a_model_without_such_a_shape_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_such_a_shape_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(Olmo2Config(num_hidden_layers=1).to_dict()))
     line = r"model.path = '.*' cannot be a critic: .* 'olmo2' .*; set algorithm.baseline=tracker, or critic.model"
     with pytest.raises(UserError, match=line):
@@ -155,7 +154,7 @@ def test_a_model_without_such_a_shape_is_refused(tmp_path: Path) -> None:
         load_value_model(learner_config(str(tmp_path), "runs", critic={"model": str(tmp_path)}), weights=False)
 
 
-def test_a_critic_of_another_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
+def test_a_critic_of_another_vocabulary_is_refused(model, tmp_path):
     other = save_tiny_model(tmp_path / "other")
     config = learner_config(model, tmp_path, algorithm={"baseline": "critic"}, critic={"model": other})
     with pytest.raises(
@@ -164,7 +163,7 @@ def test_a_critic_of_another_vocabulary_is_refused(model: str, tmp_path: Path) -
         Critic(config, ALONE, 5)
 
 
-def test_explained_variance_is_left_out_where_there_is_none_to_explain() -> None:
+def test_explained_variance_is_left_out_where_there_is_none_to_explain():
     spreads = {"critic/return_std": 0.5, "critic/error_std": 0.25, "critic/tracker_error_std": 0.5, "x": 1.0}
     assert with_explained_variance(spreads) == {
         "x": 1.0,
@@ -197,7 +196,7 @@ def by_brute_force(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, la
 
 
 @given(seed=st.integers(0, 2**16), lengths=st.lists(st.integers(1, 23), min_size=1, max_size=4), lam=DECAYS)
-def test_gae_steps_over_what_is_not_the_models(seed: int, lengths: list[int], lam: float) -> None:
+def test_gae_steps_over_what_is_not_the_models(seed, lengths, lam):
     rng = np.random.default_rng(seed)
     masks = [rng.random(length) < 0.6 for length in lengths]
     rewards, values = ([rng.normal(size=length) for length in lengths] for _ in range(2))
@@ -214,7 +213,7 @@ def test_gae_steps_over_what_is_not_the_models(seed: int, lengths: list[int], la
     torch.testing.assert_close(learned, estimates + flat_values, rtol=1e-12, atol=1e-12)
 
 
-def test_advantages_are_z_scored_over_the_tokens_of_all_micro_batches() -> None:
+def test_advantages_are_z_scored_over_the_tokens_of_all_micro_batches():
     torch.manual_seed(0)
     parts = [torch.randn(3).double(), torch.zeros(0).double(), torch.randn(8).double() + 2]
     scored = normalised(parts, ALONE)
@@ -225,7 +224,7 @@ def test_advantages_are_z_scored_over_the_tokens_of_all_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [3.0], [0.1] * 7], ids=["none", "one", "equal"])
-def test_advantages_without_a_spread_are_zeros(values: list[float]) -> None:
+def test_advantages_without_a_spread_are_zeros(values):
     (scored,) = normalised([torch.tensor(values, dtype=torch.float64)], ALONE)
     assert scored.tolist() == [0.0] * len(values)
     assert normalised([], ALONE) == []
@@ -249,7 +248,7 @@ class Ranks:
         return world
 
 
-def test_two_ranks_have_the_scores_of_one() -> None:
+def test_two_ranks_have_the_scores_of_one():
     torch.manual_seed(0)
     parts, ranks = [torch.randn(5).double(), torch.randn(9).double() * 3], Ranks()
     with ThreadPoolExecutor(2) as threads:

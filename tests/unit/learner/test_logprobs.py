@@ -113,7 +113,7 @@ def test_bfloat16_weights_give_nearly_exact_float32_logprobs(bias, in_float32, t
     assert in_float32 or (logprobs - exact[0]).abs().max() > 1e-3
 
 
-def test_the_memory_model_finds_the_peak_of_all_chunks_in_a_few(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_model_finds_the_peak_of_all_chunks_in_a_few(model, monkeypatch):
     config, micro = AutoConfig.from_pretrained(model), memory_model.Micro((60, 40), prompt=1, chunk=8)
     few = memory_model.peak_activations(config, micro)
     monkeypatch.setattr(memory_model, "FEW_CHUNKS", 100)

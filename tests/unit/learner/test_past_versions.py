@@ -40,7 +40,7 @@ def score(policy: Policy, micro: MicroBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("share", "dtype"), [(0.02, torch.bfloat16), (0.4, torch.float32), (1.0, torch.bfloat16)])
-def test_every_version_comes_back_bit_for_bit(model: str, share: float, dtype: torch.dtype) -> None:
+def test_every_version_comes_back_bit_for_bit(model, share, dtype):
     policy = load_policy(learner_config(model, "runs")).to(dtype)
     past, versions = PastVersions(policy.parameters(), VERSIONS), [copy_of(policy)]
     for version in range(1, VERSIONS + 3):
@@ -63,7 +63,7 @@ def test_every_version_comes_back_bit_for_bit(model: str, share: float, dtype: t
     assert share > 0.1 or past.bytes < 0.15 * VERSIONS * whole
 
 
-def test_the_weights_come_back_if_scoring_fails(model: str) -> None:
+def test_the_weights_come_back_if_scoring_fails(model):
     policy = load_policy(learner_config(model, "runs"))
     past = PastVersions(policy.parameters(), VERSIONS)
     step(policy, 1, 1.0)
@@ -80,7 +80,7 @@ def test_the_weights_come_back_if_scoring_fails(model: str) -> None:
     assert all(map(torch.equal, copy_of(policy), now))
 
 
-def test_the_engines_gap_is_told_from_staleness(model: str) -> None:
+def test_the_engines_gap_is_told_from_staleness(model):
     """The engine is off by a constant, so its gap is known; staleness is what the weights' own scores say."""
     policy = load_policy(learner_config(model, "runs"))
     past = PastVersions(policy.parameters(), VERSIONS)
@@ -114,7 +114,7 @@ def test_the_engines_gap_is_told_from_staleness(model: str) -> None:
     assert "exact/age_5_plus/staleness_gap" not in metrics
 
 
-def test_what_is_sampled_after_an_update_within_a_turn_is_of_no_version_alone() -> None:
+def test_what_is_sampled_after_an_update_within_a_turn_is_of_no_version_alone():
     turns = np.array([[2, 5], [7, 11]], np.int32)  # of two rows, the first of which the update finds in its second turn
     versions = np.array([[3, 0, 5], [4, 5, 7]], np.int32)
     ids, logprobs = np.arange(11, dtype=np.int32), np.zeros(7, np.float32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -24,7 +22,7 @@ def arrays(rows: list[list[int]]) -> list[np.ndarray]:
 
 
 @given(ROWS)
-def test_every_beginning_has_one_place(rows: list[list[int]]) -> None:
+def test_every_beginning_has_one_place(rows):
     beginnings = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
     place_of = dict(zip(beginnings, tree_places(arrays(rows)).tolist(), strict=True))
     assert sorted(place_of.values()) == list(range(len(set(beginnings))))
@@ -32,7 +30,7 @@ def test_every_beginning_has_one_place(rows: list[list[int]]) -> None:
 
 
 @given(ROWS, st.booleans())
-def test_packed_rows_are_the_rows(rows: list[list[int]], share: bool) -> None:
+def test_packed_rows_are_the_rows(rows, share):
     packed = pack_rows(arrays(rows), share)
     at = slice(None) if packed.places is None else packed.places
     assert packed.tokens[at].tolist() == [token for row in rows for token in row]
@@ -49,7 +47,7 @@ def test_packed_rows_are_the_rows(rows: list[list[int]], share: bool) -> None:
         ([[1, 2, 3]], True, 3),
     ],
 )
-def test_rows_that_share_little_are_packed_end_to_end(rows: list[list[int]], share: bool, tokens: int) -> None:
+def test_rows_that_share_little_are_packed_end_to_end(rows, share, tokens):
     packed = pack_rows(arrays(rows), share)
     assert (len(packed.tokens), packed.places is None) == (tokens, tokens == sum(map(len, rows)))
 
@@ -71,7 +69,7 @@ def tree() -> tuple[PackedRows, list[int]]:
         ("sdpa", {"s_aux": torch.ones(4)}),  # sinks
     ],
 )
-def test_attention_over_a_tree_is_attention_over_its_branches(kernel: str, options: dict[str, Any]) -> None:
+def test_attention_over_a_tree_is_attention_over_its_branches(kernel, options):
     packed, lengths = tree()
     assert packed.places is not None
     at = torch.from_numpy(packed.places)
@@ -92,7 +90,7 @@ def test_attention_over_a_tree_is_attention_over_its_branches(kernel: str, optio
     torch.testing.assert_close(*gradients)
 
 
-def test_gradients_of_a_token_of_many_rows_are_added_up_exactly() -> None:
+def test_gradients_of_a_token_of_many_rows_are_added_up_exactly():
     """In bfloat16 a sum of ones stays at 256."""
     rows = [np.array([1, 2 + i], np.int32) for i in range(1000)]
     packed = pack_rows(rows, True)
@@ -105,7 +103,7 @@ def test_gradients_of_a_token_of_many_rows_are_added_up_exactly() -> None:
     assert tensors[2].grad[0, 0, 0].tolist() == [500.0] * 8
 
 
-def test_flash_attention_names_what_reads_shared_prefixes() -> None:
+def test_flash_attention_names_what_reads_shared_prefixes():
     packed, lengths = tree()
     with pytest.raises(UserError, match=r"set learner\.attention to varlen or sdpa"):
         pack_sequences(lengths, places=packed.places).flash_arguments()

@@ -55,7 +55,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("cut", range(len(VALUES) + 1))
-def test_parts_have_the_values_of_the_formulas(cut: int) -> None:
+def test_parts_have_the_values_of_the_formulas(cut):
     stats = declared(VALUES[:cut], AGES[:cut])
     stats.update(declared(VALUES[cut:], AGES[cut:]))
     assert stats.reduce() == pytest.approx(EXPECTED)
@@ -63,13 +63,13 @@ def test_parts_have_the_values_of_the_formulas(cut: int) -> None:
     assert stats.reduce(names=["tokens", "a/max"]) == {"tokens": 5.0, "a/max": 7.0}
 
 
-def test_means_over_nothing_are_zero_and_extremes_left_out() -> None:
+def test_means_over_nothing_are_zero_and_extremes_left_out():
     metrics = declared([], []).reduce()
     assert metrics["a/mean"] == metrics["a/std"] == metrics["a/ess"] == 0
     assert not {"a/max", "a/min", "a/oldest", "age_0/mean"} & metrics.keys()
 
 
-def test_tiny_spreads_survive_and_nan_is_left_out() -> None:
+def test_tiny_spreads_survive_and_nan_is_left_out():
     stats, values = Stats(), 1 + 1e-9 * torch.tensor([1.0, -1.0], dtype=torch.float64)
     stats.total("tokens", torch.ones(2))
     stats.std("a/std", values, over="tokens", around=1.0)

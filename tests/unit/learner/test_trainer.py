@@ -110,7 +110,7 @@ def trained(
     return metrics, dict(policy.named_weights())
 
 
-def test_sharing_prefixes_changes_nothing_but_the_tokens_computed(model: str, samples: Samples) -> None:
+def test_sharing_prefixes_changes_nothing_but_the_tokens_computed(model, samples):
     """Rows share tokens that are the prompt's in some, and the model's in others."""
     payloads, advantages = samples
     ids = [payload.token_ids for payload in payloads]
@@ -145,7 +145,7 @@ ALONE = World(0, 1, CPU)
     ids=["penalties", "gspo", "all compared"],
 )
 @pytest.mark.integration
-def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, algorithm) -> None:
+def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, algorithm):
     """No tensor of the batch may stay behind on the CPU."""
     there, _ = trained(model, algorithm, World(0, 1, other_device.DEVICE), samples, mini_batches=2)
     here, _ = trained(model, algorithm, ALONE, samples, mini_batches=2)
@@ -153,7 +153,7 @@ def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, 
 
 
 @pytest.mark.integration
-def test_a_taught_batch_on_another_device_has_the_same_metrics(model, samples) -> None:
+def test_a_taught_batch_on_another_device_has_the_same_metrics(model, samples):
     payloads, advantages = samples
     taught = [with_scores(one, 4) if i % 2 else one for i, one in enumerate(payloads)], advantages
     teacher = {"model": "t", "form": "loss", "top_k": 4, "decay_steps": 8}
@@ -164,7 +164,7 @@ def test_a_taught_batch_on_another_device_has_the_same_metrics(model, samples) -
     assert 0 < here["teacher/tokens"] < 1
 
 
-def test_a_teacher_teaches_where_all_advantages_are_nothing(model, samples) -> None:
+def test_a_teacher_teaches_where_all_advantages_are_nothing(model, samples):
     payloads, _ = samples
     idle, before = trained(model, {}, ALONE, (payloads, [0.0] * len(payloads)))
     taught = [with_scores(one, 0) for one in payloads], [0.0] * len(payloads)
@@ -180,7 +180,7 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_neither_more_ranks_nor_rejected_samples_change_the_step(model, samples, aggregation) -> None:
+def test_neither_more_ranks_nor_rejected_samples_change_the_step(model, samples, aggregation):
     algorithm = {**REJECTING, "aggregation": aggregation}
     _, expected = trained(model, algorithm, ALONE, samples)
     start = dict(load_policy(learner_config(model, "runs")).named_weights())
@@ -206,7 +206,7 @@ def comparing(name: str, samples: Samples) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "m2", "m2 and kl_cov"])
-def test_what_compares_all_tokens_is_the_same_however_packed(model, samples, name) -> None:
+def test_what_compares_all_tokens_is_the_same_however_packed(model, samples, name):
     algorithm = comparing(name, samples)
     metrics, expected = trained(model, algorithm, ALONE, samples, budget=10_000)
     packed, weights = trained(model, algorithm, ALONE, samples, budget=60)
@@ -217,7 +217,7 @@ def test_what_compares_all_tokens_is_the_same_however_packed(model, samples, nam
     assert all(0.2 < metrics[count] < 0.8 for count in counts if count in metrics)
 
 
-def test_a_loss_compares_tokens_by_what_the_teacher_adds(model, samples) -> None:
+def test_a_loss_compares_tokens_by_what_the_teacher_adds(model, samples):
     taught = [with_scores(one, 0) for one in samples[0]], samples[1]
     algorithm, teacher = comparing("kl_cov", samples), {"model": "t", "weight": 5.0}
     _, expected = trained(model, algorithm, ALONE, taught, budget=10_000, teacher=teacher)
@@ -226,21 +226,21 @@ def test_a_loss_compares_tokens_by_what_the_teacher_adds(model, samples) -> None
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "m2"])
-def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name) -> None:
+def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name):
     algorithm = comparing(name, samples)
     _, expected = trained(model, algorithm, ALONE, samples)
     _, weights = trained(model, algorithm, Twins(0, 2, CPU), samples)
     assert_same(weights, expected)
 
 
-def test_later_mini_batches_clip_around_the_first_policy(model, samples) -> None:
+def test_later_mini_batches_clip_around_the_first_policy(model, samples):
     whole, halves = (trained(model, {"proximal": "recompute"}, ALONE, samples, minis)[0] for minis in (1, 2))
     assert whole["actor/ppo_kl"] == 0
     assert abs(halves["actor/ppo_kl"]) > 1e-6
 
 
 @pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("sqrt", 0.5)])
-def test_learning_rate_scales_with_effective_sample_size(model, samples, scaling, power) -> None:
+def test_learning_rate_scales_with_effective_sample_size(model, samples, scaling, power):
     metrics, _ = trained(model, {"ess_lr": scaling}, ALONE, samples)
     size = metrics["rollout_corr/eff_sample_size"]
     assert 0 < size < 0.99
@@ -253,7 +253,7 @@ def steep(tokens: PolicyTokens, config: Any) -> TokenLosses:
 
 
 @pytest.mark.parametrize(("advantage", "loss"), [(np.inf, None), (0.5, steep)], ids=["loss", "gradient"])
-def test_what_is_not_finite_never_reaches_the_weights(model, samples, advantage, loss) -> None:
+def test_what_is_not_finite_never_reaches_the_weights(model, samples, advantage, loss):
     bad = samples[0], [*samples[1][:-1], advantage]
     metrics, weights = trained(model, {}, ALONE, bad, zero_stage=0, loss=loss)
     start = dict(load_policy(learner_config(model, "runs")).named_weights())
