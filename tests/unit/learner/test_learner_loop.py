@@ -16,7 +16,6 @@ import torch
 from common.errors import UserError
 from common.held_folder import HeldFolder
 from common.log import Timeline
-from common.messages import Batch
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, Memory
 from common.streams.steps import StepReader
@@ -29,7 +28,7 @@ from learner.publish.publisher import Publisher, RankCopies
 from learner.publish.weight_copy import WeightCopy, copy_weights
 from learner.ranks.heap import Heap
 from learner.stats import Phases
-from tests.support.learner import ALONE, learner_config
+from tests.support.learner import ALONE, learner_config, manifest
 
 DEADLINE = 600.0
 PROMPT = ScoredPrompt([1, 2, 3], [-2.0, -3.0])
@@ -107,9 +106,7 @@ def learner(fake_broker, monkeypatch, tmp_path):
 
 
 def train(learner: Learner) -> None:
-    columns = {"sample_ids": [*"abcd"], "advantages": [0.0] * 4, "rewards": [0.0] * 4, "tokens": [1] * 4}
-    batch = Batch(batch_id=learner.version, **columns)
-    learner._train(batch, Phases(learner.timeline))
+    learner._train(manifest("abcd", [1] * 4, batch_id=learner.version), Phases(learner.timeline))
 
 
 def announced(learner: Learner) -> list[int]:

@@ -10,8 +10,7 @@ from common.payload import Payload
 from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.past_versions import PastVersions, exact_statistics, in_own_turn
 from learner.policy.model import Policy, load_policy
-from learner.ranks.world import World
-from tests.support.learner import PACKER, learner_config, make_payload
+from tests.support.learner import ALONE, PACKER, learner_config, make_payload
 
 VERSIONS = 4
 
@@ -97,7 +96,7 @@ def test_the_engines_gap_is_told_from_staleness(model):
         own = [engine[version][number][at] for at, version in enumerate(payload.versions().tolist())]
         rows.append(Payload(payload.token_ids, payload.model_spans, np.float32(own), payload.version_spans))
     batch = batch_of(6, rows)
-    metrics = exact_statistics(batch, past, lambda micro: score(policy, micro), World(0, 1, torch.device("cpu")))
+    metrics = exact_statistics(batch, past, lambda micro: score(policy, micro), ALONE)
     versions = np.concatenate([row.versions() for row in rows])
     own = np.concatenate([in_own_turn(micro).numpy() for micro in batch.mini_batches[0]])
     kept = (versions >= 6 - VERSIONS) & own

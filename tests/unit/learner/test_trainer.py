@@ -19,9 +19,8 @@ from learner.ranks.world import World
 from learner.reference import _scorer
 from learner.trainer import Trainer
 from tests.support import other_device
-from tests.support.learner import KEEPS_ALL, learner_config, make_samples, with_scores
+from tests.support.learner import ALONE, KEEPS_ALL, learner_config, make_samples, with_scores
 
-CPU = torch.device("cpu")
 Samples = tuple[list[Payload], list[float]]
 # Rejects rows whose tokens the generating policy found next to impossible, and no others.
 REJECTING = {"correction": {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "1e-8_1e8"}}
@@ -92,8 +91,8 @@ def trained(
     config = learner_config(model, "runs", algorithm=algorithm, sampler={"drift": {"mode": "ledger"}}, **settings)
     policy, (payloads, advantages) = load_policy(config), samples
     places = plan_micro_batches([[len(one.token_ids)] for one in payloads], mini_batches, 1, budget).of_rank(0)
-    with nullcontext() if world.device == CPU else other_device.other_device():
-        if world.device != CPU:
+    with nullcontext() if world.device == ALONE.device else other_device.other_device():
+        if world.device != ALONE.device:
             other_device.move(policy)
         held: dict[int, Any] = dict(enumerate(payloads))
         trainer = Trainer.__new__(Trainer)
@@ -132,36 +131,31 @@ def samples() -> Samples:
     return make_samples(8, seed=1, version=3)
 
 
-ALONE = World(0, 1, CPU)
+SECOND_MOMENT = {"correction": {"m2_threshold": 0.1}}
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "penalties": {"proximal": "compare", "kl_coef": 0.1, "entropy_coef": 0.01, "negative_max_prob": 0.9},
+    "gspo": {"proximal": "interpolate", "loss": "gspo", "aggregation": "seq-mean-token-mean"},
+    "all compared": {"loss": "kl_cov", "loss_options": {"ratio": 0.3}, "proximal": "rollout", **SECOND_MOMENT},
+    "taught": {},
+}
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"proximal": "compare", "kl_coef": 0.1, "entropy_coef": 0.01, "negative_max_prob": 0.9},
-        {"proximal": "interpolate", "loss": "gspo", "aggregation": "seq-mean-token-mean"},
-        {"loss": "kl_cov", "loss_options": {"ratio": 0.3}, "proximal": "rollout", "correction": {"m2_threshold": 0.1}},
-    ],
-    ids=["penalties", "gspo", "all compared"],
-)
+@pytest.mark.parametrize("kind", ELSEWHERE)
 @pytest.mark.integration
-def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, algorithm):
+def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, kind):
     """No tensor of the batch may stay behind on the CPU."""
-    there, _ = trained(model, algorithm, World(0, 1, other_device.DEVICE), samples, mini_batches=2)
-    here, _ = trained(model, algorithm, ALONE, samples, mini_batches=2)
-    assert there == pytest.approx(here, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.integration
-def test_a_taught_batch_on_another_device_has_the_same_metrics(model, samples):
+    teacher = {"model": "t", "form": "loss", "top_k": 4, "decay_steps": 8} if kind == "taught" else None
     payloads, advantages = samples
-    taught = [with_scores(one, 4) if i % 2 else one for i, one in enumerate(payloads)], advantages
-    teacher = {"model": "t", "form": "loss", "top_k": 4, "decay_steps": 8}
-    there, _ = trained(model, {}, World(0, 1, other_device.DEVICE), taught, mini_batches=2, teacher=teacher)
-    here, _ = trained(model, {}, ALONE, taught, mini_batches=2, teacher=teacher)
+    if teacher:
+        payloads = [with_scores(one, 4) if i % 2 else one for i, one in enumerate(payloads)]
+    there, here = (
+        trained(model, ELSEWHERE[kind], world, (payloads, advantages), mini_batches=2, teacher=teacher)[0]
+        for world in (World(0, 1, other_device.DEVICE), ALONE)
+    )
     assert there == pytest.approx(here, rel=1e-4, abs=1e-5)
-    assert here["teacher/weight"] == 0.5
-    assert 0 < here["teacher/tokens"] < 1
+    if teacher:
+        assert here["teacher/weight"] == 0.5
+        assert 0 < here["teacher/tokens"] < 1
 
 
 def test_a_teacher_teaches_where_all_advantages_are_nothing(model, samples):
@@ -185,7 +179,7 @@ def test_neither_more_ranks_nor_rejected_samples_change_the_step(model, samples,
     _, expected = trained(model, algorithm, ALONE, samples)
     start = dict(load_policy(learner_config(model, "runs")).named_weights())
     assert all((weight - start[name]).abs().max() > 1e-4 for name, weight in expected.items())
-    _, weights = trained(model, algorithm, Twins(0, 2, CPU), samples)
+    _, weights = trained(model, algorithm, Twins(0, 2, ALONE.device), samples)
     assert_same(weights, expected)
     far = [replace(payload, logprobs=payload.logprobs - np.float32(40)) for payload in samples[0][:5]]
     metrics, weights = trained(model, algorithm, ALONE, (far + samples[0], [1.0] * 5 + samples[1]))
@@ -200,8 +194,8 @@ def comparing(name: str, samples: Samples) -> dict[str, Any]:
     return {
         "kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": ratio, "coef": 2.0}},
         "clip_cov": {"loss": "clip_cov", "loss_options": {"ratio": ratio, "cov_low": -9.0, "cov_high": 9.0}},
-        "m2": {"correction": {"m2_threshold": 0.1}},
-        "m2 and kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": 0.5}, "correction": {"m2_threshold": 0.1}},
+        "m2": SECOND_MOMENT,
+        "m2 and kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": 0.5}} | SECOND_MOMENT,
     }[name] | {"proximal": "rollout"}
 
 
@@ -229,7 +223,7 @@ def test_a_loss_compares_tokens_by_what_the_teacher_adds(model, samples):
 def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name):
     algorithm = comparing(name, samples)
     _, expected = trained(model, algorithm, ALONE, samples)
-    _, weights = trained(model, algorithm, Twins(0, 2, CPU), samples)
+    _, weights = trained(model, algorithm, Twins(0, 2, ALONE.device), samples)
     assert_same(weights, expected)
 
 
