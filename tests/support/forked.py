@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-IMPORTED = ["deepspeed", "learner.trainer", "learner.checkpoint.checkpoint", "learner.loop"]
+IMPORTED = ["tests.support.imported"]
 
 
 class Forked:
@@ -55,7 +55,9 @@ class Forked:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
+        """Send SIGKILL, and wait for the end."""
         self.send_signal(signal.SIGKILL)
+        self._process.join()
 
 
 def forked_module(name: str, arguments: Sequence[str], *, environment: Mapping[str, str], log: Path) -> Forked:

@@ -15,16 +15,19 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config import Config, parse_config
+from common.messages import Batch
 from common.payload import Payload
 from learner.batch.layout import Layout
 from learner.batch.outcome import Advantage, CriticTarget
 from learner.batch.plan import plan_micro_batches
 from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.policy.attention import pack_sequences
+from learner.ranks.world import World
 from tests.support.ranks import on_ranks
 
 VOCABULARY = 97
 PACKER = Packer(VOCABULARY)
+ALONE = World(0, 1, torch.device("cpu"))
 # Made-up log-probs are so far from the model's that the recommended correction would reject them all.
 KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # Defaults of a job of the rank program.
@@ -172,6 +175,15 @@ def make_batch(
     mine = {index: payloads[index] for micros in places for held in micros for index, _ in held}
     rewards = [0.5] * len(payloads)
     return packer.rollout_batch(version, places, mine, advantages, rewards, critic=critic)
+
+
+def manifest(samples: Sequence[str], tokens: Sequence[int], **columns: Any) -> Batch:
+    """The message of a batch of these samples; advantages and rewards are 0 by default."""
+    zeros = [0.0] * len(samples)
+    return Batch(
+        **{"batch_id": 4, "sample_ids": [*samples], "tokens": [*tokens], "advantages": zeros, "rewards": zeros}
+        | columns
+    )
 
 
 def job_critic(job: dict[str, Any], version: int) -> list[CriticTarget]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import redis
 import yaml
 from safetensors.torch import load_file
 
+from common.files import tracker_path
 from common.messages import Batch, Step
 from common.payload import encode_payload
 from common.streams.broker import Broker
@@ -23,7 +26,7 @@ STEPS, SAMPLES = 6, 12
 
 
 class Run:
-    """A run of six steps with twelve samples each."""
+    """A run of six steps with twelve samples each; unless others are named, its newest process is meant."""
 
     def __init__(self, url: str, name: str, folder: Path, model: str, **learner: Any) -> None:
         self.folder, self.model, self.log = folder, model, folder / f"{name}.log"
@@ -75,17 +78,35 @@ class Run:
         """The versions that learners began with."""
         return [step.version for step in self.steps() if not step.metrics]
 
-    def wait(self, condition: Callable[[], bool], process: Forked) -> None:
+    def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 600
         while not condition():
-            assert process.poll() is None, self.log.read_text()
+            assert self.processes[-1].poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+            time.sleep(0.02)
 
-    def wait_for(self, version: int, process: Forked) -> None:
+    def wait_for(self, version: int) -> None:
         reader = StepReader(self.broker)
         while not any(step.version >= version for step in reader.read(block_ms=500)):
-            assert process.poll() is None, self.log.read_text()
+            assert self.processes[-1].poll() is None, self.log.read_text()
+
+    def kill(self) -> None:
+        self.processes[-1].kill()
+
+    def stop(self, code: int = 0) -> None:
+        """Send SIGTERM, and wait for the end with this exit code."""
+        self.processes[-1].send_signal(signal.SIGTERM)
+        self.end(code)
+
+    def end(self, code: int, *ranks: Forked) -> None:
+        asked = ranks or self.processes[-1:]
+        assert [process.wait(timeout=600) for process in asked] == [code] * len(asked), self.log.read_text()
+
+    def write_tracker(self, version: int) -> None:
+        """Leave the sampler's state beside the checkpoint of this version."""
+        path = tracker_path(self.checkpoints.parent, version)
+        path.parent.mkdir()
+        np.savez(path)
 
     def left(self) -> tuple[int, int]:
         """Batches and payloads still in Redis."""
@@ -94,14 +115,14 @@ class Run:
 
     def finish(self, *ranks: Forked) -> None:
         """Train to the end, which leaves nothing in Redis."""
-        self.wait_for(STEPS, ranks[0])
+        self.wait_for(STEPS)
         self.broker.finish()
-        assert [process.wait(timeout=600) for process in ranks] == [0] * len(ranks), self.log.read_text()
+        self.end(0, *ranks)
         assert self.left() == (0, 0)
 
     def errors(self, *ranks: Forked, code: int = 2) -> list[str]:
         """The lines that say why ranks end with this code."""
-        assert [process.wait(timeout=600) for process in ranks] == [code] * len(ranks), self.log.read_text()
+        self.end(code, *ranks)
         assert "Traceback" not in self.log.read_text()
         return [line for line in self.log.read_text().splitlines() if line.startswith("error:")]
 

@@ -27,4 +27,3 @@ def runs(own_redis, tmp_path, model):
     yield make
     for process in (process for run in made for process in run.processes):
         process.kill()
-        process.wait()

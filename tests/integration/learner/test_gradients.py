@@ -6,19 +6,24 @@ learns only at the end what that is.
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.learner import JOB, job_batch, learner_config, make_batch, run_ranks, save_tiny_model
+from tests.support.learner import job_batch, learner_config, make_batch, run_ranks, save_tiny_model
 from tests.support.learner_reference import Gradients, assert_close_gradients, plain_training
 from tests.support.mixtures import save_mixture
 
 pytestmark = pytest.mark.integration
 
 START = 3
+LATER = {"start": START, "steps": START + 1}
 Job = dict[str, Any]
+BATCH: Job = {"samples": 8, "seed": 3, "steps": 1}
 # Each drops some tokens, some rows, or both; of the batch below, never all.
 SOME_ROWS = {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.7_1.5"}
 SOME_TOKENS = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.8"}
@@ -62,27 +67,27 @@ TEACHERS: dict[str, Job] = {
     "taught loss": {"weight": 0.5, "form": "loss", "decay_steps": 12, "reward": False},
     "taught rows": {"weight": 0.5, "form": "loss", "top_k": 3},
 }
-UNCORRECTED = {"correction": {"preset": "disabled"}}
 # On one rank; all but the last are the same gradient.
 ALONE: dict[str, Job] = {
     "packed": {"token_budget": 4096},
     "quarters": {"token_budget": 130},
     "recomputed": {"token_budget": 4096, "gradient_checkpointing": True},
-    "turns": {"algorithm": UNCORRECTED},
+    "turns": {"algorithm": {"correction": {"preset": "disabled"}}},
 }
-
-
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+# Of samples of several rows, each of which counts once wherever its rows lie.
+ROWS = {f"rows {mode}": mode for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
 STAGES = (0, 2, 3)
+# Settings that change how a gradient is computed, but not the gradient.
+DIVISION = ("token_budget", "zero_stage", "gradient_checkpointing")
 
 
 def job(model: str, learner: Job, **others: Any) -> Job:
-    return {**JOB, "model": model, "learner": learner, "gradients_only": True, **others}
+    return {**BATCH, "model": model, "learner": learner, "gradients_only": True, **others}
 
 
 def share_of(model: str, rank: int) -> list[int]:
     """The samples of the batch that this one of two ranks gets."""
-    payloads, _ = job_batch(JOB, START)
+    payloads, _ = job_batch(BATCH, START)
     config = learner_config(model, ".", token_budget=100)
     batch = make_batch(config, payloads, [float(index) for index in range(len(payloads))], rank=rank, ranks=2)
     return sorted({int(value) for micro in batch.mini_batches[0] for value in micro.advantages})
@@ -90,13 +95,13 @@ def share_of(model: str, rank: int) -> list[int]:
 
 def mixture_jobs(mixture: str, budget: int) -> dict[str, Job]:
     """A step of a mixture of experts in every ZeRO stage."""
-    taken = {"gradients_only": False, "watch": True}
     sections = {stage: {"token_budget": budget, "zero_stage": stage, **PLAIN_SGD} for stage in STAGES}
+    taken = {"gradients_only": False, "watch": True}
     return {f"mixture {stage}": job(mixture, section, **taken) for stage, section in sections.items()}
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+def mixture(tmp_path_factory):
     """A mixture with so many experts that a short batch leaves some without a token."""
     folder = tmp_path_factory.mktemp("mixture")
     save_mixture(folder, "Qwen3-MoE", num_experts=32)
@@ -104,83 +109,82 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def jobs(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """Jobs of two ranks; steps are taken with plain SGD, as the reference does."""
+def pair(model, mixture, tmp_path_factory):
+    """Jobs of two ranks, and what they left; steps are taken with plain SGD, as the reference does."""
     other = save_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
-    later = {"start": START, "steps": START + 1}
     todo = {}
     for name, fields in ALGORITHMS.items():
         algorithm = fields | ({"reference": other} if "kl_coef" in fields else {})
-        todo[name] = job(model, {"token_budget": 100, "algorithm": algorithm}, **later)
+        todo[name] = job(model, {"token_budget": 100, "algorithm": algorithm}, **LATER)
     for name, teacher in TEACHERS.items():
         rows = name == "taught rows"  # the reference corrects a sample as one row
-        section = {"token_budget": 100, "algorithm": {} if rows else {"correction": SOME_OF_BOTH}}
-        section["teacher"] = {"model": "t", **teacher}
-        todo[name] = job(model, section, **later, taught=teacher.get("top_k", 0), rows=rows)
+        section = {"algorithm": {} if rows else {"correction": SOME_OF_BOTH}, "teacher": {"model": "t", **teacher}}
+        todo[name] = job(model, {"token_budget": 100} | section, **LATER, taught=teacher.get("top_k", 0), rows=rows)
     for name, algorithm in IN_TWO_STEPS.items():
         section = {"token_budget": 100, "algorithm": algorithm} | TWO_STEPS
-        todo[name] = job(model, section, **later, gradients_only=False, watch=True)
+        todo[name] = job(model, section, **LATER, gradients_only=False, watch=True)
     section = {"token_budget": 100, "algorithm": {"correction": SOME_ROWS}}
-    todo["rank lost"] = job(model, section, **later, far={str(START): share_of(model, 1)})
-    for mode in MODES:
-        todo[f"rows {mode}"] = job(model, {"token_budget": 100, "algorithm": {"aggregation": mode}}, rows=True)
+    todo["rank lost"] = job(model, section, **LATER, far={str(START): share_of(model, 1)})
+    for name, mode in ROWS.items():
+        todo[name] = job(model, {"token_budget": 100, "algorithm": {"aggregation": mode}}, rows=True)
     todo |= {f"stage {stage}": job(model, {"token_budget": 160, "zero_stage": stage}) for stage in STAGES}
-    todo |= mixture_jobs(mixture, 160)
-    return todo | {f"lonely mixture {stage}": job(mixture, {"zero_stage": stage}, samples=1) for stage in STAGES}
+    todo |= {f"lonely mixture {stage}": job(mixture, {"zero_stage": stage}, samples=1) for stage in STAGES}
+    return done(2, todo | mixture_jobs(mixture, 160), tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
-def pair(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(2, jobs, tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: str, mixture: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(model, mixture, tmp_path_factory):
+    """Jobs of one rank, and what they left."""
     todo = {name: job(model, learner, turns=name == "turns") for name, learner in ALONE.items()}
-    todo |= mixture_jobs(mixture, 4096)
-    return run_ranks(1, todo, tmp_path_factory.mktemp("alone"))
+    return done(1, todo | mixture_jobs(mixture, 4096), tmp_path_factory.mktemp("alone"))
 
 
-def expected(wanted: Job) -> tuple[list[Gradients], Gradients]:
+def done(ranks: int, jobs: dict[str, Job], folder: Path) -> dict[str, Job]:
+    return {name: left | {"job": jobs[name]} for name, left in run_ranks(ranks, jobs, folder).items()}
+
+
+def expected(run: Job) -> tuple[list[Gradients], Gradients]:
     """Plainly computed: the gradient of every optimizer step, and the weights after the last."""
+    learner = {name: value for name, value in run["job"]["learner"].items() if name not in DIVISION}
+    return plainly(json.dumps(run["job"] | {"learner": learner}))
+
+
+@functools.cache
+def plainly(job: str) -> tuple[list[Gradients], Gradients]:
+    wanted = json.loads(job)
     config, version = learner_config(wanted["model"], "unused", **wanted["learner"]), wanted.get("start", 0)
     return plain_training(config, job_batch(wanted, version), version)
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, *TEACHERS])
-def test_ranks_have_the_gradient_of_one_plain_loss(jobs, pair, name):
-    assert_close_gradients(pair[name]["gradients"], expected(jobs[name])[0][0])
-
-
-@pytest.mark.parametrize("name", IN_TWO_STEPS)
-def test_both_steps_of_a_batch_have_the_right_gradients(jobs, pair, name):
-    (first, second), weights = expected(jobs[name])
-    assert_close_gradients(pair[name]["watched"][0], first)
-    # The second is taken from weights that the first has moved, in both.
-    assert_close_gradients(pair[name]["watched"][1], second, 1e-4)
-    for key, gradient in first.items():
-        assert (pair[name]["weights"][key] - weights[key]).norm() <= 1e-4 * gradient.norm(), key
-    assert pair[name]["metrics"][0]["actor/pg_clipfrac"] > 0
-
-
-def test_a_rank_with_all_tokens_rejected_contributes_nothing(jobs, pair):
-    name = "rank lost"
-    lost = jobs[name]["far"][str(START)]
-    assert 0 < len(lost) < JOB["samples"]
-    assert_close_gradients(pair[name]["gradients"], expected(jobs[name])[0][0])
-    assert pair[name]["metrics"][0]["rollout_corr/seq_masked_fraction"] >= len(lost) / JOB["samples"]
+@pytest.mark.parametrize("name", [*ALGORITHMS, *TEACHERS, *ROWS])
+def test_ranks_have_the_gradient_of_one_plain_loss(pair, name):
+    """In which all model tokens of a sample are in one row."""
+    assert_close_gradients(pair[name]["gradients"], expected(pair[name])[0][0])
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_neither_packing_nor_recomputing_changes_the_gradient(model, alone, name):
-    assert_close_gradients(alone[name]["gradients"], expected(job(model, ALONE[name], turns=name == "turns"))[0][0])
+def test_neither_packing_nor_recomputing_changes_the_gradient(alone, name):
+    assert_close_gradients(alone[name]["gradients"], expected(alone[name])[0][0])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_sample_counts_once_wherever_its_rows_lie(jobs, pair, mode):
-    """The plain loss has all model tokens of a sample in one row."""
-    (gradients,), _ = expected(jobs[f"rows {mode}"])
-    assert_close_gradients(pair[f"rows {mode}"]["gradients"], gradients)
+@pytest.mark.parametrize("name", IN_TWO_STEPS)
+def test_both_steps_of_a_batch_have_the_right_gradients(pair, name):
+    run = pair[name]
+    (first, second), weights = expected(run)
+    assert_close_gradients(run["watched"][0], first)
+    # The second is taken from weights that the first has moved, in both.
+    assert_close_gradients(run["watched"][1], second, 1e-4)
+    for key, gradient in first.items():
+        assert (run["weights"][key] - weights[key]).norm() <= 1e-4 * gradient.norm(), key
+    assert run["metrics"][0]["actor/pg_clipfrac"] > 0
+
+
+def test_a_rank_with_all_tokens_rejected_contributes_nothing(pair):
+    run = pair["rank lost"]
+    lost = len(run["job"]["far"][str(START)])
+    assert 0 < lost < BATCH["samples"]
+    assert_close_gradients(run["gradients"], expected(run)[0][0])
+    assert run["metrics"][0]["rollout_corr/seq_masked_fraction"] >= lost / BATCH["samples"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -192,20 +196,18 @@ def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_experts_take_the_same_step_in_every_zero_stage(jobs, alone, pair, stage):
+def test_experts_take_the_same_step_in_every_zero_stage(alone, pair, stage):
     name = f"mixture {stage}"
-    (gradients,), _ = expected(jobs[name])
     for run in (alone[name], pair[name]):
-        assert_close_gradients(run["gradients"], gradients)
+        assert_close_gradients(run["gradients"], expected(run)[0][0])
         for key, weight in alone["mixture 0"]["weights"].items():
             torch.testing.assert_close(run["weights"][key], weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_experts_without_a_token_hold_no_rank_up(jobs, pair, stage):
+def test_experts_without_a_token_hold_no_rank_up(pair, stage):
     """One of the ranks has no token at all, and the other's leave some experts without one."""
-    name = f"lonely mixture {stage}"
-    gradients = pair[name]["gradients"]
-    assert_close_gradients(gradients, expected(jobs[name])[0][0])
-    of_experts = [gradient.flatten(1).norm(dim=1) for key, gradient in gradients.items() if ".experts." in key]
+    run = pair[f"lonely mixture {stage}"]
+    assert_close_gradients(run["gradients"], expected(run)[0][0])
+    of_experts = [gradient.flatten(1).norm(dim=1) for key, gradient in run["gradients"].items() if ".experts." in key]
     assert all((norms == 0).any() and (norms > 0).any() for norms in of_experts)

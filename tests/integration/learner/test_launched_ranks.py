@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.checks import QUIET, refusal_of, run_file
+from tests.support.forked import Forked, forked_module
 from tests.support.processes import ended
 from tests.support.waiting import PATIENCE, eventually
 
@@ -24,18 +23,16 @@ RANKS = 2
 
 
 @contextmanager
-def launched(folder: Path, **sections: Any) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def launched(folder: Path, **sections: Any) -> Iterator[tuple[Forked, list[int]]]:
     """Two ranks that wait for a Redis which is not there, and the process that has started them."""
     config = run_file(folder, broker={"url": "redis://127.0.0.1:1/0", "wait": 3600}, **sections)
-    with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "learner.cli", "-c", str(config), "--ranks", str(RANKS)]
-        process = subprocess.Popen(command, env=os.environ | QUIET, stderr=log, text=True)
+    command = ["-c", str(config), "--ranks", str(RANKS)]
+    process = forked_module("learner.cli", command, environment=os.environ | QUIET, log=folder / "log")
     try:
         eventually(lambda: len(waiting(process.pid)) == RANKS or process.poll() is not None)
         yield process, waiting(process.pid)
     finally:
         process.kill()
-        process.wait()
 
 
 def waiting(launcher: int) -> list[int]:

@@ -16,6 +16,20 @@ from tests.support.ports import free_port
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
+LEFT_OUT = {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}  # of the batch that leads to each version
+
+
+def send_all(run: Run, kept: bool = False) -> None:
+    """Send all batches, of which the third lacks a sample; it is recorded if `kept`."""
+    for number in range(STEPS):
+        is_third = number == 2
+        run.send(number, missing=(1,) if is_third else (), kept=kept and is_third)
+
+
+def left_out(run: Run) -> dict[int, float]:
+    return {step.version: step.metrics["batch/left_out"] for step in run.steps() if step.metrics}
+
+
 def pair(run: Run, *second: str) -> list[Forked]:
     """Two ranks, the second with arguments of its own."""
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
@@ -24,18 +38,14 @@ def pair(run: Run, *second: str) -> list[Forked]:
 
 def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
     run = runs("pair", zero_stage=3, mini_batches=2, checkpoint_every=4)
-    for number in range(STEPS):
-        run.send(number, missing=(1,) if number == 2 else ())
+    send_all(run)
     stopped = pair(run)
-    run.wait_for(2, stopped[0])
+    run.wait_for(2)
     stopped[1].send_signal(signal.SIGTERM)  # of one rank ends all, behind a checkpoint
-    assert [process.wait(timeout=600) for process in stopped] == [0, 0], run.log.read_text()
-    ranks = pair(run)
-    run.wait_for(STEPS, ranks[0])
-    run.finish(*ranks)
+    run.end(0, *stopped)
+    run.finish(*pair(run))
     export = run.checkpoints / f"step_{STEPS}" / "hf"
-    left_out = {step.version: step.metrics["batch/left_out"] for step in run.steps() if step.metrics}
-    assert left_out == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}
+    assert left_out(run) == LEFT_OUT
     original, trained = (load_file(folder / "model.safetensors") for folder in (Path(run.model), export))
     assert trained.keys() == original.keys()
 
@@ -43,17 +53,14 @@ def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
 def test_killed_ranks_that_divide_sequences_end_the_same(runs):
     straight, killed = (runs(name, zero_stage=2, sequence_parallel=2) for name in ("straight", "killed"))
     for run in (straight, killed):
-        for number in range(STEPS):
-            run.send(number, missing=(1,) if number == 2 else (), kept=number == 2)
+        send_all(run, kept=True)
     ranks = pair(killed)
-    killed.wait_for(3, ranks[0])
+    killed.wait_for(3)
     for rank in ranks:
         rank.kill()
-        rank.wait(timeout=600)
     for run in (straight, killed):
         run.finish(*pair(run))
-        left_out = {step.version: step.metrics["batch/left_out"] for step in run.steps() if step.metrics}
-        assert left_out == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}
+        assert left_out(run) == LEFT_OUT
         (record,) = (run.checkpoints.parent / "training_data").iterdir()
         assert record.name == "2.0.jsonl"
         assert len(record.read_text().splitlines()) == SAMPLES - 1
@@ -84,8 +91,8 @@ def test_a_port_that_is_taken_on_the_first_rank_is_named(runs):
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        rank = run.start(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        (line,) = run.errors(rank)
+        run.start(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        (line,) = run.errors()
     assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} (over lo)" in line
 
 
@@ -94,7 +101,7 @@ def test_when_a_rank_is_gone_the_others_end_as_a_crash_does(runs, fate):
     run = runs("widowed", rank_timeout=2 if fate == signal.SIGSTOP else 1800)
     first, second = pair(run)
     run.send(0)
-    run.wait_for(1, first)
+    run.wait_for(1)
     second.send_signal(fate)
     (line,) = run.errors(first, code=1)
     assert "another rank is gone; start all ranks again" in line

@@ -1,79 +1,114 @@
-"""Packed sequences attend to themselves alone, also divided over ranks; which attention the learner takes, and why."""
+"""Packed rows and trees of prefixes attend to their own tokens alone, also over ranks; which attention is taken."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from threading import Barrier
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
-from common.config import LearnerConfig, parse_config
+from common.config import LearnerConfig
 from common.errors import UserError
+from learner.batch.prefixes import PackedRows, pack_rows, tree_places
 from learner.policy import kernels
 from learner.policy.attention import PACKED_VARLEN, across_ranks, pack_sequences, packed_sdpa, packed_varlen
 from learner.policy.kernels import apply_kernels, choose_attention
 from learner.policy.model import Policy, load_policy, own_slice
 from learner.ranks.ulysses import SequenceGroup
-from tests.support.attention import tensors_of, varlen_reference
-from tests.support.learner import VOCABULARY, save_tiny_model
+from tests.support.learner import VOCABULARY, learner_config
 
 LENGTHS = [7, 31, 12, 1, 30, 16]
+
+
+def tensors_of(tokens: int) -> list[torch.Tensor]:
+    """Queries of 4 heads, keys and values of 2, 8 wide, [1, H, T, 8] each."""
+    torch.manual_seed(0)
+    return [torch.randn(1, heads, tokens, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def varlen_reference(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`varlen_attn` as torch documents it: each sequence alone, with an explicit mask; on any device."""
+    call = inspect.signature(varlen_attn).bind(*args, **kwargs)
+    call.apply_defaults()
+    a = SimpleNamespace(**call.arguments)
+    assert a.cu_seq_q.dtype == a.cu_seq_k.dtype == torch.int32
+    assert (a.max_q, a.max_k) == (a.cu_seq_q.diff().max(), a.cu_seq_k.diff().max())
+    assert a.query.stride(-1) == a.key.stride(-1) == a.value.stride(-1) == 1
+    assert a.enable_gqa or a.query.shape[1] == a.key.shape[1]
+    before, after = a.window_size
+    outputs = []
+    for start, end in zip(a.cu_seq_q[:-1].tolist(), a.cu_seq_q[1:].tolist(), strict=True):
+        q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (a.query, a.key, a.value))
+        back = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        mask = (back <= before if before >= 0 else True) & ((-back <= after) if after >= 0 else back == back)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=a.scale, enable_gqa=a.enable_gqa
+        )
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
 
 
 PACKED = {"sdpa": packed_sdpa, "varlen": partial(packed_varlen, varlen_reference)}
 
 
-def attend(kernel: Callable[..., Any], tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
-    return kernel(torch.nn.Module(), *tensors, None, sequences=pack_sequences(LENGTHS), **options)[0]
+def attend(kernel: Callable[..., Any], tensors: list[torch.Tensor], sequences: Any = None, **options: Any) -> Any:
+    packed = pack_sequences(LENGTHS) if sequences is None else sequences
+    return kernel(torch.nn.Module(), *tensors, None, sequences=packed, **options)[0]
+
+
+def with_gradients(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The output, and the gradients of a weighted sum of it."""
+    (output * torch.arange(output.numel()).view_as(output).cos()).sum().backward()
+    return [output, *(tensor.grad for tensor in inputs)]
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 5, "scaling": 0.3}], ids=str)
 def test_each_sequence_gets_what_it_gets_alone(options):
-    outputs, gradients = [], []
+    ways = []
     for kernel in PACKED.values():
-        tensors = [tensor.requires_grad_() for tensor in tensors_of(LENGTHS)]
-        outputs.append(attend(kernel, tensors, **options))
-        (outputs[-1] * torch.arange(outputs[-1].numel()).view_as(outputs[-1]).cos()).sum().backward()
-        gradients.append([tensor.grad for tensor in tensors])
-    torch.testing.assert_close(*outputs)
-    torch.testing.assert_close(*gradients)
+        tensors = tensors_of(sum(LENGTHS))
+        ways.append(with_gradients(attend(kernel, tensors, **options), tensors))
+    torch.testing.assert_close(*ways)
 
 
 @pytest.mark.integration
-def test_torchs_kernel_trains_a_policy_without_a_host_sync(tmp_path: Path) -> None:
+def test_torchs_kernel_trains_a_policy_without_a_host_sync(model):
     """Shapes alone, on fake tensors, which refuse whatever would have the host wait for the device."""
-    config, lengths = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), [9, 4]
+    config, lengths = AutoConfig.from_pretrained(model), [9, 4]
     sequences = pack_sequences(lengths)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=PACKED_VARLEN)
-        policy = Policy(model.train(), chunk=3, temperature=0.7)
+        causal = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=PACKED_VARLEN)
+        policy = Policy(causal.train(), chunk=3, temperature=0.7)
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         predict = torch.tensor([2, 3, 4, 5, 10])
         logprobs, entropies = policy(torch.zeros_like(positions), positions, sequences, predict, predict, entropy=True)
         (logprobs.sum() + entropies.sum()).backward()
         assert logprobs.shape == entropies.shape == (5,)
-        assert model.get_input_embeddings().weight.grad.shape == (VOCABULARY, config.hidden_size)
+        assert causal.get_input_embeddings().weight.grad.shape == (VOCABULARY, config.hidden_size)
         assert all(parameter.grad.shape == parameter.shape for parameter in policy.parameters())
 
 
 def test_nan_of_neighbours_reaches_neither_values_nor_gradients():
-    clean = attend(packed_sdpa, tensors_of(LENGTHS))[:, 7:38]
-    tensors = tensors_of(LENGTHS)
+    clean = attend(packed_sdpa, tensors_of(sum(LENGTHS)))[:, 7:38]
+    tensors = tensors_of(sum(LENGTHS))
     for tensor in tensors:
-        tensor[:, :, :7] = torch.nan
-        tensor.requires_grad_()
+        tensor.data[:, :, :7] = torch.nan
     output = attend(packed_sdpa, tensors)[:, 7:38]
     assert torch.equal(output, clean)
     output.square().sum().backward()
@@ -93,7 +128,8 @@ def test_sinks_take_their_share_of_every_softmax(window):
     sinks = torch.tensor([2.0, -1.0, 0.5, 9.0], dtype=torch.float64)
     ways = []
     for is_packed in (True, False):
-        q, k, v, s = (tensor.clone().requires_grad_() for tensor in (*tensors_of(LENGTHS), sinks))
+        q, k, v = tensors_of(sum(LENGTHS))
+        s = sinks.clone().requires_grad_()
         if is_packed:
             output = attend(packed_sdpa, [q, k, v], s_aux=s, sliding_window=window, scaling=0.3)
         else:
@@ -103,24 +139,21 @@ def test_sinks_take_their_share_of_every_softmax(window):
                 mask = torch.where((back >= 0) & (back < (window or 99)), 0.0, -torch.inf)
                 outputs.append(gpt_oss_attention(module, *part, mask, scaling=0.3)[0])
             output = torch.cat(outputs, dim=1)
-        (output * torch.arange(output.numel()).view_as(output).cos()).sum().backward()
-        ways.append([output, q.grad, k.grad, v.grad, s.grad])
+        ways.append(with_gradients(output, [q, k, v, s]))
     torch.testing.assert_close(*ways)
 
 
 @pytest.mark.parametrize(("name", "part"), [("sdpa", "softcap"), ("varlen", "softcap"), ("varlen", "s_aux")])
-def test_parts_of_attention_that_are_missing_are_refused(name: str, part: str):
+def test_parts_of_attention_that_are_missing_are_refused(name, part):
     other = "sdpa" if part == "s_aux" else "flash_attention_2"
     with pytest.raises(UserError, match=f"uses {part}, .*; set learner.attention={other}$"):
-        attend(PACKED[name], tensors_of(LENGTHS), **{part: torch.ones(4)})
+        attend(PACKED[name], tensors_of(sum(LENGTHS)), **{part: torch.ones(4)})
 
 
 BOTH = ("liger_kernel", "triton")
 FLASH = ("flash_attn",)
-
-
-def model_with(head_dim: int = 64) -> Qwen3Config:
-    return Qwen3Config(hidden_size=256, num_attention_heads=4, head_dim=head_dim)
+QWEN3 = Qwen3Config(hidden_size=256, num_attention_heads=4, head_dim=64)
+ODD_HEADS = Qwen3Config(hidden_size=256, num_attention_heads=4, head_dim=100)
 
 
 def pretend(
@@ -143,28 +176,22 @@ def pretend(
 
 
 @pytest.mark.parametrize(
-    ("machine", "dtype", "head_dim", "chosen", "because"),
+    ("machine", "model", "chosen", "because"),
     [
-        ({}, "bfloat16", 64, "varlen", "first choice"),
-        ({"varlen": False, "packages": FLASH}, "bfloat16", 64, "flash_attention_2", "torch.nn.attention.varlen"),
-        ({"varlen": False}, "bfloat16", 64, "sdpa", "flash-attn is not installed"),
-        ({"capability": (7, 5), "packages": FLASH}, "bfloat16", 64, "sdpa", "capability 7.5"),
-        ({"packages": FLASH}, "bfloat16", 100, "sdpa", "100"),
+        ({}, QWEN3, "varlen", "first choice"),
+        ({"varlen": False, "packages": FLASH}, QWEN3, "flash_attention_2", "torch.nn.attention.varlen"),
+        ({"varlen": False}, QWEN3, "sdpa", "flash-attn is not installed"),
+        ({"capability": (7, 5), "packages": FLASH}, QWEN3, "sdpa", "capability 7.5"),
+        ({"packages": FLASH}, ODD_HEADS, "sdpa", "100"),
+        ({"packages": FLASH}, GptOssConfig(), "sdpa", "varlen, flash_attention_2: the model's attention has sinks"),
     ],
+    ids=["varlen", "no varlen", "neither", "an old GPU", "head size", "sinks"],
 )
-def test_auto_takes_the_first_that_can_be_used_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], dtype: Any, head_dim: int, chosen: str, because: str
-) -> None:
+def test_auto_takes_the_first_that_can_be_used_and_says_why(monkeypatch, machine, model, chosen, because):
     pretend(monkeypatch, **machine)
-    choice = choose_attention(LearnerConfig(dtype=dtype), model_with(head_dim))
+    choice = choose_attention(LearnerConfig(dtype="bfloat16"), model)
     assert choice.name == chosen
     assert because in choice.reason
-
-
-def test_a_model_with_sinks_is_computed_where_sinks_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, packages=FLASH)
-    choice = choose_attention(LearnerConfig(dtype="bfloat16"), GptOssConfig())
-    assert (choice.name, choice.reason) == ("sdpa", "varlen, flash_attention_2: the model's attention has sinks")
 
 
 @pytest.mark.parametrize(
@@ -174,23 +201,19 @@ def test_a_model_with_sinks_is_computed_where_sinks_are(monkeypatch: pytest.Monk
         ("varlen", {"varlen": False}, {}, "torch.nn.attention.varlen"),
         ("varlen", {}, {"dtype": "float32"}, "float32"),
         ("flash_attention_2", {}, {}, "not installed"),
-        ("flash_attention_2", {"packages": FLASH}, {"sequence_parallel": 2}, "with varlen and sdpa only"),
+        ("flash_attention_2", {"packages": FLASH}, {"sequence_parallel": 2}, "for varlen and sdpa only"),
         ("varlen", {}, {}, None),
         ("varlen", {}, {"sequence_parallel": 2}, None),
         ("flash_attention_2", {"packages": FLASH}, {}, None),
         ("sdpa", {}, {}, None),
     ],
 )
-def test_an_attention_that_is_named_is_taken_or_refused(
-    monkeypatch: pytest.MonkeyPatch, asked: Any, machine: dict[str, Any], settings: dict[str, Any], why: str | None
-) -> None:
+def test_an_attention_that_is_named_is_taken_or_refused(monkeypatch, asked, machine, settings, why):
     pretend(monkeypatch, **machine)
     config = LearnerConfig(attention=asked, **settings)
-    if why is None:
-        assert choose_attention(config, model_with()).name == asked
-        return
-    with pytest.raises(UserError, match=f"learner.attention = '{asked}' cannot be used: .*{why}"):
-        choose_attention(config, model_with())
+    refusal = pytest.raises(UserError, match=f"learner.attention = '{asked}' cannot be used: .*{why}")
+    with refusal if why else nullcontext():
+        assert choose_attention(config, QWEN3).name == asked
 
 
 @pytest.mark.parametrize(
@@ -203,9 +226,7 @@ def test_an_attention_that_is_named_is_taken_or_refused(
         ({"packages": BOTH}, "qwen3", None),
     ],
 )
-def test_liger_leaves_the_output_layer_alone_or_is_refused(
-    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], known: str, why: str | None
-) -> None:
+def test_liger_leaves_the_output_layer_alone_or_is_refused(monkeypatch, machine, known, why):
     pretend(monkeypatch, **machine)
     calls: list[Any] = []
     module: Any = ModuleType("liger_kernel.transformers.monkey_patch")
@@ -214,39 +235,30 @@ def test_liger_leaves_the_output_layer_alone_or_is_refused(
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    model: Any = SimpleNamespace(config=model_with())
-    if why is None:
+    model: Any = SimpleNamespace(config=QWEN3)
+    with pytest.raises(UserError, match=f"learner.kernels = 'liger'.*{why}") if why else nullcontext():
         apply_kernels(model, "liger")
         assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
-        return
-    with pytest.raises(UserError, match=f"learner.kernels = 'liger'.*{why}"):
-        apply_kernels(model, "liger")
 
 
 SINKS = torch.linspace(-2, 2, 8, dtype=torch.float64)  # of eight heads
 
 
-@dataclass(frozen=True, slots=True)
-class Thread(SequenceGroup):
-    """A rank that is a thread; `sent` and `barrier` are shared by all."""
-
-    sent: dict[int, torch.Tensor] = field(default_factory=dict)
-    barrier: Barrier = field(default_factory=lambda: Barrier(1))
-
-    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        self.sent[self.rank] = parts
-        self.barrier.wait()
-        received = torch.stack([self.sent[rank][self.rank] for rank in range(self.size)])
-        self.barrier.wait()
-        return received
-
-
 def on_threads(size: int, act: Any) -> list[Any]:
-    """What `act(group)` returns on each of so many ranks."""
+    """What `act(group)` returns on each of so many ranks, which are threads."""
     sent: dict[int, torch.Tensor] = {}
     barrier = Barrier(size, timeout=600)
+
+    class Thread(SequenceGroup):
+        def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+            sent[self.rank] = parts
+            barrier.wait()
+            received = torch.stack([sent[rank][self.rank] for rank in range(size)])
+            barrier.wait()
+            return received
+
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: act(Thread(rank, size, None, sent, barrier)), range(size)))
+        return list(pool.map(lambda rank: act(Thread(rank, size, None)), range(size)))
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -289,12 +301,98 @@ def test_each_target_is_predicted_by_the_rank_that_has_its_token(size, tokens):
 
 
 @pytest.mark.parametrize(("size", "fits"), [(4, True), (3, False), (8, False)])
-def test_a_number_that_does_not_fit_the_heads_is_refused(tmp_path, size, fits):
+def test_a_number_that_does_not_fit_the_heads_is_refused(model, size, fits):
     """The model has 4 heads of queries and 2 of keys."""
-    settings = {"model": {"path": save_tiny_model(tmp_path)}, "data": {"train": "none.jsonl"}}
-    config = parse_config(settings | {"learner": {"sequence_parallel": size, "dtype": "float32"}})
-    if fits:
-        load_policy(config, weights=False)
-        return
-    with pytest.raises(UserError, match=f"sequence_parallel = {size} does not fit the model's 4 query heads and 2 key"):
-        load_policy(config, weights=False)
+    words = f"sequence_parallel = {size} does not fit the model's 4 heads of queries, 2 of"
+    with nullcontext() if fits else pytest.raises(UserError, match=words):
+        load_policy(learner_config(model, "runs", sequence_parallel=size), weights=False)
+
+
+# Rows of two token ids, so that many begin alike, and some are the beginning of another or its equal.
+ROWS = st.lists(st.lists(st.integers(299, 300), min_size=1, max_size=6), min_size=1, max_size=12)
+
+
+def arrays(rows: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(row, np.int32) for row in rows]
+
+
+@given(ROWS)
+def test_every_beginning_has_one_place(rows):
+    beginnings = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
+    place_of = dict(zip(beginnings, tree_places(arrays(rows)).tolist(), strict=True))
+    assert sorted(place_of.values()) == list(range(len(set(beginnings))))
+    assert [place_of[one] for one in beginnings] == tree_places(arrays(rows)).tolist()
+
+
+@given(ROWS, st.booleans())
+def test_packed_rows_are_the_rows(rows, share):
+    packed = pack_rows(arrays(rows), share)
+    at = slice(None) if packed.places is None else packed.places
+    assert packed.tokens[at].tolist() == [token for row in rows for token in row]
+    assert packed.positions[at].tolist() == [position for row in rows for position in range(len(row))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "tokens"),
+    [
+        ([[1, 2, 3], [1, 2, 4]], True, 4),
+        ([[1, 2, 3], [1, 2, 4]], False, 6),
+        ([[1, 2, 3], [4, 2, 3]], True, 6),
+        ([[1, *range(9)], [1, *range(20, 29)]], True, 20),  # one of twenty
+        ([[1, 2, 3]], True, 3),
+    ],
+)
+def test_rows_that_share_little_are_packed_end_to_end(rows, share, tokens):
+    packed = pack_rows(arrays(rows), share)
+    assert (len(packed.tokens), packed.places is None) == (tokens, tokens == sum(map(len, rows)))
+
+
+def tree() -> tuple[PackedRows, list[int]]:
+    """Rows of uneven lengths that share two beginnings, and one that shares none; their lengths."""
+    first, second = list(range(12)), list(range(50, 55))
+    rows = [[*first, 20, 21], [7, 8, 9], [*first, *range(30, 50)], [*first, *second, 1], [*first, *second, 2, 3]]
+    return pack_rows(arrays(rows), True), list(map(len, rows))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        ("sdpa", {}),
+        ("varlen", {}),
+        ("sdpa", {"sliding_window": 4}),
+        ("varlen", {"sliding_window": 4}),
+        ("sdpa", {"s_aux": torch.ones(4)}),  # sinks
+    ],
+)
+def test_attention_over_a_tree_is_attention_over_its_branches(kernel, options):
+    packed, lengths = tree()
+    assert packed.places is not None
+    at = torch.from_numpy(packed.places)
+    ways = []
+    for is_tree in (True, False):
+        tensors = tensors_of(len(packed.tokens))
+        if is_tree:
+            sequences = pack_sequences(lengths, places=packed.places)
+            output = attend(PACKED[kernel], tensors, sequences, **options)[:, at]
+        else:
+            branches = [tensor[:, :, at] for tensor in tensors]
+            output = attend(PACKED[kernel], branches, pack_sequences(lengths), **options)
+        ways.append(with_gradients(output, tensors))
+    torch.testing.assert_close(*ways)
+
+
+def test_gradients_of_a_token_of_many_rows_are_added_up_exactly():
+    """In bfloat16 a sum of ones stays at 256."""
+    rows = [np.array([1, 2 + i], np.int32) for i in range(1000)]
+    packed = pack_rows(rows, True)
+    tensors = [torch.ones(1, 1, len(packed.tokens), 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    output = attend(packed_sdpa, tensors, pack_sequences([2] * len(rows), places=packed.places))
+    output[:, 1:].sum().backward()  # of each row's own token, which reads both with half the weight
+    assert tensors[2].grad is not None
+    assert tensors[2].grad[0, 0, 0].tolist() == [500.0] * 8
+
+
+def test_flash_attention_names_what_reads_shared_prefixes():
+    packed, lengths = tree()
+    with pytest.raises(UserError, match=r"set learner\.attention to varlen or sdpa"):
+        pack_sequences(lengths, places=packed.places).flash_arguments()

@@ -28,7 +28,7 @@ from learner.step_loss import PolicyOutput
 from learner.token_record import TokenRecord, discard
 from learner.trainer import batch_statistics
 from tests.support.golden import GOLDEN
-from tests.support.learner import joined, with_scores
+from tests.support.learner import ALONE, joined, manifest, with_scores
 
 
 def payload(ids: Any, spans: Any, logprobs: Any, versions: Any) -> Payload:
@@ -41,6 +41,7 @@ def with_experts(one: Payload, lengths: list[int], experts: np.ndarray) -> Paylo
     return replace(one, experts=experts, expert_lengths=np.array(lengths, np.int32))
 
 
+PACKER = Packer(50)
 ONE = payload([5, 6, 7, 8, 9], [[2, 3], [4, 5]], [-1, -2], [[0, 0, 1], [3, 1, 2]])
 TWO = payload([1, 2, 3], [[1, 3]], [-3, -4], [[3, 0, 2]])
 LONG = payload([1, 2, 3, 4], [[1, 4]], [-5, -6, -7], [[2, 0, 3]])
@@ -69,6 +70,7 @@ def test_a_micro_batch_without_samples_learns_from_no_token():
     assert (len(micro.predict), micro.model_tokens, micro.layout.count) == (1, 0, 0)
 
 
+LEARNER = LearnerConfig(mini_batches=1, token_budget=100)
 UNUSABLE: dict[str, tuple[Payload | None, Any]] = {
     "missing": (None, 2.0),
     "no model tokens": (payload([1, 2], np.zeros((0, 2)), [], np.zeros((0, 3))), 2.0),
@@ -98,7 +100,7 @@ REASONS = {
     "a token scored twice": "the teacher lists the same token twice among its likeliest at one position",
 }
 SHAPE = ExpertShape(layers=3, chosen=2, experts=8)
-PACKER, ROUTED = Packer(50), Packer(50, experts=SHAPE)
+ROUTED = Packer(50, experts=SHAPE)
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
@@ -136,13 +138,9 @@ def test_token_ages_are_counted_by_bucket():
 
 
 def test_a_payload_of_another_length_is_left_out():
-    tokens = [len(ONE.token_ids), len(TWO.token_ids) - 1, 9]
-    batch = Batch(
-        batch_id=4, sample_ids=["one", "two", "gone"], advantages=[1.0, 2.0, 3.0], rewards=[0.0] * 3, tokens=tokens
-    )
+    batch = manifest(["one", "two", "gone"], [5, 2, 9], advantages=[1.0, 2.0, 3.0])
     payloads = {"one": ONE, "two": TWO}
-    config, world = LearnerConfig(mini_batches=1, token_budget=100), World(0, 1, torch.device("cpu"))
-    share = PACKER.own_share(batch, lambda ids: [payloads.get(sample) for sample in ids], config, world)
+    share = PACKER.own_share(batch, lambda ids: [payloads.get(sample) for sample in ids], LEARNER, ALONE)
     assert (share.left_out, share.version, share.samples) == (2, 4, 3)
     assert share.mini_batches[0][0].advantages.tolist() == [1.0, 1.0]
 
@@ -150,11 +148,8 @@ def test_a_payload_of_another_length_is_left_out():
 def test_ranks_of_one_sequence_leave_out_what_one_of_them_misses(monkeypatch):
     """The other rank of the group did not get the second sample."""
     monkeypatch.setattr(World, "all_reduce_max", lambda world, missing: [max(missing[0], 0.0), max(missing[1], 1.0)])
-    tokens = [len(ONE.token_ids), len(TWO.token_ids)]
-    batch = Batch(batch_id=4, sample_ids=["one", "two"], advantages=[1.0, 2.0], rewards=[0.0] * 2, tokens=tokens)
-    config = LearnerConfig(mini_batches=1, token_budget=100)
-    world = World(1, 2, torch.device("cpu"), sequence=SequenceGroup(1, 2, None))
-    share = PACKER.own_share(batch, lambda ids: [ONE, TWO], config, world)
+    world = World(1, 2, ALONE.device, sequence=SequenceGroup(1, 2, None))
+    share = PACKER.own_share(manifest(["one", "two"], [5, 3]), lambda ids: [ONE, TWO], LEARNER, world)
     assert share.left_out == 1
     assert share.mini_batches[0][0].names == [("one", 0)]
 
@@ -162,12 +157,22 @@ def test_ranks_of_one_sequence_leave_out_what_one_of_them_misses(monkeypatch):
 MIXED = joined([ONE, LONG])  # 2 and 3 model tokens
 
 
+def shares_of_two_ranks(batch: Batch, payloads: dict[str, Payload], packer: Packer = PACKER) -> list[RolloutBatch]:
+    """What each of two ranks trains on; a sample is fetched once by a rank."""
+
+    def fetch(ids: list[str]) -> list[Payload | None]:
+        assert len(set(ids)) == len(ids)
+        return [payloads.get(sample) for sample in ids]
+
+    config = LearnerConfig(mini_batches=1, token_budget=8)
+    return [packer.own_share(batch, fetch, config, World(rank, 2, ALONE.device)) for rank in (0, 1)]
+
+
 def test_rows_are_shares_of_all_the_tokens_of_their_prompt(monkeypatch):
     """Two samples answer a prompt each; a rank that has not got one of them hears of it from the other."""
     samples = {"mixed": MIXED, "two": TWO, "long": LONG, "one": ONE}
     tokens = [len(sample.token_ids) for sample in samples.values()]
-    columns = {"advantages": [0.0] * 4, "rewards": [0.0] * 4, "tokens": tokens, "row_tokens": [[5, 4], [], [], []]}
-    batch = Batch(batch_id=4, sample_ids=[*samples], **columns)
+    batch = manifest([*samples], tokens, row_tokens=[[5, 4], [], [], []])
     told: list[list[float]] = []
 
     def all_reduce_max(world: World, counts: list[float]) -> list[float]:
@@ -175,11 +180,8 @@ def test_rows_are_shares_of_all_the_tokens_of_their_prompt(monkeypatch):
         return [5.0, 2.0, 3.0, 2.0]
 
     monkeypatch.setattr(World, "all_reduce_max", all_reduce_max)
-    config = LearnerConfig(mini_batches=1, token_budget=8)
     shares: dict[tuple[str, int], float] = {}
-    for rank in range(2):
-        world = World(rank, 2, torch.device("cpu"))
-        part = Packer(50, together=2).own_share(batch, lambda ids: [samples[sample] for sample in ids], config, world)
+    for part in shares_of_two_ranks(batch, samples, Packer(50, together=2)):
         for micro in part.mini_batches[0]:
             shares |= dict(zip(micro.names, micro.layout.shares.tolist(), strict=True))
     assert [max(counts) for counts in zip(*told, strict=True)] == [5.0, 2.0, 3.0, 2.0]
@@ -187,23 +189,10 @@ def test_rows_are_shares_of_all_the_tokens_of_their_prompt(monkeypatch):
     assert shares == pytest.approx(of_first | {("long", 0): 3 / 5, ("one", 0): 2 / 5})
 
 
-def shares_of_two_ranks(batch: Batch, budget: int, payloads: dict[str, Payload]) -> list[RolloutBatch]:
-    """What each of two ranks trains on; a sample is fetched once by a rank."""
-
-    def fetch(ids: list[str]) -> list[Payload | None]:
-        assert len(set(ids)) == len(ids)
-        return [payloads.get(sample) for sample in ids]
-
-    config = LearnerConfig(mini_batches=1, token_budget=budget)
-    worlds = [World(rank, 2, torch.device("cpu")) for rank in (0, 1)]
-    return [PACKER.own_share(batch, fetch, config, world) for world in worlds]
-
-
 def test_rows_of_a_sample_are_trained_on_each_by_itself():
     turns = [[0.5, -2.0, 3.0], [4.0]]
-    columns = {"advantages": [0.0] * 2, "rewards": [0.0] * 2, "tokens": [9, 3], "turn_advantages": turns}
-    batch = Batch(batch_id=4, sample_ids=["mixed", "two"], row_tokens=[[5, 4], []], **columns)
-    shares = shares_of_two_ranks(batch, 8, {"mixed": MIXED, "two": TWO})
+    batch = manifest(["mixed", "two"], [9, 3], row_tokens=[[5, 4], []], turn_advantages=turns)
+    shares = shares_of_two_ranks(batch, {"mixed": MIXED, "two": TWO})
     rows = {}
     for micro in (micro for share in shares for micro in share.mini_batches[0] if micro.names):
         columns = (micro.input_ids[0], micro.position_ids[0]), (micro.advantages, micro.versions)
@@ -218,10 +207,7 @@ def test_rows_of_a_sample_are_trained_on_each_by_itself():
         ("two", 0): [1.0, [1, 2, 3], [0, 1, 2], [4.0, 4.0], [3, 3]],
     }
     assert sum(micro.layout.samples for share in shares for micro in share.mini_batches[0]) == 2
-    assert [sum(of_ranks) for of_ranks in zip(*((share.tokens, share.left_out) for share in shares), strict=True)] == [
-        12,
-        0,
-    ]
+    assert (sum(share.tokens for share in shares), sum(share.left_out for share in shares)) == (12, 0)
 
 
 BAD_ROW = joined([ONE, payload([1, 2], [[0, 2]], [-1, -1], [[0, 0, 2]])])
@@ -233,10 +219,8 @@ BAD_ROW = joined([ONE, payload([1, 2], [[0, 2]], [-1, -1], [[0, 0, 2]])])
     ids=["other rows", "one row", "a row without prompt", "missing"],
 )
 def test_a_sample_is_left_out_whole_and_counted_once(sample, row_tokens):
-    numbers = {"advantages": [1.0, 2.0], "rewards": [0.0] * 2, "tokens": [sum(row_tokens) or 9, 4]}
-    batch = Batch(batch_id=4, sample_ids=["bad", "long"], row_tokens=[row_tokens, []], **numbers)
-    payloads = {"long": LONG} | ({"bad": sample} if sample else {})
-    shares = shares_of_two_ranks(batch, 8, payloads)
+    batch = manifest(["bad", "long"], [sum(row_tokens) or 9, 4], row_tokens=[row_tokens, []])
+    shares = shares_of_two_ranks(batch, {"long": LONG} | ({"bad": sample} if sample else {}))
     assert sum(share.left_out for share in shares) == 1
     names = [name for share in shares for micro in share.mini_batches[0] for name in micro.names]
     assert names == [("long", 0)]
@@ -276,7 +260,7 @@ def test_ranks_of_one_micro_batch_have_like_amounts_of_work():
         assert max(loads) - min(loads) <= max(lengths)
 
 
-def test_b05_advantages_are_broadcast_to_model_tokens_only() -> None:
+def test_b05_advantages_are_broadcast_to_model_tokens_only():
     case, samples = GOLDEN["B05"], []
     masks = np.array(case["inputs"]["model_token_mask"], int)
     for mask in masks:  # one prompt token, then a response whose model tokens are those of the mask
@@ -293,15 +277,13 @@ NAMES = ["one", "two", "long"]
 
 @pytest.fixture(scope="module")
 def rollouts() -> RolloutBatch:
-    payloads = {0: ONE, 1: TWO, 2: LONG}
-    return PACKER.rollout_batch(
-        3, [[[(0, 0), (1, 0)]], [[(2, 0)]]], payloads, [0.5, 1.0, -1.0], [0.0] * 3, sample_ids=NAMES
-    )
+    payloads, places = {0: ONE, 1: TWO, 2: LONG}, [[[(0, 0), (1, 0)]], [[(2, 0)]]]
+    return PACKER.rollout_batch(3, places, payloads, [0.5, 1.0, -1.0], [0.0] * 3, sample_ids=NAMES)
 
 
-def batch(kept: list[bool] | None, turns: list[list[float]] | None = None) -> Batch:
-    numbers = {"advantages": [0.5, 1.0, -1.0], "rewards": [0.0] * 3, "tokens": [5, 3, 4]}
-    return Batch(batch_id=3, sample_ids=NAMES, kept=kept, turn_advantages=turns, **numbers)
+def record_of(kept: list[bool] | None, turns: list[list[float]] | None = None) -> TokenRecord:
+    advantages = [0.5, 1.0, -1.0]
+    return TokenRecord(manifest(NAMES, [5, 3, 4], advantages=advantages, kept=kept, turn_advantages=turns))
 
 
 def filled(record: TokenRecord, rollouts: RolloutBatch) -> TokenRecord:
@@ -318,8 +300,8 @@ def recorded(record: TokenRecord, folder: Path, rollouts: RolloutBatch) -> list[
     return [json.loads(line) for line in (folder / "training_data" / "3.0.jsonl").read_text().splitlines()]
 
 
-def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollouts) -> None:
-    assert recorded(TokenRecord(batch([False, True, True])), tmp_path, rollouts) == [
+def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollouts):
+    assert recorded(record_of([False, True, True]), tmp_path, rollouts) == [
         {"task_id": "two", "row": 0, "mini_batch": 0, "advantages": [1.0], "token_ids": [2, 3],
          "token_versions": [3, 3], "rollout_logprobs": [-3.0, -4.0], "logprobs": [-2.0, -3.0],
          "entropies": [2.5, 3.5]},
@@ -327,36 +309,36 @@ def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollo
          "token_versions": [2, 2, 2], "rollout_logprobs": [-5.0, -6.0, -7.0], "logprobs": [0.0, -1.0, -2.0],
          "entropies": [0.5, 1.5, 2.5]},
     ]  # fmt: skip
-    by_turn = TokenRecord(batch([True, False, False], [[0.25, -0.5], [1.0], [-1.0]]))
+    by_turn = record_of([True, False, False], [[0.25, -0.5], [1.0], [-1.0]])
     lines = recorded(by_turn, tmp_path, rollouts)
     assert [(line["task_id"], line["advantages"]) for line in lines] == [("one", [0.25, -0.5])]
-    assert not TokenRecord(batch(None))
-    assert not TokenRecord(batch([False, False, False]))
+    assert not record_of(None)
+    assert not record_of([False, False, False])
 
 
-def test_a_record_has_the_experts_and_scores_of_its_tokens(tmp_path: Path) -> None:
+def test_a_record_has_the_experts_and_scores_of_its_tokens(tmp_path):
     routed = with_experts(ONE, [4], np.arange(24, dtype=np.uint8).reshape(4, 3, 2) % 8)
     one = replace(routed, teacher_logprobs=np.array([[-0.5], [-0.25]], np.float32))
     rollouts = replace(ROUTED, top_k=0).rollout_batch(
         3, [[[(0, 0), (1, 0)]]], {0: one, 1: TWO}, [0.5, 1.0], [0.0] * 2, sample_ids=NAMES
     )
-    taught, other = recorded(TokenRecord(batch([True, True, False])), tmp_path, rollouts)
+    taught, other = recorded(record_of([True, True, False]), tmp_path, rollouts)
     assert taught["experts"] == one.expert_sums()
     assert len(set(taught["experts"])) == 2
     assert other["experts"] == [NO_EXPERTS] * 2 == TWO.expert_sums()
     assert (taught["teacher_logprobs"], other["teacher_logprobs"]) == ([-0.5, -0.25], [None, None])
 
 
-def test_a_record_is_on_the_disk_before_a_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch):
     synced: dict[int, int] = {}
     monkeypatch.setattr("os.fsync", lambda file: synced.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
-    TokenRecord(batch([True, True, True])).write(tmp_path, 3, 0)
+    record_of([True, True, True]).write(tmp_path, 3, 0)
     written = (tmp_path / "training_data/3.0.jsonl").stat()
     assert synced[written.st_ino] == written.st_size
 
 
-def test_records_of_batches_to_be_repeated_are_removed(tmp_path: Path, rollouts: RolloutBatch) -> None:
-    record = filled(TokenRecord(batch([True, True, True])), rollouts)
+def test_records_of_batches_to_be_repeated_are_removed(tmp_path, rollouts):
+    record = filled(record_of([True, True, True]), rollouts)
     for version in (2, 3, 10):
         record.write(tmp_path, version, 0)
     (tmp_path / "training_data/notes.txt").touch()
@@ -370,7 +352,7 @@ def test_records_of_batches_to_be_repeated_are_removed(tmp_path: Path, rollouts:
     assert names == {"4.0.jsonl", "4.1.jsonl", "5.0.jsonl", "5.1.jsonl", "notes.txt"}, "old versions make room"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "training_data").touch()
     with pytest.raises(UserError, match=r"training_data/3\.0\.jsonl cannot be written: "):
-        TokenRecord(batch([True, True, True])).write(tmp_path, 3, 0)
+        record_of([True, True, True]).write(tmp_path, 3, 0)

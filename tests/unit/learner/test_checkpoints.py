@@ -1,11 +1,14 @@
-"""Checkpoints on a disk that fails: whole or not there, on the disk before they count, and never taken if damaged."""
+"""Checkpoints on a disk that fails, and what their files hold: never taken if damaged, and never code."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import pickletools
 import threading
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +20,8 @@ import torch
 from common.errors import UserError
 from common.streams.lease import Replaced
 from learner.checkpoint.checkpoint import Checkpoints
-from learner.ranks.world import World
-from tests.support.learner import learner_config
+from learner.checkpoint.plain_data import host_copy, plain, read, reads_plain_data
+from tests.support.learner import ALONE, Call, learner_config
 
 WEIGHTS, METADATA = "deepspeed/weights.pt", "checkpoint.json"
 
@@ -52,8 +55,7 @@ def checkpoints(
 ) -> tuple[Checkpoints, FileEngine]:
     engine = FileEngine()
     config = learner_config(path, folder, export=False, **learner)
-    world = World(0, 1, torch.device("cpu"))
-    trainer: Any = SimpleNamespace(engines=lambda: {"deepspeed": engine}, critic=None, world=world, config=config)
+    trainer: Any = SimpleNamespace(engines=lambda: {"deepspeed": engine}, critic=None, world=ALONE, config=config)
     return Checkpoints(config, trainer, None, confirm), engine
 
 
@@ -64,6 +66,12 @@ def saved(folder: Path, *versions: int, **learner: Any) -> Path:
         engine.state = f"weights of {version}"
         made.save(version)
     return made.folder
+
+
+def continued(folder: Path) -> tuple[int, str]:
+    """The version that a new learner goes on from, and the state that it has then."""
+    successor, engine = checkpoints(folder)
+    return successor.load(), engine.state
 
 
 def names(folder: Path) -> set[str]:
@@ -95,7 +103,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, damage):
     folder, (file, act) = saved(tmp_path, 2, 4), DAMAGES[damage]
     act(folder / "step_4" / file)
     successor, engine = checkpoints(tmp_path)
@@ -104,11 +112,11 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path: Path, dama
     successor.save(4)
     assert successor.versions() == [2, 4], "what is saved next stands beside the one it was continued from"
     cut(folder / "step_4" / METADATA)
-    assert checkpoints(tmp_path)[0].load() == 2
+    assert continued(tmp_path)[0] == 2
     assert names(folder) == {"step_2", "step_4.set-aside", "step_4.set-aside-2"}
 
 
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
     synced: list[str] = []
     sync, rename = os.fsync, Path.rename
 
@@ -127,7 +135,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, mon
     assert synced == [str(folder)], "and so is its name"
 
 
-def test_a_checkpoint_is_what_training_was_when_it_began(tmp_path: Path) -> None:
+def test_a_checkpoint_is_what_training_was_when_it_began(tmp_path):
     counted_before: list[int] = []
 
     def confirm() -> None:
@@ -144,41 +152,38 @@ def test_a_checkpoint_is_what_training_was_when_it_began(tmp_path: Path) -> None
     assert made.finish() == 2
     assert (made.begun, made.is_written, counted_before, made.versions()) == (None, True, [], [2])
     assert made.finish() is None
-    successor, other = checkpoints(tmp_path)
-    assert (successor.load(), other.state) == (2, "weights of 2")
+    assert continued(tmp_path) == (2, "weights of 2")
 
 
-def test_a_checkpoint_without_a_copy_is_written_at_once(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_copy_is_written_at_once(tmp_path):
     made, engine = checkpoints(tmp_path, checkpoint_in_background=False)
     engine.state = "weights of 2"
     made.begin(2)
     assert made.is_written
     assert [path.read_text() for path in made.folder.rglob("weights.pt")] == ["weights of 2"]
     made.finish()
-    assert checkpoints(tmp_path)[0].load() == 2
+    assert continued(tmp_path)[0] == 2
 
 
-REPLACED = Replaced("run 'test' has another learner now")
+def replaced() -> None:
+    raise Replaced("run 'test' has another learner now")
 
 
 def full(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("failure", [None, REPLACED], ids=repr)
-def test_a_failed_save_leaves_everything_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
-) -> None:
-    def confirm() -> None:
-        if failure is not None:
-            raise failure
-
-    folder, (made, _) = saved(tmp_path, 2), checkpoints(tmp_path, confirm=confirm)
+@pytest.mark.parametrize("is_full", [True, False], ids=["full disk", "replaced"])
+def test_a_failed_save_leaves_everything_as_it_was(tmp_path, monkeypatch, is_full):
+    folder, (made, _) = saved(tmp_path, 2), checkpoints(tmp_path, confirm=replaced)
+    error, words = Replaced, "has another learner now"
+    if is_full:
+        made, _ = checkpoints(tmp_path)
+        error, words = UserError, "No space left on device; earlier checkpoints are kept"
     with monkeypatch.context() as patch:
-        if failure is None:
+        if is_full:
             patch.setattr(os, "fsync", full)
-        words = "No space left on device; earlier checkpoints are kept" if failure is None else None
-        with pytest.raises(UserError if failure is None else type(failure), match=words):
+        with pytest.raises(error, match=words):
             made.save(3)
     assert names(folder) == {"step_2"}
     made, _ = checkpoints(tmp_path)
@@ -186,16 +191,12 @@ def test_a_failed_save_leaves_everything_as_it_was(
     assert made.versions() == [2, 4]
 
 
-def test_a_learner_whose_files_were_cleared_says_it_was_replaced(tmp_path: Path) -> None:
-    def confirm() -> None:
-        raise REPLACED
-
-    folder, (made, engine) = saved(tmp_path, 2), checkpoints(tmp_path, confirm=confirm)
-    write = engine.write
+def test_a_learner_whose_files_were_cleared_says_it_was_replaced(tmp_path):
+    folder, (made, engine) = saved(tmp_path, 2), checkpoints(tmp_path, confirm=replaced)
 
     def cleared_meanwhile(state: dict[str, str], path: str) -> None:
-        write(state, path)
-        assert checkpoints(tmp_path)[0].load() == 2
+        engine.write(state, path)
+        assert continued(tmp_path)[0] == 2
 
     engine.checkpoint_engine.save = cleared_meanwhile
     with pytest.raises(Replaced, match="has another learner now"):
@@ -204,7 +205,7 @@ def test_a_learner_whose_files_were_cleared_says_it_was_replaced(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("keep", "previous"), [(1, [2, 4, 6]), (2, [0, 2, 4])])
-def test_batches_are_kept_from_the_checkpoint_before_the_newest(tmp_path, keep, previous) -> None:
+def test_batches_are_kept_from_the_checkpoint_before_the_newest(tmp_path, keep, previous):
     made, _ = checkpoints(tmp_path, keep_checkpoints=keep)
     needed_from = []
     for version in (2, 4, 6):
@@ -223,3 +224,87 @@ def test_only_an_adapter_of_the_same_shape_and_base_is_continued(tmp_path, monke
             checkpoints(tmp_path, lora=other)[0].load()
     with pytest.raises(UserError, match=r"'base': 'none'.*'base': 'other'"):
         checkpoints(tmp_path, path="other", lora={"rank": 8})[0].load()
+
+
+PLAIN = {
+    "zero_stage": 3,
+    "loss_scaler": {"cur_scale": 1.0, "dynamic": False},
+    "param_slice_mappings": [OrderedDict(weight={"numel": 4, "start": 2})],
+    "shape": torch.Size([2, 2]),
+}
+
+
+def of_deepspeed(**changes: Any) -> dict[str, Any]:
+    """The same in classes of DeepSpeed, which is imported where it is used."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    slices = [OrderedDict(weight=fragment_address(numel=4, start=2))]
+    own = {"zero_stage": stages().weights, "loss_scaler": LossScaler(1.0), "param_slice_mappings": slices}
+    return PLAIN | own | changes
+
+
+def stages() -> Any:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return ZeroStageEnum
+
+
+STATES: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: PLAIN,
+    "by value, as Python 3.11.7 wrote it": lambda: of_deepspeed(zero_stage=Call(stages(), 3)),
+    "by name, as Python 3.11.2 wrote it": lambda: of_deepspeed(zero_stage=Call(getattr, stages(), "weights")),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_files_of_every_python_are_read(tmp_path, kind):
+    path, scaler = tmp_path / "state.pt", of_deepspeed()["loss_scaler"]
+    torch.save({"optimizer_state_dict": STATES[kind]()}, path)
+    assert read(path) == {"optimizer_state_dict": PLAIN}
+    loads, optimizer = SimpleNamespace(load=None), SimpleNamespace(loss_scaler=scaler)
+    with reads_plain_data(SimpleNamespace(checkpoint_engine=loads, optimizer=optimizer)):
+        state = loads.load(str(path))
+    assert state["optimizer_state_dict"]["loss_scaler"] is scaler
+
+
+@pytest.mark.parametrize("copied", [host_copy, plain])
+def test_what_is_written_names_no_class_of_deepspeed(tmp_path, copied):
+    state = copied(of_deepspeed())
+    assert state == PLAIN
+    torch.save(state, tmp_path / "state.pt")
+    with zipfile.ZipFile(tmp_path / "state.pt") as archive:
+        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    named = {str(argument) for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
+    assert named == {"collections OrderedDict", "torch Size"}
+
+
+def test_a_copied_state_is_independent_and_shares_what_it_shared():
+    weight, step = torch.arange(6.0).view(2, 3), torch.tensor(3.0)
+    state = {"module": {"embed": weight, "head": weight, "part": weight[1:]}, "steps": [step], "lr": ({"now": 0.1}, 7)}
+    copied = host_copy(state)
+    weight.zero_()
+    step += 1
+    state["lr"][0]["now"] = 0.2
+    assert copied["module"]["embed"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert copied["module"]["part"].untyped_storage().nbytes() == 3 * 4, "only what is looked at"
+    assert copied["module"]["head"] is copied["module"]["embed"]
+    assert (copied["steps"], copied["lr"]) == ([torch.tensor(3.0)], ({"now": 0.1}, 7))
+
+
+ATTACKS: dict[str, Callable[[], Any]] = {
+    "a call": lambda: Call(os.mkdir, "ran"),
+    "a call of an attribute": lambda: Call(Call(getattr, Call(__import__, "os"), "mkdir"), "ran"),
+    "no member": lambda: Call(getattr, stages(), "__class__"),
+    "of a class that is allowed": lambda: Call(getattr, OrderedDict, "fromkeys"),
+    "of a member": lambda: Call(getattr, Call(getattr, stages(), "weights"), "__class__"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_other_name_is_read(tmp_path, monkeypatch, attack):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"zero_stage": ATTACKS[attack]()}, tmp_path / "state.pt")
+    with pytest.raises(ValueError, match="is not a file of tensors"):
+        read(tmp_path / "state.pt")
+    assert not (tmp_path / "ran").exists()

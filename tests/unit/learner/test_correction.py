@@ -28,9 +28,8 @@ def fixture(name: str = "A") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def of_log_ratio(log_ratio: Any, mask: Any = None, **config: Any) -> Correction:
     x = log_ratio if isinstance(log_ratio, torch.Tensor) else rows(log_ratio)
-    return correct(
-        x, torch.zeros_like(x), torch.ones_like(x) if mask is None else rows(mask), CorrectionConfig(**config)
-    )
+    on = torch.ones_like(x) if mask is None else rows(mask)
+    return correct(x, torch.zeros_like(x), on, CorrectionConfig(**config))
 
 
 def of_fixture(name: str = "A", **config: Any) -> Correction:
@@ -131,12 +130,11 @@ def test_divergences_and_perplexities(name, compatible):
 
 
 def test_divergences_of_equal_and_of_far_policies():
-    old, _, mask = fixture()
-    assert_metrics(correct(old, old, mask, CorrectionConfig()), GOLDEN["F03"]["expected"], GOLDEN["F03"]["rel_tol"])
-    inputs = GOLDEN["F04"]["inputs"]  # summed log ratios are bounded before they are doubled
-    assert_metrics(
-        of_log_ratio(inputs["log_ratio"], inputs["mask"]), GOLDEN["F04"]["expected"], GOLDEN["F04"]["rel_tol"]
-    )
+    (old, _, mask), inputs = fixture(), GOLDEN["F04"]["inputs"]
+    # Summed log ratios are bounded before they are doubled.
+    far = of_log_ratio(inputs["log_ratio"], inputs["mask"])
+    for name, result in {"F03": correct(old, old, mask, CorrectionConfig()), "F04": far}.items():
+        assert_metrics(result, GOLDEN[name]["expected"], GOLDEN[name]["rel_tol"])
 
 
 def test_one_catastrophic_token_vetoes_its_row():
@@ -166,9 +164,9 @@ def test_presets_have_verls_fields(name):
 @pytest.mark.parametrize("name", [f"K{number:02}" for number in range(1, 10)])
 def test_skyrls_spelling(name):
     case = GOLDEN[name]
-    old, rollout, mask = fixture(case["inputs"]["fixture"])
-    config = CorrectionConfig(skyrl=case["inputs"]["config_overrides"], compatible_metrics=True)
-    result = correct(old, rollout, mask, config)
+    _, _, mask = fixture(case["inputs"]["fixture"])
+    given = case["inputs"]["config_overrides"]
+    result = of_fixture(case["inputs"]["fixture"], skyrl=given, compatible_metrics=True)
     assert result.mask.int().tolist() == case["expected"]["mask"]
     assert_metrics(result, case["expected"]["metrics"])
     expected = case["expected"].get("tis_ratio")
@@ -191,12 +189,7 @@ def test_effective_sample_size_is_of_the_applied_weights(level):
 def test_todays_figures_are_of_the_applied_weights(level, threshold):
     """Against verl's definitions of 2026-08, written out, on a batch with an empty row."""
     old, rollout, mask = fixture("B")
-    result = correct(
-        old,
-        rollout,
-        mask,
-        CorrectionConfig(rollout_is=level, rollout_is_threshold=threshold, compatible_metrics="2026-08"),
-    )
+    result = of_fixture("B", rollout_is=level, rollout_is_threshold=threshold, compatible_metrics="2026-08")
     on, counts = mask.bool(), mask.sum(1)
     low, high = (0.8, 1.2) if isinstance(threshold, str) else (1 / threshold, threshold)
     x = torch.where(on, old - rollout, 0.0)

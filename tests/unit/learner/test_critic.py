@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,23 @@ from common.messages import Batch
 from common.payload import Payload
 from learner.batch.gae import gae, normalised, returns
 from learner.batch.outcome import CriticTarget, token_rewards
+from learner.batch.tensors import RolloutBatch
 from learner.critic import Critic, load_value_model, with_explained_variance
 from learner.memory_model import Zero, critic_sizes, divided, with_critic
-from learner.ranks.world import World
 from learner.step_loss import PolicyOutput
 from learner.token_record import TokenRecord
 from sampler.batches import OpenBatch
 from sampler.records import OpenSample
-from tests.support.learner import PACKER, VOCABULARY, joined, learner_config, make_payload, save_tiny_model
-
-ALONE = World(0, 1, torch.device("cpu"))
+from tests.support.learner import (
+    ALONE,
+    PACKER,
+    VOCABULARY,
+    joined,
+    learner_config,
+    make_payload,
+    manifest,
+    save_tiny_model,
+)
 
 
 def payload_of(*lengths: int) -> Payload:
@@ -53,11 +60,11 @@ def payload_of(*lengths: int) -> Payload:
         ([0.5, 0.25, 0.625], [0, 0.25, 0, -0.375, 0, 0.625]),
     ],
 )
-def test_a_reward_stands_at_the_last_token_of_what_earned_it(returns: Any, expected: list[float]) -> None:
+def test_a_reward_stands_at_the_last_token_of_what_earned_it(returns, expected):
     assert token_rewards(payload_of(2, 2, 2), returns).tolist() == expected
 
 
-def test_a_micro_batch_has_rewards_and_the_trackers_value_of_each_token() -> None:
+def test_a_micro_batch_has_rewards_and_the_trackers_value_of_each_token():
     rows = [(payload_of(1, 2), 0.0), (payload_of(2), 0.0)]
     micro = PACKER.micro_batch(rows, critic=[CriticTarget(1.0, 0.25), CriticTarget([0.5], 0.75)])
     assert micro.rewards.tolist() == [0, 0, 1, 0, 0.5]
@@ -66,52 +73,47 @@ def test_a_micro_batch_has_rewards_and_the_trackers_value_of_each_token() -> Non
     assert PACKER.micro_batch(rows).rewards is None
 
 
-def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn() -> None:
-    rng, config = np.random.default_rng(0), LearnerConfig(token_budget=100)
+def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn():
+    rng = np.random.default_rng(0)
     sample = joined([make_payload(rng, 20), make_payload(rng, 30)])
-    columns = {
-        "batch_id": 0, "sample_ids": ["a"], "advantages": [0.5], "rewards": [3.0], "tokens": [50],
-        "row_tokens": [[20, 30]], "values": [0.25],
-    }  # fmt: skip
 
-    def rewards(**others: Any) -> list[list[float]]:
-        batch = PACKER.own_share(Batch(**columns, **others), lambda _: [sample], config, ALONE)
+    def share(**columns: Any) -> RolloutBatch:
+        batch = manifest("a", [50], row_tokens=[[20, 30]], values=[0.25], **columns)
+        return PACKER.own_share(batch, lambda _: [sample], LearnerConfig(token_budget=100), ALONE)
+
+    def rewards(**columns: Any) -> list[list[float]]:
+        batch = share(**columns)
         micros = sorted((micro for micro in batch.mini_batches[0]), key=lambda micro: micro.input_ids.numel())
         rows = [row.tolist() for micro in micros for row in micro.rewards.split(micro.layout.lengths.tolist())]
         return sorted([number for number in row if number] for row in rows)
 
     assert rewards(returns=[[0.75]]) == [[0.75], [0.75]], "each row ends with the sample's reward"
-    turns = {"turn_advantages": [[0.0] * 4], "returns": [[1.0, 0.5, 0.75, 0.25]]}
-    assert rewards(**turns) == [[0.5, 0.25], [0.5, 0.5]]
-    wrong = {"turn_advantages": [[0.0] * 4], "returns": [[1.0, 0.5]]}
-    batch = PACKER.own_share(Batch(**columns, **wrong), lambda _: [sample], config, ALONE)
-    assert (batch.left_out, batch.reason) == (1, "2 returns for 4 turns")
+    turns = [[0.0] * 4]
+    assert rewards(turn_advantages=turns, returns=[[1.0, 0.5, 0.75, 0.25]]) == [[0.5, 0.25], [0.5, 0.5]]
+    batch = share(turn_advantages=turns, returns=[[1.0, 0.5]])
+    assert (batch.left_out, batch.reason) == (1, "2 returns of 4 turns")
 
 
-def sample(number: int, advantage: float, reward: float, **others: Any) -> OpenSample:
-    return OpenSample(f"t{number}", number, advantage, reward, 9, 5, 0, 0, **others)
-
-
-def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic() -> None:
+def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic():
     sampler = SamplerConfig(batch_size=2, tracker={"reward_range": (-1, 1)})
 
-    def manifest(baseline: str, **turns: Any) -> Batch:
+    def sent(baseline: str, **turns: Any) -> Batch:
         batch = OpenBatch(sampler, AlgorithmConfig(baseline=baseline))
-        batch.add(sample(0, 0.75, 1.0, **turns))
-        batch.add(sample(1, -0.5, -1.0, **turns))
+        for number, (advantage, reward) in enumerate([(0.75, 1.0), (-0.5, -1.0)]):
+            batch.add(OpenSample(f"t{number}", number, advantage, reward, 9, 5, 0, 0, **turns))
         return batch.close().manifest
 
-    tracked, judged = manifest("tracker"), manifest("critic")
+    tracked, judged = sent("tracker"), sent("critic")
     assert judged.values == [0.25, 0.5]
     assert judged.returns == [[1.0], [0.0]]
     assert judged.advantages == tracked.advantages, "for the critic's warm-up"
     assert (tracked.values, tracked.returns) == (None, None)
-    by_turn = manifest("both", turn_advantages=[0.5, 0.25], turn_tokens=[2, 3])
+    by_turn = sent("both", turn_advantages=[0.5, 0.25], turn_tokens=[2, 3])
     assert by_turn.returns == [[0.75, 0.5], [1.0, 0.75]]
     assert Batch.unpack(by_turn.pack()) == by_turn
 
 
-def test_the_head_starts_at_zero_and_keeps_what_a_critics_folder_has(model: str, tmp_path: Path) -> None:
+def test_the_head_starts_at_zero_and_keeps_what_a_critics_folder_has(model, tmp_path):
     started = load_value_model(learner_config(model, tmp_path))
     assert {name for name, weight in started.named_weights() if not weight.any()} == {"score.weight", "score.bias"}
     torch.nn.init.constant_(started.model.score.weight, 0.5)
@@ -122,7 +124,7 @@ def test_the_head_starts_at_zero_and_keeps_what_a_critics_folder_has(model: str,
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_the_memory_table_counts_the_parameters_of_a_critic(model: str, tmp_path: Path, is_frozen: bool) -> None:
+def test_the_memory_table_counts_the_parameters_of_a_critic(model, tmp_path, is_frozen):
     loaded = load_value_model(learner_config(model, tmp_path, critic={"freeze_attention": is_frozen}))
     sizes, untrained = critic_sizes(AutoConfig.from_pretrained(model), is_frozen)
     assert sizes == [parameter.numel() for parameter in loaded.parameters()]
@@ -134,9 +136,9 @@ def test_the_memory_table_counts_the_parameters_of_a_critic(model: str, tmp_path
     assert both.activations == 1000
 
 
-def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path: Path) -> None:
+def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path):
     micro = PACKER.micro_batch([(payload_of(2), 0.5)], names=[("a", 0)], critic=[CriticTarget(1.0, 0.25)])
-    record = TokenRecord(Batch(batch_id=1, sample_ids=["a"], advantages=[0.5], rewards=[1.0], tokens=[3], kept=[True]))
+    record = TokenRecord(manifest("a", [3], advantages=[0.5], kept=[True]))
     judged = {"advantages": [-1.0, 0.25], "values": [0.5, 0.75], "returns": [1.0, 1.0]}
     with_values = replace(micro, **{name: torch.tensor(numbers) for name, numbers in judged.items()})
     record.add(0, with_values, PolicyOutput(torch.zeros(2), torch.zeros(2)))
@@ -146,7 +148,7 @@ def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path: Path) -> None:
     assert (line["values"], line["returns"]) == (judged["values"], judged["returns"])
 
 
-def test_a_model_without_such_a_shape_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_such_a_shape_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(Olmo2Config(num_hidden_layers=1).to_dict()))
     line = r"model.path = '.*' cannot be a critic: .* 'olmo2' .*; set algorithm.baseline=tracker, or critic.model"
     with pytest.raises(UserError, match=line):
@@ -155,16 +157,15 @@ def test_a_model_without_such_a_shape_is_refused(tmp_path: Path) -> None:
         load_value_model(learner_config(str(tmp_path), "runs", critic={"model": str(tmp_path)}), weights=False)
 
 
-def test_a_critic_of_another_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
+def test_a_critic_of_another_vocabulary_is_refused(model, tmp_path):
     other = save_tiny_model(tmp_path / "other")
     config = learner_config(model, tmp_path, algorithm={"baseline": "critic"}, critic={"model": other})
-    with pytest.raises(
-        UserError, match=f"critic.model = '{other}' has {VOCABULARY} token ids, .* has 5: a critic reads"
-    ):
+    words = f"critic.model = '{other}' has {VOCABULARY} token ids, .* has 5: a critic reads"
+    with pytest.raises(UserError, match=words):
         Critic(config, ALONE, 5)
 
 
-def test_explained_variance_is_left_out_where_there_is_none_to_explain() -> None:
+def test_explained_variance_is_left_out_where_there_is_none_to_explain():
     spreads = {"critic/return_std": 0.5, "critic/error_std": 0.25, "critic/tracker_error_std": 0.5, "x": 1.0}
     assert with_explained_variance(spreads) == {
         "x": 1.0,
@@ -197,7 +198,7 @@ def by_brute_force(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, la
 
 
 @given(seed=st.integers(0, 2**16), lengths=st.lists(st.integers(1, 23), min_size=1, max_size=4), lam=DECAYS)
-def test_gae_steps_over_what_is_not_the_models(seed: int, lengths: list[int], lam: float) -> None:
+def test_gae_steps_over_what_is_not_the_models(seed, lengths, lam):
     rng = np.random.default_rng(seed)
     masks = [rng.random(length) < 0.6 for length in lengths]
     rewards, values = ([rng.normal(size=length) for length in lengths] for _ in range(2))
@@ -214,7 +215,7 @@ def test_gae_steps_over_what_is_not_the_models(seed: int, lengths: list[int], la
     torch.testing.assert_close(learned, estimates + flat_values, rtol=1e-12, atol=1e-12)
 
 
-def test_advantages_are_z_scored_over_the_tokens_of_all_micro_batches() -> None:
+def test_advantages_are_z_scored_over_the_tokens_of_all_micro_batches():
     torch.manual_seed(0)
     parts = [torch.randn(3).double(), torch.zeros(0).double(), torch.randn(8).double() + 2]
     scored = normalised(parts, ALONE)
@@ -225,34 +226,28 @@ def test_advantages_are_z_scored_over_the_tokens_of_all_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [3.0], [0.1] * 7], ids=["none", "one", "equal"])
-def test_advantages_without_a_spread_are_zeros(values: list[float]) -> None:
+def test_advantages_without_a_spread_are_zeros(values):
     (scored,) = normalised([torch.tensor(values, dtype=torch.float64)], ALONE)
     assert scored.tolist() == [0.0] * len(values)
     assert normalised([], ALONE) == []
 
 
-class Ranks:
-    """Two ranks as threads, whose sums meet."""
+def test_two_ranks_have_the_scores_of_one():
+    torch.manual_seed(0)
+    parts, sums = [torch.randn(5).double(), torch.randn(9).double() * 3], dict[int, list[float]]()
+    barrier = Barrier(2)
 
-    def __init__(self) -> None:
-        self.barrier, self.parts = Barrier(2), dict[int, list[float]]()
-
-    def of(self, rank: int) -> Any:
+    def scored(rank: int) -> list[torch.Tensor]:
         def sum_over_shares(values: list[float]) -> list[float]:
-            self.parts[rank] = values
-            self.barrier.wait(600)
-            total = [sum(column) for column in zip(self.parts[0], self.parts[1], strict=True)]
-            self.barrier.wait(600)
+            sums[rank] = values
+            barrier.wait(600)
+            total = [sum(column) for column in zip(sums[0], sums[1], strict=True)]
+            barrier.wait(600)
             return total
 
-        world: Any = type("Rank", (), {"sum_over_shares": staticmethod(sum_over_shares)})
-        return world
+        return normalised([parts[rank]], SimpleNamespace(sum_over_shares=sum_over_shares))
 
-
-def test_two_ranks_have_the_scores_of_one() -> None:
-    torch.manual_seed(0)
-    parts, ranks = [torch.randn(5).double(), torch.randn(9).double() * 3], Ranks()
     with ThreadPoolExecutor(2) as threads:
-        shares = list(threads.map(lambda rank: normalised([parts[rank]], ranks.of(rank)), (0, 1)))
+        shares = list(threads.map(scored, (0, 1)))
     expected = normalised(parts, ALONE)
     torch.testing.assert_close([share[0] for share in shares], expected, rtol=1e-6, atol=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ PARAMS = "optimizer.params"
     ],
     ids=str,
 )
-def test_settings_of_deepspeed(learner: dict[str, Any], ranks: int, expected: dict[str, Any]) -> None:
+def test_settings_of_deepspeed(learner, ranks, expected):
     settings = deepspeed_config(LearnerConfig(**learner), on_gpu=True, ranks=ranks)
     for key, value in expected.items():
         setting: Any = settings
@@ -52,7 +51,7 @@ def test_settings_of_deepspeed(learner: dict[str, Any], ranks: int, expected: di
         assert setting == value, key
 
 
-def test_on_a_cpu_offloading_keeps_torchs_adam() -> None:
+def test_on_a_cpu_offloading_keeps_torchs_adam():
     assert deepspeed_config(LearnerConfig(**OFFLOADED), on_gpu=False)["optimizer"]["params"]["torch_adam"] is True
 
 
@@ -73,7 +72,7 @@ OTHERS = {
 
 
 @pytest.mark.integration  # computes for seconds
-def test_deepspeed_reads_every_kind_of_setting_untouched() -> None:
+def test_deepspeed_reads_every_kind_of_setting_untouched():
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = LearnerConfig(zero_stage=3, deepspeed={"zero_optimization": ZERO, **OTHERS})
@@ -88,7 +87,7 @@ def test_deepspeed_reads_every_kind_of_setting_untouched() -> None:
 
 
 @pytest.mark.parametrize("key", OWN_KEYS)
-def test_each_key_of_our_own_is_refused_with_its_name(key: str) -> None:
+def test_each_key_of_our_own_is_refused_with_its_name(key):
     options: Any = 1
     for part in reversed(key.split(".")):
         options = {part: options}
@@ -96,7 +95,7 @@ def test_each_key_of_our_own_is_refused_with_its_name(key: str) -> None:
         deepspeed_config(LearnerConfig(deepspeed=options), on_gpu=False)
 
 
-def test_environment_and_command_line_set_deepspeeds_keys_too(tmp_path: Path) -> None:
+def test_environment_and_command_line_set_deepspeeds_keys_too(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model: {path: m}\ndata: {train: t}\n")
     section, options = "zero_optimization", {"zero_hpz_partition_size": 8, "zero_quantized_weights": True}
@@ -121,12 +120,12 @@ def test_environment_and_command_line_set_deepspeeds_keys_too(tmp_path: Path) ->
     ],
     ids=str,
 )
-def test_the_learning_rate_warms_up_and_decays(learner: dict[str, Any], expected: dict[int, float]) -> None:
+def test_the_learning_rate_warms_up_and_decays(learner, expected):
     config = LearnerConfig(lr=1.0, **learner)
     assert {step: learning_rate(step, 10, config) for step in expected} == pytest.approx(expected)
 
 
-def test_algorithms_and_random_numbers_are_the_same_each_time() -> None:
+def test_algorithms_and_random_numbers_are_the_same_each_time():
     drawn = []
     for _ in range(2):
         with deterministic(seed=3):
@@ -136,7 +135,7 @@ def test_algorithms_and_random_numbers_are_the_same_each_time() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_what_has_no_deterministic_algorithm_is_a_users_error() -> None:
+def test_what_has_no_deterministic_algorithm_is_a_users_error():
     refusal = "cumsum does not have a deterministic implementation, see 'torch.use_deterministic_algorithms(True)'"
     with pytest.raises(UserError, match=r"run\.deterministic: cumsum does not have"), deterministic(seed=3):
         raise RuntimeError(f"{refusal}.\nYou can turn it off")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+def cuda(monkeypatch):
     double = Cuda()
     for name, value in {
         "Stream": double.stream,
@@ -78,13 +77,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     host_copy._stream.cache_clear()
 
 
-def test_all_copies_share_one_stream(cuda: Cuda) -> None:
+def test_all_copies_share_one_stream(cuda):
     for _ in range(40):
         assert HostCopy(SECOND_GPU).is_beside
     assert cuda.calls == [("stream", SECOND_GPU)]
 
 
-def test_a_thread_waits_on_the_gpu_that_copies(cuda: Cuda) -> None:
+def test_a_thread_waits_on_the_gpu_that_copies(cuda):
     copy = HostCopy(SECOND_GPU)
     cuda.calls.clear()
     copied = copy.mark()
@@ -98,7 +97,7 @@ def test_a_thread_waits_on_the_gpu_that_copies(cuda: Cuda) -> None:
         assert cuda.calls == [("on", SECOND_GPU), ("wait",), ("off",)]
 
 
-def test_memory_is_pinned_while_it_is_there(cuda: Cuda) -> None:
+def test_memory_is_pinned_while_it_is_there(cuda):
     memory = HostMemory(4096)
     assert cuda.calls == [("pin", 4096)]
     del memory
@@ -106,7 +105,7 @@ def test_memory_is_pinned_while_it_is_there(cuda: Cuda) -> None:
     assert cuda.calls == [("pin", 4096), ("on", 1), ("unpin",), ("off",)]
 
 
-def test_memory_that_cannot_be_pinned_leaves_no_error_behind(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind(cuda, monkeypatch):
     cuda.refuses = True
 
     def kernel(*_: Any, **options: Any) -> None:
@@ -123,7 +122,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_behind(cuda: Cuda, monkeyp
     assert cuda.calls == [("pin", 4096), ("kernel", "cuda")]
 
 
-def test_memory_that_grows_beyond_what_is_needed_is_not_pinned(cuda: Cuda) -> None:
+def test_memory_that_grows_beyond_what_is_needed_is_not_pinned(cuda):
     weights = random_weights(seed=1, chunks=20)
     weights["large"] = torch.zeros(1 << 20)  # more than the first guess
     snapshot = copy_weights(0, weights.items(), torch.float32, 1 << 20).snapshot()

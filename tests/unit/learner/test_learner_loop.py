@@ -1,4 +1,4 @@
-"""A version is served and announced while the next batch is trained on."""
+"""A version is served and announced while the next batch is trained on; what is wrong with a batch ends the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +16,8 @@ import torch
 from common.errors import UserError
 from common.held_folder import HeldFolder
 from common.log import Timeline
-from common.messages import Batch
 from common.streams.batches import BatchInbox
-from common.streams.broker import Broker
+from common.streams.broker import Broker, Memory
 from common.streams.steps import StepReader
 from common.weights.server import SentStats
 from common.weights.wire import ScoredPrompt
@@ -29,9 +27,8 @@ from learner.loop import Learner
 from learner.publish.publisher import Publisher, RankCopies
 from learner.publish.weight_copy import WeightCopy, copy_weights
 from learner.ranks.heap import Heap
-from learner.ranks.world import World
 from learner.stats import Phases
-from tests.support.learner import learner_config
+from tests.support.learner import ALONE, learner_config, manifest
 
 DEADLINE = 600.0
 PROMPT = ScoredPrompt([1, 2, 3], [-2.0, -3.0])
@@ -88,12 +85,12 @@ class Server:
 
 
 @pytest.fixture
-def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Learner:
+def learner(fake_broker, monkeypatch, tmp_path):
     """Version 0, nothing announced."""
     monkeypatch.setattr(loop, "scored_prompt", lambda trainer: PROMPT)
-    made, world = object.__new__(Learner), World(0, 1, torch.device("cpu"))
+    made = object.__new__(Learner)
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker).acquire(), None
-    made.world, made.trainer = world, Counting()
+    made.world, made.trainer = ALONE, Counting()
     made.server = Server(made.trainer, fake_broker)
     made.publisher = Publisher()
     made.folder = HeldFolder(tmp_path)
@@ -101,26 +98,22 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     made.left_out = LeftOut(learner_config("m", "runs", run={"steps": 4}), fake_broker)
     made.timeline, made.heap = Timeline(None, "learner"), Heap()
     made.masked, made.masked_advice = [], "masked by preset icepop"
-    run = SimpleNamespace(steps=100, folder=None)
-    ours = SimpleNamespace(checkpoint_every=100, lr=1e6)
-    made.config = SimpleNamespace(learner=ours, run=run)
+    section = SimpleNamespace(checkpoint_every=100, lr=1e6)
+    made.config = SimpleNamespace(learner=section, run=SimpleNamespace(steps=100, folder=None))
     made.checkpoints, made.saved, made.most_weight = SimpleNamespace(begun=None), 0, 1e5
-    made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), world)
+    made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), ALONE)
     return made
 
 
 def train(learner: Learner) -> None:
-    batch = Batch(
-        batch_id=learner.version, sample_ids=list("abcd"), advantages=[0.0] * 4, rewards=[0.0] * 4, tokens=[1] * 4
-    )
-    learner._train(batch, Phases(learner.timeline))
+    learner._train(manifest("abcd", [1] * 4, batch_id=learner.version), Phases(learner.timeline))
 
 
 def announced(learner: Learner) -> list[int]:
     return [step.version for step in StepReader(learner.broker).read()]
 
 
-def test_the_next_batch_is_trained_on_before_a_version_is_served(learner: Learner) -> None:
+def test_the_next_batch_is_trained_on_before_a_version_is_served(learner):
     train(learner)  # makes version 1, which `Server` serves when the batch after it is trained on
     train(learner)
     learner.trainer.began[2].set()
@@ -131,14 +124,14 @@ def test_the_next_batch_is_trained_on_before_a_version_is_served(learner: Learne
     assert {"seconds/publish", "seconds/payload"} <= StepReader(learner.broker).read()[0].metrics.keys()
 
 
-def test_a_checkpoint_is_announced_after_its_version(learner: Learner) -> None:
+def test_a_checkpoint_is_announced_after_its_version(learner):
     train(learner)
     learner.trainer.began[1].set()
     learner._announce_checkpoint()
     assert [(step.version, step.checkpoint) for step in StepReader(learner.broker).read()] == [(1, False), (1, True)]
 
 
-def test_what_fails_while_a_version_is_served_ends_the_learner(learner: Learner) -> None:
+def test_what_fails_while_a_version_is_served_ends_the_learner(learner):
     learner.server.failure = ValueError("no memory")
     train(learner)
     with pytest.raises(ValueError, match="no memory"):
@@ -161,9 +154,7 @@ def test_what_fails_while_a_version_is_served_ends_the_learner(learner: Learner)
         (0, 0.0, -3e13, "weights up to 1, and a mean log-prob of -1.5e+13 for a fixed prompt"),
     ],
 )
-def test_a_policy_that_diverged_is_not_published(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch, skipped: int, weight: float, logprob: float, reason: str
-) -> None:
+def test_a_policy_that_diverged_is_not_published(learner, monkeypatch, skipped, weight, logprob, reason):
     monkeypatch.setattr(loop, "scored_prompt", lambda trainer: PROMPT._replace(logprobs=[0.0, logprob]))
     learner.trainer.not_finite = skipped
     learner.trainer.weights = lambda: iter([("weight", torch.tensor([1.0, weight]))])
@@ -174,7 +165,7 @@ def test_a_policy_that_diverged_is_not_published(
     assert (learner.version, announced(learner), learner.server.served) == (0, [], [])
 
 
-def test_a_batch_with_too_few_samples_makes_no_version(learner: Learner) -> None:
+def test_a_batch_with_too_few_samples_makes_no_version(learner):
     learner.trainer.left_out, learner.trainer.not_finite = 1.0, 2  # of 16 samples, and of 3 gradients
     train(learner)
     learner.trainer.left_out = 4.0
@@ -183,7 +174,7 @@ def test_a_batch_with_too_few_samples_makes_no_version(learner: Learner) -> None
     assert learner.version == 1
 
 
-def test_a_model_that_is_not_finite_is_refused_at_the_start(learner: Learner) -> None:
+def test_a_model_that_is_not_finite_is_refused_at_the_start(learner):
     learner.trainer.weight[3] = math.nan
     learner.config.model = SimpleNamespace(path="broken/model")
     with pytest.raises(UserError, match="broken/model cannot be trained: weights up to nan"):
@@ -198,9 +189,7 @@ def test_a_model_that_is_not_finite_is_refused_at_the_start(learner: Learner) ->
         ([0.3] * 5 + [0.0, 0.0] + [0.5] * 3, ["30%", "26%"]),  # it has been better in between
     ],
 )
-def test_steps_whose_tokens_are_mostly_masked_are_warned_of_once(
-    learner: Learner, shares: list[float], warned: list[str]
-) -> None:
+def test_steps_whose_tokens_are_mostly_masked_are_warned_of_once(learner, shares, warned):
     with structlog.testing.capture_logs() as lines:
         for share in shares:
             learner._watch_masking({"rollout_corr/masked_fraction": share})
@@ -208,13 +197,7 @@ def test_steps_whose_tokens_are_mostly_masked_are_warned_of_once(
     assert [line["event"] for line in lines] == [f"{share} {words}" for share in warned]
 
 
-def test_two_gradients_in_a_row_may_be_not_finite(learner: Learner) -> None:
-    learner.trainer.not_finite = 2
-    train(learner)
-    assert learner.version == 1
-
-
-def test_a_copy_does_not_change_with_the_model() -> None:
+def test_a_copy_does_not_change_with_the_model():
     weights = {"a": torch.randn(1000), "b": torch.randn(3, 5)}
     expected = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0").snapshot()
     copy = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0")
@@ -224,7 +207,7 @@ def test_a_copy_does_not_change_with_the_model() -> None:
     assert b"".join(copy.snapshot().chunks) == b"".join(expected.chunks)
 
 
-def test_a_run_folder_that_is_replaced_ends_it(learner: Learner, tmp_path: Path) -> None:
+def test_a_run_folder_that_is_replaced_ends_it(learner, tmp_path):
     tmp_path.rename(tmp_path.with_name("elsewhere"))
     tmp_path.mkdir()
     with pytest.raises(UserError, match=f"^run folder {tmp_path} was moved away or deleted"):
@@ -232,3 +215,69 @@ def test_a_run_folder_that_is_replaced_ends_it(learner: Learner, tmp_path: Path)
     learner.checkpoints.is_written = True
     with pytest.raises(UserError, match="was moved away"):
         learner._next_batch()
+
+
+SAMPLES = 32
+
+
+class Evicting(Broker):
+    """A broker of a server with this policy that has dropped this many keys."""
+
+    def __init__(self, policy: str = "noeviction", evicted: int = 0) -> None:
+        super().__init__(None, "run")  # type: ignore[arg-type]
+        self._policy, self._evicted = policy, evicted
+
+    def memory(self) -> Memory:
+        return Memory(1, 2, self._policy)
+
+    def evicted(self) -> int:
+        return self._evicted
+
+
+def ended_after(
+    batches: list[int], steps: int = 100, broker: Broker | None = None, reason: str = "", **learner: Any
+) -> tuple[int, str]:
+    """The batch with which the run ends, from 1 on, and the line; 0 where it goes on."""
+    config = learner_config("m", "runs", run={"steps": steps}, **learner)
+    counts = LeftOut(config, broker or Evicting())
+    for number, left_out in enumerate(batches, 1):
+        try:
+            counts.add(SAMPLES, left_out, reason, saved=2)
+        except UserError as error:
+            return number, str(error)
+    return 0, ""
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "share", "ends"),
+    [
+        ([0] * 20 + [SAMPLES], 100, 0.1, 21),  # a whole batch
+        ([3] * 50, 100, 0.1, 0),  # less than a tenth of each
+        ([25, 0, 0, 0, 0, 0, 0, 0, 25], 100, 0.1, 0),  # eight batches apart
+        ([25, 0, 0, 0, 0, 0, 0, 25], 100, 0.1, 8),
+        ([26, 26, 25, 26, 26], 5, 0.1, 1),  # a shorter run has fewer batches
+        ([1], 1, 0.0, 1),
+        ([SAMPLES] * 5, 5, 1.0, 0),
+    ],
+)
+def test_a_run_ends_beyond_a_share_of_its_newest_batches(batches, steps, share, ends):
+    number, line = ended_after(batches, steps, max_left_out=share)
+    assert number == ends
+    assert (f"more than learner.max_left_out = {share:g}" in line) == bool(ends)
+
+
+@pytest.mark.parametrize(
+    ("broker", "reason", "cause"),
+    [
+        (Evicting("allkeys-lru", 1029), "", "Redis has dropped 1,029 keys .*CONFIG SET maxmemory-policy noeviction"),
+        (Evicting(evicted=3), "", "has dropped 3 keys"),  # the policy was changed meanwhile
+        (Evicting(), "2 returns of 4 turns", r"because of its tokens \(2 returns of 4 turns\)"),
+        (Evicting(), "", "has evicted no key itself"),
+    ],
+)
+def test_the_line_names_the_likely_cause_and_a_way_on(broker, reason, cause):
+    number, line = ended_after([SAMPLES], broker=broker, reason=reason)
+    assert number == 1
+    assert "start the run again, from step 2, with -o learner.max_left_out=1" in line
+    with pytest.raises(UserError, match=cause):
+        raise UserError(line)

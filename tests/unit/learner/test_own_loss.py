@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +44,7 @@ OWN: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def own(monkeypatch: pytest.MonkeyPatch) -> None:
+def own(monkeypatch):
     module = ModuleType("own_losses")
     vars(module).update(OWN)
     monkeypatch.setitem(sys.modules, "own_losses", module)
@@ -70,7 +69,7 @@ def trial(config: AlgorithmConfig | None = None) -> tuple[PolicyTokens, Algorith
     return tokens, config
 
 
-def test_names_options_metrics_and_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_options_metrics_and_entry_points(tmp_path, monkeypatch):
     assert tuple(LOSSES) == LOSS_NAMES
     given = {"dro": {"beta": 1.0}}
     assert [load(name, **given.get(name, {})) for name in LOSS_NAMES] == [*LOSSES.values()]
@@ -82,7 +81,7 @@ def test_names_options_metrics_and_entry_points(tmp_path: Path, monkeypatch: pyt
     assert load("ours")(*trial())[0].shape == (2,)
 
 
-def test_the_documented_example_is_a_loss_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_example_is_a_loss_that_trains(tmp_path, monkeypatch):
     (tmp_path / "cubic.py").write_text(modules("extending.md")["cubic.py"])
     monkeypatch.syspath_prepend(tmp_path)
     (text,) = blocks("extending.md", "A loss", "yaml")
@@ -110,7 +109,7 @@ def test_the_documented_example_is_a_loss_that_trains(tmp_path: Path, monkeypatc
         ("gspo", {"scale": 2}, ["algorithm.loss_options.scale is not an option of loss 'gspo'", "allowed: low, high"]),
     ],
 )
-def test_a_loss_that_cannot_be_trained_with_is_refused(name: str, options: dict[str, Any], parts: list[str]) -> None:
+def test_a_loss_that_cannot_be_trained_with_is_refused(name, options, parts):
     with pytest.raises(UserError) as refusal:
         load(name, **options)
     message = str(refusal.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,7 @@ def some_experts(family: str, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_routers_own_choice_changes_nothing_if_replayed(family: str) -> None:
+def test_the_routers_own_choice_changes_nothing_if_replayed(family):
     policy = policy_of(family)
     plain = Routing(POSITIONS)
     own = router_outputs(policy, lambda: forward(policy, plain))
@@ -79,7 +78,7 @@ def test_the_routers_own_choice_changes_nothing_if_replayed(family: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replayed_experts_get_the_routers_own_weights(family: str) -> None:
+def test_replayed_experts_get_the_routers_own_weights(family):
     policy = policy_of(family)
     experts, known = some_experts(family), torch.arange(TOKENS) % 5 != 4
     routing = Routing(POSITIONS, experts, known)
@@ -128,7 +127,7 @@ def brute_force(block: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Te
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_activations_computed_again_take_the_same_experts(balanced: bool) -> None:
+def test_activations_computed_again_take_the_same_experts(balanced):
     results = []
     for checkpointing in (False, True):
         policy = policy_of("Qwen3-MoE", checkpointing)
@@ -141,7 +140,7 @@ def test_activations_computed_again_take_the_same_experts(balanced: bool) -> Non
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_the_balance_loss_is_that_of_switch_transformers(replays: bool) -> None:
+def test_the_balance_loss_is_that_of_switch_transformers(replays):
     policy = policy_of("Qwen2-MoE")
     known = torch.ones(TOKENS, dtype=torch.bool) if replays else None
     routing = Routing(POSITIONS, some_experts("Qwen2-MoE") if replays else None, known, balanced=True)
@@ -160,7 +159,7 @@ def test_the_balance_loss_is_that_of_switch_transformers(replays: bool) -> None:
         torch.testing.assert_close(gradient, expected_gradient)
 
 
-def test_statistics_of_routers_add_up_over_micro_batches() -> None:
+def test_statistics_of_routers_add_up_over_micro_batches():
     policy, stats, counts = policy_of("Qwen3-MoE"), Stats(), torch.zeros(LAYERS, 8)
     entropies, differs, replayed = 0.0, 0.0, 0
     for seed, positions in enumerate((POSITIONS, POSITIONS[:2], POSITIONS[:0])):
@@ -193,7 +192,7 @@ def test_statistics_of_routers_add_up_over_micro_batches() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("router_replay", "rollout"), ("router_balance", 0.1)])
-def test_settings_about_routers_need_known_ones(name: str, value: Any, model: str) -> None:
+def test_settings_about_routers_need_known_ones(name, value, model):
     families = "GptOss, Mixtral, Qwen2Moe, Qwen3Moe"
     line = rf"learner.{name} = '?{value}'? needs .* {families}; model.path = '{model}' is a Qwen3ForCausalLM$"
     with pytest.raises(UserError, match=line):
@@ -207,7 +206,7 @@ def test_settings_about_routers_need_known_ones(name: str, value: Any, model: st
         ("num_experts_per_tok", 9, "its config.json sends each token to 9 of 8 experts$"),
     ],
 )
-def test_a_mixture_that_is_not_as_its_file_says_is_refused(key: str, value: int, line: str, tmp_path: Path) -> None:
+def test_a_mixture_that_is_not_as_its_file_says_is_refused(key, value, line, tmp_path):
     save_mixture(tmp_path, "Qwen3-MoE")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))

@@ -1,7 +1,9 @@
-"""A training step by plain gradient descent: whatever device, ranks and rejection, the gradient is that of one loss."""
+"""A training step by plain gradient descent, whatever device, ranks and rejection; and the statistics it declares."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,11 +19,11 @@ from learner.losses import PolicyTokens, TokenLoss, TokenLosses, load_loss
 from learner.policy.model import Policy, load_policy
 from learner.ranks.world import World
 from learner.reference import _scorer
+from learner.stats import Stats
 from learner.trainer import Trainer
 from tests.support import other_device
-from tests.support.learner import KEEPS_ALL, learner_config, make_samples, with_scores
+from tests.support.learner import ALONE, KEEPS_ALL, learner_config, make_samples, with_scores
 
-CPU = torch.device("cpu")
 Samples = tuple[list[Payload], list[float]]
 # Rejects rows whose tokens the generating policy found next to impossible, and no others.
 REJECTING = {"correction": {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "1e-8_1e8"}}
@@ -92,8 +94,8 @@ def trained(
     config = learner_config(model, "runs", algorithm=algorithm, sampler={"drift": {"mode": "ledger"}}, **settings)
     policy, (payloads, advantages) = load_policy(config), samples
     places = plan_micro_batches([[len(one.token_ids)] for one in payloads], mini_batches, 1, budget).of_rank(0)
-    with nullcontext() if world.device == CPU else other_device.other_device():
-        if world.device != CPU:
+    with nullcontext() if world.device == ALONE.device else other_device.other_device():
+        if world.device != ALONE.device:
             other_device.move(policy)
         held: dict[int, Any] = dict(enumerate(payloads))
         trainer = Trainer.__new__(Trainer)
@@ -110,7 +112,7 @@ def trained(
     return metrics, dict(policy.named_weights())
 
 
-def test_sharing_prefixes_changes_nothing_but_the_tokens_computed(model: str, samples: Samples) -> None:
+def test_sharing_prefixes_changes_nothing_but_the_tokens_computed(model, samples):
     """Rows share tokens that are the prompt's in some, and the model's in others."""
     payloads, advantages = samples
     ids = [payload.token_ids for payload in payloads]
@@ -132,39 +134,34 @@ def samples() -> Samples:
     return make_samples(8, seed=1, version=3)
 
 
-ALONE = World(0, 1, CPU)
+SECOND_MOMENT = {"correction": {"m2_threshold": 0.1}}
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "penalties": {"proximal": "compare", "kl_coef": 0.1, "entropy_coef": 0.01, "negative_max_prob": 0.9},
+    "gspo": {"proximal": "interpolate", "loss": "gspo", "aggregation": "seq-mean-token-mean"},
+    "all compared": {"loss": "kl_cov", "loss_options": {"ratio": 0.3}, "proximal": "rollout", **SECOND_MOMENT},
+    "taught": {},
+}
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"proximal": "compare", "kl_coef": 0.1, "entropy_coef": 0.01, "negative_max_prob": 0.9},
-        {"proximal": "interpolate", "loss": "gspo", "aggregation": "seq-mean-token-mean"},
-        {"loss": "kl_cov", "loss_options": {"ratio": 0.3}, "proximal": "rollout", "correction": {"m2_threshold": 0.1}},
-    ],
-    ids=["penalties", "gspo", "all compared"],
-)
+@pytest.mark.parametrize("kind", ELSEWHERE)
 @pytest.mark.integration
-def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, algorithm) -> None:
+def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, kind):
     """No tensor of the batch may stay behind on the CPU."""
-    there, _ = trained(model, algorithm, World(0, 1, other_device.DEVICE), samples, mini_batches=2)
-    here, _ = trained(model, algorithm, ALONE, samples, mini_batches=2)
-    assert there == pytest.approx(here, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.integration
-def test_a_taught_batch_on_another_device_has_the_same_metrics(model, samples) -> None:
+    teacher = {"model": "t", "form": "loss", "top_k": 4, "decay_steps": 8} if kind == "taught" else None
     payloads, advantages = samples
-    taught = [with_scores(one, 4) if i % 2 else one for i, one in enumerate(payloads)], advantages
-    teacher = {"model": "t", "form": "loss", "top_k": 4, "decay_steps": 8}
-    there, _ = trained(model, {}, World(0, 1, other_device.DEVICE), taught, mini_batches=2, teacher=teacher)
-    here, _ = trained(model, {}, ALONE, taught, mini_batches=2, teacher=teacher)
+    if teacher:
+        payloads = [with_scores(one, 4) if i % 2 else one for i, one in enumerate(payloads)]
+    there, here = (
+        trained(model, ELSEWHERE[kind], world, (payloads, advantages), mini_batches=2, teacher=teacher)[0]
+        for world in (World(0, 1, other_device.DEVICE), ALONE)
+    )
     assert there == pytest.approx(here, rel=1e-4, abs=1e-5)
-    assert here["teacher/weight"] == 0.5
-    assert 0 < here["teacher/tokens"] < 1
+    if teacher:
+        assert here["teacher/weight"] == 0.5
+        assert 0 < here["teacher/tokens"] < 1
 
 
-def test_a_teacher_teaches_where_all_advantages_are_nothing(model, samples) -> None:
+def test_a_teacher_teaches_where_all_advantages_are_nothing(model, samples):
     payloads, _ = samples
     idle, before = trained(model, {}, ALONE, (payloads, [0.0] * len(payloads)))
     taught = [with_scores(one, 0) for one in payloads], [0.0] * len(payloads)
@@ -180,12 +177,12 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_neither_more_ranks_nor_rejected_samples_change_the_step(model, samples, aggregation) -> None:
+def test_neither_more_ranks_nor_rejected_samples_change_the_step(model, samples, aggregation):
     algorithm = {**REJECTING, "aggregation": aggregation}
     _, expected = trained(model, algorithm, ALONE, samples)
     start = dict(load_policy(learner_config(model, "runs")).named_weights())
     assert all((weight - start[name]).abs().max() > 1e-4 for name, weight in expected.items())
-    _, weights = trained(model, algorithm, Twins(0, 2, CPU), samples)
+    _, weights = trained(model, algorithm, Twins(0, 2, ALONE.device), samples)
     assert_same(weights, expected)
     far = [replace(payload, logprobs=payload.logprobs - np.float32(40)) for payload in samples[0][:5]]
     metrics, weights = trained(model, algorithm, ALONE, (far + samples[0], [1.0] * 5 + samples[1]))
@@ -200,13 +197,13 @@ def comparing(name: str, samples: Samples) -> dict[str, Any]:
     return {
         "kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": ratio, "coef": 2.0}},
         "clip_cov": {"loss": "clip_cov", "loss_options": {"ratio": ratio, "cov_low": -9.0, "cov_high": 9.0}},
-        "m2": {"correction": {"m2_threshold": 0.1}},
-        "m2 and kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": 0.5}, "correction": {"m2_threshold": 0.1}},
+        "m2": SECOND_MOMENT,
+        "m2 and kl_cov": {"loss": "kl_cov", "loss_options": {"ratio": 0.5}} | SECOND_MOMENT,
     }[name] | {"proximal": "rollout"}
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "m2", "m2 and kl_cov"])
-def test_what_compares_all_tokens_is_the_same_however_packed(model, samples, name) -> None:
+def test_what_compares_all_tokens_is_the_same_however_packed(model, samples, name):
     algorithm = comparing(name, samples)
     metrics, expected = trained(model, algorithm, ALONE, samples, budget=10_000)
     packed, weights = trained(model, algorithm, ALONE, samples, budget=60)
@@ -217,7 +214,7 @@ def test_what_compares_all_tokens_is_the_same_however_packed(model, samples, nam
     assert all(0.2 < metrics[count] < 0.8 for count in counts if count in metrics)
 
 
-def test_a_loss_compares_tokens_by_what_the_teacher_adds(model, samples) -> None:
+def test_a_loss_compares_tokens_by_what_the_teacher_adds(model, samples):
     taught = [with_scores(one, 0) for one in samples[0]], samples[1]
     algorithm, teacher = comparing("kl_cov", samples), {"model": "t", "weight": 5.0}
     _, expected = trained(model, algorithm, ALONE, taught, budget=10_000, teacher=teacher)
@@ -226,21 +223,21 @@ def test_a_loss_compares_tokens_by_what_the_teacher_adds(model, samples) -> None
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "m2"])
-def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name) -> None:
+def test_what_compares_all_tokens_does_so_over_all_ranks(model, samples, name):
     algorithm = comparing(name, samples)
     _, expected = trained(model, algorithm, ALONE, samples)
-    _, weights = trained(model, algorithm, Twins(0, 2, CPU), samples)
+    _, weights = trained(model, algorithm, Twins(0, 2, ALONE.device), samples)
     assert_same(weights, expected)
 
 
-def test_later_mini_batches_clip_around_the_first_policy(model, samples) -> None:
+def test_later_mini_batches_clip_around_the_first_policy(model, samples):
     whole, halves = (trained(model, {"proximal": "recompute"}, ALONE, samples, minis)[0] for minis in (1, 2))
     assert whole["actor/ppo_kl"] == 0
     assert abs(halves["actor/ppo_kl"]) > 1e-6
 
 
 @pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("sqrt", 0.5)])
-def test_learning_rate_scales_with_effective_sample_size(model, samples, scaling, power) -> None:
+def test_learning_rate_scales_with_effective_sample_size(model, samples, scaling, power):
     metrics, _ = trained(model, {"ess_lr": scaling}, ALONE, samples)
     size = metrics["rollout_corr/eff_sample_size"]
     assert 0 < size < 0.99
@@ -253,10 +250,77 @@ def steep(tokens: PolicyTokens, config: Any) -> TokenLosses:
 
 
 @pytest.mark.parametrize(("advantage", "loss"), [(np.inf, None), (0.5, steep)], ids=["loss", "gradient"])
-def test_what_is_not_finite_never_reaches_the_weights(model, samples, advantage, loss) -> None:
+def test_what_is_not_finite_never_reaches_the_weights(model, samples, advantage, loss):
     bad = samples[0], [*samples[1][:-1], advantage]
     metrics, weights = trained(model, {}, ALONE, bad, zero_stage=0, loss=loss)
     start = dict(load_policy(learner_config(model, "runs")).named_weights())
     assert all(torch.equal(weight, start[name]) for name, weight in weights.items())
     names = ("actor/skipped_steps", "actor/grad_norm", "actor/lr", "actor/loss", "actor/drift")
     assert [metrics[name] for name in names] == [1, 0, 0, 0, 0]
+
+
+VALUES = [0.5, -1.0, 2.0, 7.0, 7.0]
+AGES = [0, 1, 1, 4, 0]
+
+
+def declared(values: list[float], ages: list[int]) -> Stats:
+    stats, tensor = Stats(), torch.tensor(values, dtype=torch.float64)
+    bucket = torch.tensor(ages, dtype=torch.int64)
+    stats.total("tokens", torch.ones_like(tensor))
+    stats.total("batch/sum", tensor)
+    stats.mean("a/mean", tensor, over="tokens")
+    stats.mean("a/centred", tensor, over="tokens", around=3.0)
+    stats.mean("a/share", tensor > 1, over="tokens")
+    stats.std("a/std", tensor, over="tokens", around=1.0)
+    stats.std("a/sample_std", tensor, over="tokens", around=2.0, sample=True)
+    stats.effective_sample_size("a/ess", tensor, over="tokens")
+    stats.extremes({"a/max": tensor}, {"a/min": tensor})
+    stats.extremes({"a/oldest": bucket}, {})
+    stats.by_age(bucket, {"{age}/mean": tensor}, {"{age}/ess": tensor}, share="{age}/fraction", over="tokens")
+    return stats
+
+
+EXPECTED = {
+    "batch/sum": 15.5,
+    "a/mean": 3.1,
+    "a/centred": 3.1,
+    "a/share": 3 / 5,
+    "a/std": statistics.pstdev(VALUES),
+    "a/sample_std": statistics.stdev(VALUES),
+    "a/ess": 15.5**2 / (5 * sum(value**2 for value in VALUES)),
+    "a/max": 7.0,
+    "a/min": -1.0,
+    "a/oldest": 4,
+    "age_0/mean": 3.75,
+    "age_1/mean": 0.5,
+    "age_5_plus/mean": 7.0,
+    "age_0/ess": 7.5**2 / (2 * (0.5**2 + 7.0**2)),
+    "age_1/ess": 1.0 / (2 * 5.0),
+    "age_5_plus/ess": 1.0,
+    "age_0/fraction": 2 / 5,
+    "age_1/fraction": 2 / 5,
+    "age_5_plus/fraction": 1 / 5,
+}
+
+
+@pytest.mark.parametrize("cut", range(len(VALUES) + 1))
+def test_parts_have_the_values_of_the_formulas(cut):
+    stats = declared(VALUES[:cut], AGES[:cut])
+    stats.update(declared(VALUES[cut:], AGES[cut:]))
+    assert stats.reduce() == pytest.approx(EXPECTED)
+    # Totals without a slash are no metrics, but can be asked for.
+    assert stats.reduce(names=["tokens", "a/max"]) == {"tokens": 5.0, "a/max": 7.0}
+
+
+def test_means_over_nothing_are_zero_and_extremes_left_out():
+    metrics = declared([], []).reduce()
+    assert metrics["a/mean"] == metrics["a/std"] == metrics["a/ess"] == 0
+    assert not {"a/max", "a/min", "a/oldest", "age_0/mean"} & metrics.keys()
+
+
+def test_tiny_spreads_survive_and_nan_is_left_out():
+    stats, values = Stats(), 1 + 1e-9 * torch.tensor([1.0, -1.0], dtype=torch.float64)
+    stats.total("tokens", torch.ones(2))
+    stats.std("a/std", values, over="tokens", around=1.0)
+    stats.mean("a/mean", torch.tensor([math.nan]), over="tokens")
+    assert stats.reduce() == {"a/std": pytest.approx(1e-9, rel=1e-6)}

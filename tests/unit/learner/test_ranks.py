@@ -1,7 +1,8 @@
-"""The ranks that a launcher's variables describe, the interface over which they talk, and how a rank ends."""
+"""The ranks that a launcher's variables describe, the interface over which they talk, their memory and their end."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import subprocess
@@ -13,24 +14,25 @@ import pytest
 
 from common.errors import UserError
 from learner.ranks import world
+from learner.ranks.heap import Heap, resident
 from learner.ranks.rank import Rendezvous, network_interface_towards, read_rendezvous
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+LOCAL_SIZES = {"torchrun, machines": "LOCAL_WORLD_SIZE", "deepspeed, machines": "LOCAL_SIZE"}
+STARTS = {
+    "nothing": ({}, Rendezvous()),
+    "torchrun": (TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Rendezvous(1, 2, 1, "node-0", 29500)),
+} | {
+    name: (TWO | {"LOCAL_RANK": "0", size: "1"}, Rendezvous(1, 2, 0, "node-0", 29500, multi_node=True))
+    for name, size in LOCAL_SIZES.items()
+}
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, Rendezvous()),
-        (TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Rendezvous(1, 2, 1, "node-0", 29500)),
-        (TWO | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Rendezvous(1, 2, 0, "node-0", 29500, multi_node=True)),
-        (TWO | {"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, Rendezvous(1, 2, 0, "node-0", 29500, multi_node=True)),
-    ],
-    ids=["nothing", "torchrun", "torchrun, machines", "deepspeed, machines"],
-)
-def test_torchrun_deepspeed_and_plain_starts_are_understood(variables, expected):
+@pytest.mark.parametrize("start", STARTS)
+def test_torchrun_deepspeed_and_plain_starts_are_understood(start):
+    variables, expected = STARTS[start]
     assert read_rendezvous(variables) == expected
 
 
@@ -139,3 +141,25 @@ def test_a_rank_ends_with_its_code_and_tears_nothing_down(end, code, words):
     assert (ended.returncode, ended.stdout) == (code, "worked said goodbye\n")
     assert words in ended.stderr
     assert bool(ended.stderr) == bool(words)
+
+
+BLOCK, BLOCKS = 100_000, 2000  # bytes that the C library takes from its heap
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_holes_in_the_heap_are_given_back():
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    Heap().give_back()
+    before = resident()
+    blocks = [library.malloc(BLOCK) for _ in range(BLOCKS)]
+    for block in blocks:
+        ctypes.memset(block, 1, BLOCK)
+    assert resident() - before > 0.9 * BLOCK * BLOCKS
+    for block in blocks[:-1]:  # the last one keeps the heap's end where it is
+        library.free(block)
+    assert resident() - before > 0.9 * BLOCK * BLOCKS
+    Heap().give_back()
+    assert resident() - before < 0.1 * BLOCK * BLOCKS
+    library.free(blocks[-1])
