@@ -324,7 +324,7 @@ def test_an_exported_critic_is_one_to_start_from(pair):
     ("run", "words"),
     [
         ("other critic", "was written with critic = {'model': "),
-        ("no critic", "(here None); start the learner like that"),
+        ("no critic", "(here None); start the learner with its values"),
         ("a critic later", "was written with critic = None (here {"),
     ],
 )

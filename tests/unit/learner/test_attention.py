@@ -201,7 +201,7 @@ def test_auto_takes_the_first_that_can_be_used_and_says_why(monkeypatch, machine
         ("varlen", {"varlen": False}, {}, "torch.nn.attention.varlen"),
         ("varlen", {}, {"dtype": "float32"}, "float32"),
         ("flash_attention_2", {}, {}, "not installed"),
-        ("flash_attention_2", {"packages": FLASH}, {"sequence_parallel": 2}, "for varlen and sdpa only"),
+        ("flash_attention_2", {"packages": FLASH}, {"sequence_parallel": 2}, "with varlen and sdpa only"),
         ("varlen", {}, {}, None),
         ("varlen", {}, {"sequence_parallel": 2}, None),
         ("flash_attention_2", {"packages": FLASH}, {}, None),

@@ -91,7 +91,7 @@ def test_the_learner_reads_returns_from_the_batch_by_sample_or_by_turn():
     turns = [[0.0] * 4]
     assert rewards(turn_advantages=turns, returns=[[1.0, 0.5, 0.75, 0.25]]) == [[0.5, 0.25], [0.5, 0.5]]
     batch = share(turn_advantages=turns, returns=[[1.0, 0.5]])
-    assert (batch.left_out, batch.reason) == (1, "2 returns of 4 turns")
+    assert (batch.left_out, batch.reason) == (1, "2 returns for 4 turns")
 
 
 def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic():

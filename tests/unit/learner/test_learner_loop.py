@@ -271,7 +271,7 @@ def test_a_run_ends_beyond_a_share_of_its_newest_batches(batches, steps, share, 
     [
         (Evicting("allkeys-lru", 1029), "", "Redis has dropped 1,029 keys .*CONFIG SET maxmemory-policy noeviction"),
         (Evicting(evicted=3), "", "has dropped 3 keys"),  # the policy was changed meanwhile
-        (Evicting(), "2 returns of 4 turns", r"because of its tokens \(2 returns of 4 turns\)"),
+        (Evicting(), "2 returns for 4 turns", r"because of its tokens \(2 returns for 4 turns\)"),
         (Evicting(), "", "has evicted no key itself"),
     ],
 )

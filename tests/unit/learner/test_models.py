@@ -359,7 +359,7 @@ def test_without_the_source_it_is_written_with_a_warning(tmp_path):
     policy = policy_of(model).model
     model.rename(tmp_path / "moved")
     lines = [line["event"] for line in exported(policy, model, tmp_path / "export")]
-    assert lines == ["exported without a tokenizer: the files of the model are not there"]
+    assert lines == ["exported without a tokenizer: the files of the model are missing"]
     assert (tmp_path / "export" / "config.json").is_file()
 
 
