@@ -207,7 +207,7 @@ REFUSALS = [
     ("agent try agent.yaml --row 5", "--row 5: data.train has 5 prompts with an agent; the last"),
     ("report none", "does not exist"),
     ("report nothing", "is not a run folder"),
-    ("report .", "holds 2 runs: name one of them"),
+    ("report .", "holds 3 runs: name one of them"),
     ("report one -o train.jsonl/page.html", "cannot be written"),
     ("compare one one", "alone cannot be compared"),
     ("compare one three", "does not exist"),
