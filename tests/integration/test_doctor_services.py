@@ -1,15 +1,17 @@
-"""`spo doctor`: its findings about a real Redis and a real sandbox server, how it prints them, and its exit codes."""
+"""`spo doctor` on a real Redis and a real sandbox server, and processes that cannot start with them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import redis
@@ -18,18 +20,16 @@ from typer.testing import CliRunner
 from common.checks import services
 from common.checks.check import Finding, Level
 from common.checks.machine import read_machine
+from common.curve import make_keys
 from common.process import Role
 from common.streams.agreement import agree
 from common.streams.broker import Broker
 from launcher.cli import app
-from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
-from tests.support.checks import all_findings, config_of, finding_of, level_of, run_file, small_model
+from tests.support.checks import QUIET, all_findings, config_of, finding_of, level_of, refusal_of, run_file, small_model
 from tests.support.http_double import fails, serve
 from tests.support.ports import free_port
 from tests.support.sandbox import SandboxServer
-
-pytestmark = pytest.mark.integration
 
 
 def redis_findings(url: str, **sections: object) -> dict[str, Finding]:
@@ -46,19 +46,11 @@ def levels(findings: dict[str, Finding]) -> dict[str, str]:
 @pytest.fixture
 def careless(tmp_path: Path) -> Iterator[str]:
     """A server with a password that keeps nothing on disk and drops what does not fit; its address without it."""
-    port = free_port()
-    command = [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path), "--save", ""]
-    command += ["--requirepass", "secret", "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    client, deadline = redis.Redis(port=port, password="secret"), time.monotonic() + 600
-    while time.monotonic() < deadline:
-        with contextlib.suppress(redis.RedisError):
-            client.ping()
-            break
-    client.close()
-    yield f"redis://127.0.0.1:{port}/0"
-    process.kill()
-    process.wait()
+    server = RedisServer(tmp_path)
+    memory = ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
+    server.start(["--requirepass", "secret", "--appendonly", "no", *memory])
+    yield server.url
+    server.kill()
 
 
 def test_a_redis_that_is_set_up_well_is_fine_and_stays_empty(
@@ -92,10 +84,7 @@ def test_a_run_that_differs_or_is_over_is_named(real_broker: Broker, redis_serve
 
     assert run()[0] == "ok"
     level, line = run(learner={"lr": 0.5})
-    assert (level, "which starting a process changes: learner.lr (here 0.5, in the run 1e-06)" in line) == (
-        "warning",
-        True,
-    )
+    assert (level, "which a start changes: learner.lr (here 0.5, in the run 1e-06)" in line) == ("warning", True)
     real_broker.finish()
     level, line = run()
     assert (level, "is finished" in line) == ("warning", True)
@@ -121,7 +110,7 @@ def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path, monkeypatch: 
             (looked_at(server.url), Level.PROBLEM, "none is given"),
             (looked_at(server.url, token_file=str(tmp_path / "none")), Level.PROBLEM, "cannot read sandbox.token_file"),
             (looked_at(careless.url), Level.WARNING, "without isolation"),
-            (looked_at(careless.url.replace("127.0.0.1", "127.1")), Level.PROBLEM, "it answers only at localhost"),
+            (looked_at(careless.url.replace("127.0.0.1", "127.1")), Level.PROBLEM, "it answers only as localhost"),
             (looked_at("http://127.0.0.1:1"), Level.PROBLEM, "start it (spo-sandbox), or set sandbox.url"),
         ]
     finally:
@@ -136,20 +125,22 @@ def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path, monkeypatch: 
 SERVES = json.dumps({"data": [{"id": "large"}, {"id": "small"}]})
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "section", "level", "words"),
-    [
-        (200, SERVES, {"url_model": "small"}, "ok", "serves small"),
-        (200, SERVES, {"url_model": "huge"}, "problem", "'huge' is not among them"),
-        (200, '{"data": []}', {}, "problem", "no model"),
-        (401, "no", {}, "problem", "refuses to answer without a key"),
-        (401, "no", {"api_key_env": "HOME"}, "problem", "refuses the key"),
-        (200, SERVES, {"api_key_env": "NO_SUCH_KEY"}, "problem", "there is no such variable"),
-    ],
-)
+# The server's answer, the section `teacher`, and the finding.
+TEACHERS: list[tuple[int, str, dict[str, str], str, str]] = [
+    (200, SERVES, {"url_model": "small"}, "ok", "serves small"),
+    (200, SERVES, {"url_model": "huge"}, "problem", "'huge' is none of them"),
+    (200, '{"data": []}', {}, "problem", "no model"),
+    (401, "no", {}, "problem", "refuses to answer without a key"),
+    (401, "no", {"api_key_env": "HOME"}, "problem", "refuses the key"),
+    (200, SERVES, {"api_key_env": "NO_SUCH_KEY"}, "problem", "there is no such variable"),
+]
+
+
+@pytest.mark.parametrize("case", TEACHERS, ids=str)
 def test_the_server_of_a_teacher_is_asked_for_its_models(
-    status: int, body: str, section: dict[str, str], level: str, words: str, monkeypatch: pytest.MonkeyPatch
+    case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    status, body, section, level, words = case
     for proxy in ("http_proxy", "HTTP_PROXY"):  # as the teacher's own client, the check goes past it
         monkeypatch.setenv(proxy, "http://127.0.0.1:1")
     with serve(fails(status, body)) as double:
@@ -190,3 +181,108 @@ def test_without_a_configuration_the_machine_is_looked_at() -> None:
     checks = {row["check"] for row in json.loads(process.stdout)["findings"]}
     assert checks >= {"python", "packages"}, process.stderr
     assert not {"redis", "model", "data"} & checks
+
+
+# The processes themselves, where they cannot start: one line and exit code 2, before anything is loaded.
+
+# The process, the sections of its configuration, and what it says.
+UNSTARTED: list[tuple[str, dict[str, Any], str]] = [
+    ("generator", {"broker": {"password_file": "{folder}/none"}}, "docker/make-secrets"),
+    ("relay", {"broker": {"password_file": "{folder}/none"}}, "cannot read broker.password_file"),
+    ("generator", {"sandbox": {"token_file": "{folder}/none"}}, "cannot read sandbox.token_file"),
+    ("learner", {"learner": {"weights": {"curve_dir": "{folder}"}}}, "server.key_secret (there is no such"),
+    ("relay", {"learner": {"weights": {"curve_dir": "{folder}"}}}, "client.key_secret (there is no such"),
+    ("learner", {"learner": {"weights": {"bind": "tcp://127.0.0.1:{port}"}}}, "stop the process that uses it"),
+    ("learner", {"run": {"output_dir": "{folder}/file"}}, "(Not a directory)"),
+    ("learner", {"algorithm": {"baseline": "critic"}, "critic": {"model": "{folder}/none"}}, "critic.model = '"),
+]
+
+
+def test_a_generator_without_its_gpus_does_not_start(tmp_path: Path) -> None:
+    line = refusal_of("generator.cli", "-c", run_file(tmp_path), SPO_REQUIRE_GPUS="64")
+    assert "SPO_REQUIRE_GPUS = 64, and " in line
+
+
+@pytest.mark.parametrize(("role", "sections", "words"), UNSTARTED)
+def test_a_process_says_why_it_does_not_start(role: str, sections: dict[str, Any], words: str, tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    for name in ("server", "client"):
+        (tmp_path / f"{name}.key_secret").unlink()
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        text = str(sections).replace("{folder}", str(tmp_path)).replace("{port}", str(port))
+        config = run_file(tmp_path, **eval(text))
+        assert words in refusal_of(f"{role}.cli", "-c", config)
+
+
+def test_a_sandbox_says_why_it_does_not_start(tmp_path: Path) -> None:
+    line = refusal_of("sandbox_client.cli", "--token-file", tmp_path / "none")
+    assert f"cannot read --token-file {tmp_path}/none: No such file or directory" in line
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--port {port} cannot be bound" in refusal_of("sandbox_client.cli", "--port", port)
+
+
+def test_a_generator_waits_for_its_sandbox_then_says_why(
+    real_broker: Broker, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    def refused(url: str) -> str:
+        sandbox = {"url": url, "wait": 1.0}
+        config = run_file(tmp_path, episode={"reward": "code"}, sandbox=sandbox, broker={"url": redis_server.url})
+        return refusal_of("generator.cli", "-c", config, SPO_LOG_LEVEL="ERROR")
+
+    port = free_port()
+    line = refused(f"http://127.0.0.1:{port}")
+    assert line.startswith(f"error: sandbox 127.0.0.1:{port} gives no result within sandbox.wait = 1 s")
+    assert line.endswith("start it (spo-sandbox), or set sandbox.url")
+    server = SandboxServer("workers=1", token="right")
+    try:
+        line = refused(server.url)
+    finally:
+        server.stop()
+    assert "status 401" in line
+    assert line.endswith("sandbox.token or sandbox.url must be wrong")
+    assert real_broker.processes() == {}
+
+
+@pytest.mark.parametrize("role", ["generator", "sampler"])
+def test_an_image_of_another_release(role: str, real_broker: Broker, redis_server: RedisServer, tmp_path: Path) -> None:
+    real_broker.redis.set(real_broker.key("release"), "0.0.1")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    config = run_file(tmp_path, broker={"url": redis_server.url}, data={"train": str(tmp_path / "train.jsonl")})
+    line = refusal_of(f"{role}.cli", "-c", config)
+    assert "run 'test' was started with SPO 0.0.1, this is " in line
+    assert "use the same release (image) for all processes of a run" in line
+
+
+@pytest.mark.parametrize("role", ["generator", "learner", "relay", "sampler"])
+def test_a_redis_that_may_drop_samples(role: str, own_redis: RedisServer, tmp_path: Path) -> None:
+    broker = Broker(redis.Redis.from_url(own_redis.url), "test")
+    broker.redis.config_set("maxmemory-policy", "allkeys-lfu")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    config = run_file(tmp_path, broker={"url": own_redis.url}, data={"train": str(tmp_path / "train.jsonl")})
+    line = refusal_of(f"{role}.cli", "-c", config, SPO_LOG_LEVEL="ERROR")
+    assert "maxmemory-policy allkeys-lfu" in line
+    assert "run `CONFIG SET maxmemory-policy noeviction` there" in line
+    assert not broker.redis.exists(broker.key("config"))
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="about instruction sets of x86")
+def test_the_machine_is_warned_of_once_nothing_refuses_the_start(
+    real_broker: Broker, redis_server: RedisServer, tmp_path: Path, bubblewrap: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu fma avx2\n")
+    files = ["--dev-bind", "/", "/", "--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo"]
+    slow = [bubblewrap, "--die-with-parent", *files]
+
+    def first_line(**sections: Any) -> str:
+        command = [*slow, sys.executable, "-m", "generator.cli", "-c", str(run_file(tmp_path, **sections))]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | QUIET) as process:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            process.kill()
+        return line
+
+    assert "no Redis at redis://127.0.0.1:1/0" in first_line()
+    assert "lacks AVX-512: vLLM takes its AVX2 kernels" in first_line(broker={"url": redis_server.url})

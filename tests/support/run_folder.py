@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import yaml
@@ -87,6 +88,7 @@ def add_versions(folder: Path) -> None:
     (folder / "versions.jsonl").write_text("\n".join(map(json.dumps, joined)) + "\n", encoding="utf-8")
 
 
+@patch("os.fsync", lambda _: None)  # no disk is waited for
 def finished_run(folder: Path, *, seed: int = 0, gain: float = 0.1, **sections: Mapping[str, Any]) -> Path:
     """A whole run of six steps whose reward rises by `gain` a step, evaluated at versions 0, 3 and 6."""
     make_run(folder, run={"seed": seed, **sections.pop("run", {})}, **sections)
@@ -149,6 +151,7 @@ def write_step(folder: Path, step: int, reward: float | None = None) -> None:
         write_metrics(folder, step, {f"validation/{name}": value for name, value in values.items()}, time=time + 3)
 
 
+@patch("os.fsync", lambda _: None)
 def full_run(folder: Path, steps: int = 12) -> Path:
     """A run folder with something for each panel."""
     make_run(folder, run={"steps": 40}, broker=PASSWORD)

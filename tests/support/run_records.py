@@ -21,6 +21,10 @@ class RunRecords:
     folder: Path
     redis: RedisRecords
 
+    def copied(self, folder: Path) -> RunRecords:
+        shutil.copytree(self.folder, folder / self.folder.name)
+        return RunRecords(folder / self.folder.name, self.redis)
+
     def config(self) -> Config:
         return made(self.folder.parent)
 
@@ -38,13 +42,17 @@ class RunRecords:
         at = places[-1 if newest else 0]
         self.commit(at, **{name: change(getattr(self.redis.journal[at], name))})
 
-    def step(self, at: int, **values: Any) -> None:
+    def step(self, at: int, metrics: dict[str, float]) -> None:
+        """Change metrics that the learner has announced."""
         steps = [*self.redis.steps]
-        steps[at] = steps[at].model_copy(update=values)
+        steps[at] = steps[at].model_copy(update={"metrics": steps[at].metrics | metrics})
         self.set(steps=steps)
 
-    def copy(self, name: str, other: str) -> None:
-        shutil.copy(self.folder / name, self.folder / other)
+    def counters(self, **values: int) -> None:
+        self.set(counters=self.redis.counters | values)
+
+    def remove(self, name: str) -> None:
+        (self.folder / name).unlink()
 
     def append(self, name: str, text: str) -> None:
         with (self.folder / name).open("a") as file:
@@ -56,8 +64,30 @@ class RunRecords:
         records = change([json.loads(line) for line in path.read_text().splitlines()])
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
-    def line(self, name: str, at: int = 0, **values: Any) -> None:
-        self.lines(name, lambda records: [*records[:at], records[at] | values, *records[at + 1 :]])
+    def line(self, name: str, **values: Any) -> None:
+        """Change the first record of a file."""
+        self.lines(name, lambda records: [records[0] | values, *records[1:]])
+
+    def trained(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Change values in every line of training data."""
+        for path in (self.folder / "training_data").iterdir():
+            self.lines(f"training_data/{path.name}", lambda lines: [line | change(line) for line in lines])
+
+    def column(self, name: str, change: Callable[[Any], Any]) -> None:
+        """Change one value of each token in the training data."""
+        self.trained(lambda line: {name: [change(one) for one in line[name]]})
+
+    def metric(self, process: str, name: str, change: Callable[[float], float] | None, **more: float) -> None:
+        """Change a metric of version 4, or remove it, and add others beside it."""
+
+        def changed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            for record in records:
+                values = record["values"]
+                if (record["version"], record["process"]) == (4, process) and name in values:
+                    values |= {name: change and change(values[name]), **more}
+            return records
+
+        self.lines("metrics.jsonl", changed)
 
 
 def made(folder: Path) -> Config:

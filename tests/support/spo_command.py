@@ -1,4 +1,4 @@
-"""The command `spo`, run in this process."""
+"""The command `spo`, run in this process, on a terminal or without one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
-from launcher.cli import main
+from launcher.cli import app, main
 
 
 class Ran(NamedTuple):
@@ -33,3 +34,10 @@ def spo_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         return Ran(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
+
+
+def spo_output(*arguments: object, **environment: str) -> str:
+    """What `spo` prints when it is not on a terminal."""
+    ran = CliRunner().invoke(app, [*map(str, arguments)], env=environment, catch_exceptions=False)
+    assert ran.exit_code == 0
+    return ran.stdout

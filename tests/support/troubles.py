@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,8 +92,6 @@ def forget_modules(folder: Path) -> None:
 
 
 def _make_models(folder: Path, model: Path) -> None:
-    import shutil
-
     shutil.copytree(model, folder / "model")
     for name in ("pointer", "cut", "tokenless", "base"):
         shutil.copytree(model, folder / "bad" / name)

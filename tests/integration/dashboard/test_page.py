@@ -20,15 +20,7 @@ from launcher.page.html import STATIC
 from launcher.page.saved import save
 from tests.support.dashboard import Dashboard, Open, served
 from tests.support.episode_rows import keep
-from tests.support.run_folder import (
-    PANELS,
-    add_tracker,
-    finished_run,
-    full_run,
-    make_run,
-    write_episodes,
-    write_step,
-)
+from tests.support.run_folder import PANELS, add_tracker, finished_run, full_run, make_run, write_episodes, write_step
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:

@@ -44,7 +44,6 @@ def shown(renderable: object) -> str:
     return capture.get()
 
 
-@pytest.mark.integration
 def test_status_shows_step_processes_and_a_learner_that_is_gone(
     config: Config, real_broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,7 +68,6 @@ def test_status_shows_step_processes_and_a_learner_that_is_gone(
     assert int(facts["learner_gone_seconds"]) == 92
 
 
-@pytest.mark.integration
 def test_dead_letters_are_listed_and_put_back(
     config: Config, real_broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +115,6 @@ def ended_run(folder: Path, dead: int = 1) -> Path:
     return folder
 
 
-@pytest.mark.integration
 def test_a_run_that_is_over_is_looked_at_by_its_folder_or_file(tmp_path: Path) -> None:
     ended = ended_run(tmp_path / "quickstart-1")
     before = {child.pid for child in psutil.Process().children()}
@@ -136,7 +133,6 @@ def test_a_run_that_is_over_is_looked_at_by_its_folder_or_file(tmp_path: Path) -
         inspection.facts(config)
 
 
-@pytest.mark.integration
 def test_a_report_asks_the_redis_of_the_folder_that_is_named(tmp_path: Path) -> None:
     shutil.move(ended_run(tmp_path / "mine", dead=2), tmp_path / "moved")
     ended_run(tmp_path / "mine", dead=5)  # another run has taken its place

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from benchmarks.memory_table import QWEN3_8B
 from common.config import Config
+from launcher.layout.layout import NOTHING_ASKED, Choice, Placement, lay_out
 from tests.support.checks import config_of
 from tests.support.gpus import StandInGpus
 from tests.support.spo_command import Spo, spo_here
@@ -35,15 +37,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(model: Path) -> Callable[..., Config]:
-    """Builds a configuration that trains Qwen3-8B on H100s."""
+    """Builds a configuration that trains Qwen3-8B on H100s; MODEL stands for its path."""
 
     def build(learner: dict[str, Any] | None = None, **sections: Any) -> Config:
         settings: dict[str, Any] = {
-            "model": {"path": str(model), "max_model_len": 10_240},
+            "model": {"path": "MODEL", "max_model_len": 10_240},
             "sampler": {"batch_size": 768},
             "episode": {"max_response_tokens": 8192},
             "learner": SAVING | (learner or {}),
         }
-        return config_of(**settings | sections)
+        return config_of(**json.loads(json.dumps(settings | sections).replace("MODEL", str(model))))
+
+    return build
+
+
+@pytest.fixture
+def laid_out(config: Callable[..., Config], gpus: StandInGpus) -> Callable[..., Placement]:
+    """Lays a run out on so many GPUs, or on those that `StandInGpus.are` makes of these words."""
+
+    def build(present: int | dict[str, Any], asked: Choice = NOTHING_ASKED, **sections: Any) -> Placement:
+        gpus.are(**({"count": present} if isinstance(present, int) else present))
+        return lay_out(config(**sections), asked)
 
     return build

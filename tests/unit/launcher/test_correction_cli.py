@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
 from common.config import AlgorithmConfig, parse_config
 from common.config.losses import SPECS
 from common.config.presets import ALIASES, ALL, PRESETS, RECOMMENDED, Preset
-from launcher.cli import app
 from launcher.explanation import explain
 from learner.correction import correct
 from tests.support.checks import start
-from tests.support.spo_command import Spo
+from tests.support.spo_command import Spo, spo_output
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
@@ -27,11 +26,7 @@ NO_EFFECT = "algorithm.kl_estimator=k2"
 NOTE = "algorithm.kl_estimator = 'k2' has no effect while kl_coef is 0"
 
 
-def output_of(*arguments: object, **environ: str) -> str:
-    """What `spo correction ...` prints when it is not on a terminal."""
-    ran = CliRunner().invoke(app, ["correction", *map(str, arguments)], env=environ, catch_exceptions=False)
-    assert ran.exit_code == 0
-    return ran.output
+output_of = partial(spo_output, "correction")
 
 
 def test_the_list_has_every_preset() -> None:

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from common.config import Config, load_config
 from common.errors import UserError
 from common.messages import Task
-from generator.chat.token_text import load_tokenizer
 from generator.episode.parts import RunParts
 from generator.episode.runner import EpisodeRunner
 from launcher.checks.prompts import check_first_prompts, runs_other_code
@@ -45,24 +44,33 @@ def check_json(*arguments: object) -> dict[str, Any]:
     return dict(json.loads(check(*arguments, "--json")))
 
 
-def write_config(folder: Path, **data: Any) -> Path:
+def write_config(folder: Path, episode: dict[str, Any] | None = None, **data: Any) -> Path:
+    """A run on the data `a.jsonl`, unless other data is named."""
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({"model": {"path": str(folder / "model")}, "data": data}))
+    data = {"train": str(folder / "a.jsonl")} | data
+    path.write_text(yaml.safe_dump({"model": {"path": str(folder / "model")}, "data": data, "episode": episode or {}}))
     return path
 
 
+def start(path: Path) -> None:
+    """What a run checks before it starts."""
+    check_first_prompts(load_config(path, (), {}))
+
+
+def assert_refused(path: Path, words: str) -> None:
+    """By the command, and before a run starts."""
+    for look in (check, start):
+        with pytest.raises(UserError, match=words):
+            look(path)
+
+
 def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
-    path = jsonl(
-        tmp_path / "a.jsonl",
-        {"prompt": "1+1=", "answer": 2, "level": 1},
-        {"prompt": "1+1=", "answer": 2},
-        {"prompt": "1+2=", "answer": "3"},
-        '{"prompt": "1+3=", "ans',
-        '{"prompt": "1+3=", "answer": 4',
-        {"prompt": "1+4=", "answer": None},
-        {"answer": 3},
+    rows = [
+        {"prompt": "1+1=", "answer": 2, "level": 1}, {"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": "3"},
+        '{"prompt": "1+3=", "ans', '{"prompt": "1+3=", "answer": 4', {"prompt": "1+4=", "answer": None}, {"answer": 3},
         {"prompt": "1" * 11, "answer": True},
-    )
+    ]  # fmt: skip
+    path = jsonl(tmp_path / "a.jsonl", *rows)
     (source,) = check_json(path)["sources"]
     assert (source["rows"], source["usable"]) == (8, 3)
     assert source["problems"] == {"duplicate": 1, "unreadable": 2, "answer": 1, "prompt": 1}
@@ -86,18 +94,10 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
 def test_prompts_are_counted_as_a_generator_renders_them(tmp_path: Path) -> None:
     build_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"prompt": "What is 1+1?", "answer": 2}, {"prompt": "1" * 40, "answer": 1}]
-    config_path = write_config(
-        tmp_path,
-        train=[
-            {"path": str(jsonl(tmp_path / "plain.jsonl", *rows))},
-            {
-                "path": str(jsonl(tmp_path / "tools.jsonl", *rows)),
-                "system_prompt": "Use the calculator.",
-                "episode": {"tools": ["calculator"], "max_assistant_turns": 2},
-            },
-        ],
-        max_prompt_tokens=50,
-    )
+    plain_data, tools_data = (str(jsonl(tmp_path / f"{name}.jsonl", *rows)) for name in ("plain", "tools"))
+    episode = {"tools": ["calculator"], "max_assistant_turns": 2}
+    with_tools = {"path": tools_data, "system_prompt": "Use the calculator.", "episode": episode}
+    config_path = write_config(tmp_path, train=[{"path": plain_data}, with_tools], max_prompt_tokens=50)
     config, checked = load_config(config_path, (), {}), check_json(config_path)
     assert checked["tokens_not_counted"] == ""
     plain, tools = checked["sources"]
@@ -119,9 +119,9 @@ def _tokens_of_an_episode(config: Config, source: str, prompt: str) -> int:
 
 
 def test_tokens_that_cannot_be_counted_are_a_note_and_no_error(tmp_path: Path) -> None:
-    path = write_config(tmp_path, train=str(jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": 1})))
+    jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": 1})
     (tmp_path / "model").mkdir()
-    report = check_json(path)
+    report = check_json(write_config(tmp_path))
     assert "tokenizer" in report["tokens_not_counted"]
     assert report["sources"][0]["usable"] == 1
 
@@ -136,26 +136,21 @@ def write_model(folder: Path, template: str | None = QWEN) -> Path:
     return folder / "model"
 
 
-@pytest.mark.parametrize(
-    ("template", "settings", "refusal"),
-    [
-        (None, {}, "has no chat template; add one to its tokenizer_config.json"),
-        (QWEN, {"episode": {"tools": ["calculater"], "max_assistant_turns": 2}}, "did you mean calculator"),
-        (QWEN, {"data": {"template_options": {"enable_thinkng": True}}}, "did you mean enable_thinking"),
-        (QWEN, {"data": {"max_prompt_tokens": 8}}, r"all 1 prompts are longer than data.max_prompt_tokens = 8: the"),
-    ],
-    ids=["no template", "misspelt tool", "misspelt option", "too long"],
-)
-def test_what_no_generator_could_use_is_refused(
-    tmp_path: Path, template: str | None, settings: dict[str, Any], refusal: str
-) -> None:
-    model, path = write_model(tmp_path, template), tmp_path / "run.yaml"
-    data = {"train": str(jsonl(tmp_path / "a.jsonl", asks(("user", "What is 0+0?"))))} | settings.pop("data", {})
-    path.write_text(yaml.safe_dump({"model": {"path": str(model)}, "data": data, **settings}))
-    with pytest.raises(UserError, match=refusal):
-        check(path)
-    with pytest.raises(UserError, match=refusal):
-        check_first_prompts(load_config(path, (), {}))
+TOOL, OPTION = {"tools": ["calculater"], "max_assistant_turns": 2}, {"enable_thinkng": True}
+UNUSABLE: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "has no chat template; add one to its tokenizer_config.json": (None, {}),
+    "did you mean calculator": (QWEN, {"episode": TOOL}),
+    "did you mean enable_thinking": (QWEN, {"template_options": OPTION}),
+    "all 1 prompts are longer than data.max_prompt_tokens = 8: the": (QWEN, {"max_prompt_tokens": 8}),
+}
+
+
+@pytest.mark.parametrize("refusal", UNUSABLE)
+def test_what_no_generator_could_use_is_refused(tmp_path: Path, refusal: str) -> None:
+    template, settings = UNUSABLE[refusal]
+    write_model(tmp_path, template)
+    jsonl(tmp_path / "a.jsonl", asks(("user", "What is 0+0?")))
+    assert_refused(write_config(tmp_path, **settings), refusal)
 
 
 HUMANS = [asks(("human", f"What is {i}+{i}?")) for i in range(8)]
@@ -169,43 +164,37 @@ def test_a_row_that_the_template_refuses_is_skipped_and_most_of_them_refuse_the_
     assert (source["usable"], source["problems"], rows["count"]) == (7, {"template": 1}, 1)
     assert "TemplateError: roles must alternate" in reason
     assert rows["first"].endswith("a.jsonl line 8")
-    check_first_prompts(load_config(write_config(tmp_path, train=str(tmp_path / "a.jsonl")), (), {}))
+    path = write_config(tmp_path)
+    start(path)
     write_model(tmp_path)
     jsonl(tmp_path / "a.jsonl", *HUMANS, *ONE_BAD_ORDER[:7])
     refusal = r"the model would not see 8 of 15 prompts as they are \(.*a.jsonl line 1: the text of message 1 .*'human'"
-    with pytest.raises(UserError, match=refusal):
-        check(tmp_path / "run.yaml")
-    with pytest.raises(UserError, match=refusal):
-        check_first_prompts(load_config(tmp_path / "run.yaml", (), {}))
+    assert_refused(path, refusal)
 
 
 def test_prompts_are_read_until_one_fits_before_the_start(tmp_path: Path) -> None:
     write_model(tmp_path)
     long = [asks(("user", f"{i} " + "x" * 100)) for i in range(100)]
-    path = write_config(
-        tmp_path, train=str(jsonl(tmp_path / "a.jsonl", *long, asks(("user", "0?")))), max_prompt_tokens=60
-    )
-    check_first_prompts(load_config(path, (), {}))
+    path = write_config(tmp_path, max_prompt_tokens=60)
+    jsonl(tmp_path / "a.jsonl", *long, asks(("user", "0?")))
+    start(path)
     jsonl(tmp_path / "a.jsonl", *long)
-    with pytest.raises(UserError, match="all 100 prompts are longer than data.max_prompt_tokens = 60"):
-        check_first_prompts(load_config(path, (), {}))
+    assert_refused(path, "all 100 prompts are longer than data.max_prompt_tokens = 60")
 
 
 @pytest.mark.integration
 def test_prompts_are_checked_without_torch_unless_code_of_others_runs(tmp_path: Path) -> None:
     write_model(tmp_path)
-    path = write_config(tmp_path, train=str(jsonl(tmp_path / "a.jsonl", asks(("user", "0?")))), max_prompt_tokens=3)
+    jsonl(tmp_path / "a.jsonl", asks(("user", "0?")))
+    path = write_config(tmp_path, max_prompt_tokens=3)
     command = [sys.executable, "-X", "importtime", "-m", "launcher.checks.prompts", path]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (ran.returncode, "all 1 prompts are longer" in ran.stderr) == (2, True)
     imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
     assert {"transformers", "torch"} & imported == {"transformers"}
-    for key, others in (
-        ("episode.tools=[calculator]", False),
-        ("episode.tools=[mine:Tool]", True),
-        ("model.trust_remote_code=true", True),
-    ):
-        assert runs_other_code(load_config(path, [key, "episode.max_assistant_turns=2"], {})) == others
+    for key in ("episode.tools=[calculator]", "episode.tools=[mine:Tool]", "model.trust_remote_code=true"):
+        config = load_config(path, [key, "episode.max_assistant_turns=2"], {})
+        assert runs_other_code(config) == ("calculator" not in key)
 
 
 GAMES = [asks(("user", "Play."), seed=seed, level=seed // 2) for seed in range(4)]
@@ -219,31 +208,27 @@ CALLED = asks(("user", "a")) | {
 }
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "hint"),
-    [
-        (
-            [asks(("user", "0?"), ("assistant", "Let me add.\n<think>"))],
-            (),
-            "data.template_options.continue_final_message=true",
-        ),
-        ([asks(("user", "0?"))], ("data.system_prompt=Be brief.",), "data.system_prompt is added only to text prompts"),
-        ([{"prompt": "<|im_start|>user\n0?<|im_end|>", "answer": 1}], (), "'<|im_start|>'.*data.prompt_column"),
-        ([{"prompt": "[INST] 0? [/INST]", "answer": 1}], (), r"'\[INST\]'"),
-        ([{"prompt": JSON_TEXT, "answer": 1}], (), "reads as chat messages.*data.prompt_column"),
-        ([{"prompt": PARTS_TEXT, "answer": 1}], (), "reads as chat messages"),
-        ([asks(("user", "0?"), tools=[{"type": "function"}])], (), "column 'tools' is not shown .*episode.tools"),
-        ([asks(("user", "<image>What is it?"))], (), "<image> stands for"),
-        ([asks(("user", "What is it?"), images=["a.png"])], (), "column 'images' stands for"),
-        (GAMES, (), "3 rows .*line 2.*'seed'.* differs; to keep such rows, set data.id_column=seed"),
-        ([asks(("user", f"{i}?"), answer=float(np.float32(i / 10))) for i in range(3)], (), "0.10000000149011612 in"),
-    ],
-)
-def test_what_was_probably_not_meant_is_said_with_the_key_that_helps(
-    tmp_path: Path, rows: list[Any], options: tuple[str, ...], hint: str
-) -> None:
-    overrides = [word for option in options for word in ("-o", option)]
-    path = jsonl(tmp_path / "a.jsonl", *rows)
+THINKING = asks(("user", "0?"), ("assistant", "Let me add.\n<think>"))
+TENTHS = [asks(("user", f"{i}?"), answer=float(np.float32(i / 10))) for i in range(3)]
+HINTS: dict[str, tuple[Any, ...]] = {  # each with the rows that it is about
+    "data.template_options.continue_final_message=true": (THINKING,),
+    "'<|im_start|>'.*data.prompt_column": ({"prompt": "<|im_start|>user\n0?<|im_end|>", "answer": 1},),
+    r"'\[INST\]'": ({"prompt": "[INST] 0? [/INST]", "answer": 1},),
+    "reads as chat messages.*data.prompt_column": ({"prompt": JSON_TEXT, "answer": 1},),
+    "reads as chat messages": ({"prompt": PARTS_TEXT, "answer": 1},),
+    "column 'tools' is not shown .*episode.tools": (asks(("user", "0?"), tools=[{"type": "function"}]),),
+    "<image> stands for": (asks(("user", "<image>What is it?")),),
+    "column 'images' stands for": (asks(("user", "What is it?"), images=["a.png"]),),
+    "3 rows .*line 2.*'seed'.* differs; to keep such rows, set data.id_column=seed": (*GAMES,),
+    "0.10000000149011612 in": (*TENTHS,),
+    "data.system_prompt is put before prompts of text": (asks(("user", "0?")),),
+}
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_what_was_probably_not_meant_is_said_with_the_key_that_helps(tmp_path: Path, hint: str) -> None:
+    overrides = ("-o", "data.system_prompt=Be brief.") if "system_prompt" in hint else ()
+    path = jsonl(tmp_path / "a.jsonl", *HINTS[hint])
     (said,) = check_json(path, *overrides)["sources"][0]["hints"]
     assert re.search(hint, said)
     assert f"  warning     {said}" in check(path, *overrides)
@@ -266,21 +251,19 @@ def test_plain_data_gets_no_hint(tmp_path: Path) -> None:
 
 def test_what_a_template_leaves_out_beside_texts_is_a_hint(tmp_path: Path) -> None:
     write_model(tmp_path, CARELESS)
-    data = {"train": str(jsonl(tmp_path / "a.jsonl", CALLED))}
-    tools = {"tools": ["calculator"], "max_assistant_turns": 2}
-    tree = {"model": {"path": str(tmp_path / "model")}, "data": data, "episode": tools}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
-    _, call, tool = check_json(tmp_path / "run.yaml")["sources"][0]["hints"]
+    jsonl(tmp_path / "a.jsonl", CALLED)
+    path = write_config(tmp_path, {"tools": ["calculator"], "max_assistant_turns": 2})
+    _, call, tool = check_json(path)["sources"][0]["hints"]
     assert "leaves out the call of 'weather' in message 2" in call
     assert "does not describe tools: unless prompts or data.system_prompt do, the model knows nothing of calc" in tool
     write_model(tmp_path, CARELESS.replace(ASK, ""))
-    hints = check_json(tmp_path / "run.yaml")["sources"][0]["hints"]
+    hints = check_json(path)["sources"][0]["hints"]
     assert any("ignores add_generation_prompt: prompts end without '<|im_start|>assistant'" in hint for hint in hints)
 
 
 def test_data_without_answers_gets_a_way_out(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two."})
-    with pytest.raises(UserError, match="set data.answer_column, or to null if the reward needs no answer"):
+    with pytest.raises(UserError, match="set data.answer_column, or to null where the reward needs no answer"):
         check(path)
 
 
@@ -297,45 +280,23 @@ def test_a_source_without_a_usable_row_names_its_columns(tmp_path: Path) -> None
     good = jsonl(tmp_path / "good.jsonl", {"prompt": "a", "answer": 1})
     wrong = jsonl(tmp_path / "wrong.jsonl", {"question": "a", "answer": 1})
     empty = jsonl(tmp_path / "empty.jsonl")
-    path = write_config(
-        tmp_path, train=[{"path": str(good)}, {"path": str(wrong)}, {"path": str(empty)}, {"path": "gone.jsonl"}]
-    )
+    sources = [{"path": path} for path in (str(good), str(wrong), str(empty), "gone.jsonl")]
+    path = write_config(tmp_path, train=sources)
     with pytest.raises(UserError) as refusal:
         check(path)
     line = str(refusal.value)
-    assert f"{wrong} line 1: no prompt in column 'prompt'; there is no column 'prompt'; there are question, answer" in (
-        line
-    )
-    assert "data.train[empty]" in line
-    assert "it is empty" in line
-    assert "data file gone.jsonl does not exist" in line
+    columns = "no prompt in column 'prompt'; there is no column 'prompt'; there are question, answer"
+    for words in (f"{wrong} line 1: {columns}", "data.train[empty]", "it is empty", "file gone.jsonl does not exist"):
+        assert words in line
     assert "good" not in line
     assert check_json(wrong, "-o", "data.prompt_column=question")["sources"][0]["usable"] == 1
-
-
-def test_without_a_network_only_the_cache_has_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def load(path: str, *, trust_remote_code: bool, local_files_only: bool) -> None:
-        asked.append(local_files_only)
-        raise OSError("no files")
-
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with pytest.raises(UserError, match="tokenizer of owner/name cannot be loaded: .* hub cannot be reached"):
-        load_tokenizer("owner/name")
-    assert asked == [True]
 
 
 # The reward, tried on the reference answers.
 
 
-def rewards_of(path: Path, reward: Any, folder: Path | None = None, **options: Any) -> list[dict[str, str]]:
-    config = (folder or path.parent) / "rewards.yaml"
-    episode = {"reward": reward, "reward_options": options, "reward_workers": 1}
-    data = {"train": str(path)}
-    config.write_text(yaml.safe_dump({"model": {"path": "none"}, "data": data, "episode": episode}))
+def rewards_of(path: Path, reward: Any, **options: Any) -> list[dict[str, str]]:
+    config = write_config(path.parent, {"reward": reward, "reward_options": options, "reward_workers": 1})
     result = CliRunner().invoke(app, ["data", "check", str(config), "--json"], standalone_mode=False)
     assert result.exception is None or isinstance(result.exception, UserError)
     found: list[dict[str, str]] = json.loads(result.stdout)["reward"]
@@ -345,7 +306,7 @@ def rewards_of(path: Path, reward: Any, folder: Path | None = None, **options: A
 
 def answers(folder: Path, *references: Any) -> Path:
     rows = [{"prompt": f"question {i}", "answer": reference} for i, reference in enumerate(references)]
-    return jsonl(folder / "answers.jsonl", *rows)
+    return jsonl(folder / "a.jsonl", *rows)
 
 
 LONG = "x" * 120  # beyond the end that `boxed` looks at
@@ -394,7 +355,7 @@ def test_references_are_tried_with_maths_and_a_reward_of_ones_own(tmp_path: Path
 
 HERE = "tests.support.some_rewards"
 SOLUTION = "3 + 1 = <<3+1=4>>4.\n#### 4"
-IGNORES = "this is right only if the reward ignores the reference (then set data.answer_column: null)"
+IGNORES = "right only if the reward ignores the reference (data.answer_column: null says so)"
 OWN: dict[str, Any] = {
     "matches what a solution ends with": ("solved", (SOLUTION, ["B"], r"Thus \boxed{5}."), {}, []),
     "another form": ("marked", (4, "B"), {"mark": "<so> {} </so>", "end": ""}, []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from common.errors import UserError, one_line, visible
+from common.errors import one_line, visible
 from launcher import episodes as view
 from launcher.cli import app
 from launcher.folder.episodes import EpisodeIndex, read_line
@@ -21,6 +22,9 @@ from launcher.folder.query import Query, page
 from launcher.page.episode import episode_view
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode_rows import CONVERSATION, TOKENS, keep
+from tests.support.spo_command import spo_output
+
+output_of = partial(spo_output, "episodes")
 
 
 def indexed(folder: Path) -> EpisodeIndex:
@@ -31,13 +35,6 @@ def indexed(folder: Path) -> EpisodeIndex:
 
 def tasks(index: EpisodeIndex, query: Query | None = None) -> list[str]:
     return [row["task"] for row in page(index, query or Query(sort="step"), 0, 100).rows]
-
-
-def output_of(*arguments: object) -> str:
-    """What `spo episodes ...` prints when it is not on a terminal."""
-    ran = CliRunner().invoke(app, ["episodes", *map(str, arguments)], catch_exceptions=False)
-    assert ran.exit_code == 0
-    return ran.stdout
 
 
 def listed(*arguments: object) -> list[str]:
@@ -93,28 +90,6 @@ def test_queries_choose_and_order(run: Path) -> None:
         (Query(sort="-reward", step="0-13"), "t4 e10-0 t3 t2 t1 t5"),
     ):
         assert " ".join(tasks(index, query)) == expected, query
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--reward", "low"], "reward 'low' is not a comparison; write for example '<0.5'"),
-        (["--reward", "<"], "reward '<' is not a comparison"),
-        (["--step", "new"], "step 'new' is neither a version nor a range"),
-        (["--sort", "colour"], "sort 'colour' is unknown; allowed: step, reward, turns"),
-        (["--show", "t99"], "no episode 't99' in "),
-        (["--show", "e10-0"], "give one of 10/e10-0, 20/e10-0"),
-        (["--tokens"], "--tokens shows one episode: give --show ID too"),
-        (["none"], "is not a run folder"),
-        (["empty"], "holds no episodes: neither rollouts/"),
-    ],
-)
-def test_the_command_refuses_what_cannot_be(run: Path, options: list[str], problem: str) -> None:
-    (run / "empty").mkdir()
-    folder = run if options[0].startswith("-") else run / options.pop()
-    error = CliRunner().invoke(app, ["episodes", str(folder), *options]).exception
-    assert isinstance(error, UserError)
-    assert problem in str(error)
 
 
 def test_an_episode_is_shown_from_its_prompt_to_its_worth(run: Path) -> None:
@@ -221,10 +196,10 @@ def test_lines_that_are_no_episodes_are_counted(run: Path) -> None:
     assert "6 lines could not be read" in ran.stderr
 
 
-@pytest.mark.parametrize(
-    "number",
-    ['"versions": [-1e30, 3]', '"tokens": -1', '"reward": 1e300', '"reward": NaN', '"seconds": 1e999'],
-)  # fmt: skip
+IMPOSSIBLE = ('"versions": [-1e30, 3]', '"tokens": -1', '"reward": 1e300', '"reward": NaN', '"seconds": 1e999')
+
+
+@pytest.mark.parametrize("number", IMPOSSIBLE)
 def test_an_impossible_number_costs_its_line_alone(run: Path, number: str) -> None:
     index = indexed(run)
     with (run / "rollouts/0.jsonl").open("a") as file:
@@ -318,16 +293,17 @@ def test_requests_of_an_agent_are_a_tree(run: Path) -> None:
     assert episode_view(record, None, [])["requests"] == TREE.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("scored", "lines"),
-    [
-        ({"answer": "two", "reward": None, "failure": ""}, ["the agent's answer: two"]),
-        ({"answer": "", "reward": 0.5, "failure": ""}, ["the agent's reward: 0.5", "the agent's answer: "]),
-        ({"answer": "", "reward": 0.0, "failure": "agent.py raised"}, ["the agent failed: agent.py raised"]),
-        ("no mapping", []),
-    ],
-)
-def test_what_an_agent_gave_to_be_scored_is_shown(run: Path, scored: Any, lines: list[str]) -> None:
+SCORED: dict[str, tuple[Any, list[str]]] = {
+    "an answer": ({"answer": "two", "reward": None, "failure": ""}, ["the agent's answer: two"]),
+    "a reward": ({"answer": "", "reward": 0.5, "failure": ""}, ["the agent's reward: 0.5", "the agent's answer: "]),
+    "a failure": ({"answer": "", "reward": 0.0, "failure": "agent.py raised"}, ["the agent failed: agent.py raised"]),
+    "no mapping": ("no mapping", []),
+}
+
+
+@pytest.mark.parametrize("given", SCORED)
+def test_what_an_agent_gave_to_be_scored_is_shown(run: Path, given: str) -> None:
+    scored, lines = SCORED[given]
     keep(run, 40, "t40", {"scored": scored})
     shown = [line for line in output_of(run, "--show", "t40").splitlines() if line.startswith("the agent")]
     assert shown == lines

@@ -9,6 +9,7 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgpack
 import pytest
@@ -16,20 +17,24 @@ import structlog
 from redis.exceptions import ConnectionError
 from rich.console import Console, RenderableType
 
+from common import log as logs
 from common.config import load_config
 from common.messages import Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher import status as inspection
-from launcher.folder.time_budget import Pace, Split
+from launcher.folder.time_budget import Split
 from launcher.layout.gpus import Gpu
 from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import LiveView, PlainView, data_size, figures, process_rows, render, sparkline
+from launcher.run.notices import AT_ONCE, DIFFERENT, MAX_IN_VIEW, Notices
 from launcher.run.progress import PhaseTimer, Progress, duration
 from launcher.run.summary import next_steps, summarize, table
 from launcher.run.supervisor import Supervisor
 from tests.support.run_folder import full_run
+
+LOG = structlog.get_logger()
 
 
 def text(shown: RenderableType, width: int = 120) -> str:
@@ -38,122 +43,125 @@ def text(shown: RenderableType, width: int = 120) -> str:
     return console.export_text()
 
 
-def announce(broker: Broker, version: int, reward: float = 0.5, **more: float) -> None:
-    metrics = {"reward/mean": reward, "staleness/mean": 1.5, **more}
-    BatchInbox(broker).acquire(0).announce(Step(version=version, metrics=metrics))
+class Seen:
+    """A run, as its processes tell of it on a fake Redis, and what people see of it."""
 
+    def __init__(self, broker: Broker, folder: Path) -> None:
+        self.broker, self.folder = broker, folder
+        self.supervisor, self.phases = Supervisor(folder, LOG), PhaseTimer()
 
-def evaluate(broker: Broker, version: int, accuracy: float, **more: object) -> None:
-    result = {"version": version, "accuracy": accuracy, "samples": 256, **more}
-    broker.redis.hset(broker.key("evaluations"), str(version), msgpack.packb(result))
+    def announce(self, version: int, reward: float = 0.5, **more: float) -> None:
+        metrics = {"reward/mean": reward, "staleness/mean": 1.5, **more}
+        BatchInbox(self.broker).acquire(0).announce(Step(version=version, metrics=metrics))
 
+    def evaluate(self, version: int, accuracy: float, **more: object) -> None:
+        result = {"version": version, "accuracy": accuracy, "samples": 256, **more}
+        self.broker.redis.hset(self.broker.key("evaluations"), str(version), msgpack.packb(result))
 
-def count(broker: Broker, **counters: int) -> None:
-    broker.redis.hset(broker.key("counters"), mapping=counters)
+    def count(self, **counters: int) -> None:
+        self.broker.redis.hset(self.broker.key("counters"), mapping=counters)
 
+    def beat(self, name: str, **status: Any) -> None:
+        presence = Presence(self.broker, name, name.partition("-")[0])
+        presence.status(**status)
+        presence.beat()
 
-def beat(broker: Broker, name: str, **status: Any) -> None:
-    presence = Presence(broker, name, name.partition("-")[0])
-    presence.status(**status)
-    presence.beat()
+    def read(self, steps: int = 9, **options: Any) -> Progress:
+        progress = Progress(self.broker, steps, **options)
+        assert progress.refresh()
+        return progress
 
+    def live(self, progress: Progress | None = None, width: int = 120) -> str:
+        """The live view."""
+        return text(render("runs/x", progress or self.read(), self.supervisor, self.phases, width), width)
 
-def read(broker: Broker, steps: int = 9, **options: Any) -> Progress:
-    progress = Progress(broker, steps, **options)
-    assert progress.refresh()
-    return progress
-
-
-def live_frame(progress: Progress, supervisor: Supervisor, phases: PhaseTimer | None = None, width: int = 120) -> str:
-    """The live view as text."""
-    return text(render("runs/x", progress, supervisor, phases or PhaseTimer(), width), width)
+    def closing(self, progress: Progress | None = None) -> tuple[str, dict[str, Any]]:
+        """The closing table, and its file."""
+        summary = summarize(progress or self.read(), self.phases, self.supervisor, self.folder)
+        summary.write(self.folder / "summary.json")
+        return text(table(summary)), json.loads((self.folder / "summary.json").read_text())
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path) -> Supervisor:
-    return Supervisor(tmp_path, structlog.get_logger())
+def run(fake_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
+    return Seen(fake_broker, tmp_path)
 
 
-def test_samples_that_were_left_out_are_shown_until_the_end(fake_broker: Broker, supervisor: Supervisor) -> None:
-    inbox, phases = BatchInbox(fake_broker).acquire(0), PhaseTimer()
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "generator-1.log"
 
-    def announce(version: int, left_out: float) -> None:
-        inbox.announce(Step(version=version, metrics={"batch/left_out": left_out, "batch/samples": 32.0}))
 
-    def shown(progress: Progress) -> list[str]:
+def add(log: Path, *lines: str) -> None:
+    with log.open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def test_samples_that_were_left_out_are_shown_until_the_end(run: Seen) -> None:
+    def shown() -> list[str]:
+        progress = run.read()
         with structlog.testing.capture_logs() as logs:
-            PlainView(structlog.get_logger()).update(progress, supervisor, phases)
-        closing = table(summarize(progress, phases, supervisor, Path("runs/x")))
-        lines = [*live_frame(progress, supervisor, phases).splitlines(), *text(closing).splitlines()]
+            PlainView(LOG).update(progress, run.supervisor, run.phases)
+        lines = [*run.live(progress).splitlines(), *run.closing(progress)[0].splitlines()]
         return [str(log["left_out"]) for log in logs if "left_out" in log] + [one for one in lines if "left out" in one]
 
-    announce(1, 0)
-    assert shown(read(fake_broker)) == []
-    announce(2, 26)
-    announce(2, 26)  # again, with its checkpoint
-    announce(3, 3)
-    plain, live, closing = shown(read(fake_broker))
+    run.announce(1, **{"batch/left_out": 0.0, "batch/samples": 32.0})
+    assert shown() == []
+    for version, left_out in ((2, 26.0), (2, 26.0), (3, 3.0)):  # the second with its checkpoint
+        run.announce(version, **{"batch/left_out": left_out, "batch/samples": 32.0})
+    plain, live, closing = shown()
     assert plain == "29"
     assert re.search(r"left out +29 +of 96 samples: their tokens were gone or unusable", live)
     assert re.search(r"left out .*29 of 96 samples: their tokens were gone or unusable", closing)
 
 
-def test_a_run_that_is_not_evaluated_first_trains_at_once(fake_broker: Broker) -> None:
-    beat(fake_broker, "generator-1", state="running")
-    phases = [read(fake_broker, evaluates_first=first).phase() for first in (True, False)]
-    assert phases == ["evaluation", "training"]
-
-
-def test_progress_follows_the_run_and_keeps_what_it_knew(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = read(fake_broker, steps=2)
+def test_progress_follows_the_run_and_keeps_what_it_knew(run: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = run.read(steps=2)
     assert (progress.phase(), progress.version) == ("engine start", 0)
-    beat(fake_broker, "generator-1", state="running", tokens_per_second=120.0)
+    run.beat("generator-1", state="running", tokens_per_second=120.0)
     progress.refresh()
     assert (progress.phase(), progress.tokens_per_second()) == ("evaluation", 120.0)
-    evaluate(fake_broker, 0, 0.2)
-    announce(fake_broker, 1)
+    assert run.read(evaluates_first=False).phase() == "training"
+    run.evaluate(0, 0.2)
+    run.announce(1)
     progress.refresh()
     assert progress.phase() == "training"
-    announce(fake_broker, 2, reward=0.75)
+    run.announce(2, reward=0.75)
     progress.refresh()
     assert (progress.phase(), progress.trained, list(progress.rewards)) == ("evaluation", True, [0.5, 0.75])
     assert not progress.finished
-    fake_broker.finish()
+    run.broker.finish()
     progress.refresh()
     assert progress.finished
-
-    def away(*_: object, **__: object) -> None:
-        raise ConnectionError("gone")
-
-    monkeypatch.setattr(fake_broker.redis, "xread", away)
+    monkeypatch.setattr(run.broker.redis, "xread", Mock(side_effect=ConnectionError("gone")))
     assert not progress.refresh()
     assert progress.version == 2
 
 
-def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker, supervisor: Supervisor) -> None:
+def test_the_live_frame_shows_the_figures_and_every_process(run: Seen) -> None:
     shape = {"version": 3, "episodes": 56, "playing": 48, "concurrency": 96, "source": "relay-1"}
-    beat(fake_broker, "generator-7", state="running", tokens_per_second=1234.0, **shape)
-    announce(fake_broker, 3, reward=0.625)
-    evaluate(fake_broker, 0, 0.25, set_aside=2)
-    progress, phases = read(fake_broker), PhaseTimer()
-    phases.enter("training")
-    shown = live_frame(progress, supervisor, phases)
+    run.beat("generator-7", state="running", tokens_per_second=1234.0, **shape)
+    run.announce(3, reward=0.625)
+    run.evaluate(0, 0.25, set_aside=2)
+    run.phases.enter("training")
+    shown = run.live()
     for piece in ("runs/x", "training", "step 3/9", "25.0%", "62.5%", "1.50 versions", "1,234/s", "generator-7", "56",
                   "48 of 96"):  # fmt: skip
         assert piece in shown
     assert [line.split()[3] for line in shown.splitlines() if "held-out skipped" in line] == ["2"]
     assert "waiting for scores" not in shown
-    beat(fake_broker, "generator-7", state="running", scoring=1, **shape)
-    shown = live_frame(read(fake_broker, has_teacher=True), supervisor, phases)
+    run.beat("generator-7", state="running", scoring=1, **shape)
+    shown = run.live(run.read(has_teacher=True))
     assert [line.split()[4] for line in shown.splitlines() if "waiting for scores" in line] == ["1"]
     # A mean reward outside 0 to 1 is a number beside its axis.
-    announce(fake_broker, 4, reward=-0.25)
-    shown = live_frame(read(fake_broker, reward_range=(-1.0, 1.0)), supervisor, phases)
+    run.announce(4, reward=-0.25)
+    shown = run.live(run.read(reward_range=(-1.0, 1.0)))
     assert "-0.250" in shown
     assert "-1.000 to 1.000, 2 steps" in shown
-    beat(fake_broker, "learner", sent_bytes=16_400_000_000)
-    beat(fake_broker, "relay-1", sent_bytes=0, source="learner")
-    rows = {line.split()[0]: line for line in text(process_rows(read(fake_broker), {})).splitlines() if line}
+    run.beat("learner", sent_bytes=16_400_000_000)
+    run.beat("relay-1", sent_bytes=0, source="learner")
+    rows = {line.split()[0]: line for line in text(process_rows(run.read(), {})).splitlines() if line}
     assert "sent 16.4 GB" in rows["learner"]
     assert "from learner, sent 0 B" in rows["relay-1"]
     assert "from relay-1" in rows["generator-7"]
@@ -162,75 +170,68 @@ def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker,
 @pytest.mark.parametrize(
     ("count", "shown"), [(2, r"GPUs +50\.0% busy +0: 0% +1: 100%, 50% of their memory"), (16, r"50\.0% busy +▁█▁█")]
 )
-def test_the_load_of_each_gpu_is_shown(fake_broker: Broker, supervisor: Supervisor, count: int, shown: str) -> None:
-    progress = read(fake_broker)
-    assert "GPU" not in live_frame(progress, supervisor)
+def test_the_load_of_each_gpu_is_shown(run: Seen, count: int, shown: str) -> None:
+    progress = run.read()
+    assert "GPU" not in run.live(progress)
     progress.gpus = [Gpu(n, str(n), f"GPU-{n}", "H100", 80 << 30, 40 << 30, load=n % 2) for n in range(count)]
-    assert re.search(shown, live_frame(progress, supervisor))
+    assert re.search(shown, run.live(progress))
 
 
-def test_frames_have_one_width_and_the_time_left_once_known(fake_broker: Broker, supervisor: Supervisor) -> None:
-    progress = read(fake_broker)
+def test_frames_have_one_width_and_the_time_left_once_known(run: Seen) -> None:
+    progress = run.read()
     for version in range(3):
-        announce(fake_broker, version, reward=version / 3)
-        assert "left" not in live_frame(progress, supervisor)
+        run.announce(version, reward=version / 3)
+        assert "left" not in run.live(progress)
         progress.refresh()
         for width in (60, 96, 200):
-            frame = live_frame(progress, supervisor, width=width)
-            assert {len(line) for line in frame.splitlines()} == {min(width, 100)}
-    assert re.search(r"about \d+ s left", live_frame(progress, supervisor))
+            assert {len(line) for line in run.live(progress, width).splitlines()} == {min(width, 100)}
+    assert re.search(r"about \d+ s left", run.live(progress))
 
 
-def test_warnings_are_shown_logged_once_and_left_on_the_screen(
-    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path
-) -> None:
-    progress, file, screen = read(fake_broker, steps=4), tmp_path / "generator-1.log", io.StringIO()
-    assert "slow" not in live_frame(progress, supervisor)
-    file.write_text("12:00:00 [warning  ] judge is slow [bold]5[/bold] role=generator-1\n")
-    supervisor.notices.read("generator-1", file)
-    assert "generator-1: judge is slow" in live_frame(progress, supervisor)
+def test_warnings_are_shown_logged_once_and_left_on_the_screen(run: Seen, log: Path) -> None:
+    progress, screen = run.read(steps=4), io.StringIO()
+    assert "slow" not in run.live(progress)
+    add(log, "12:00:00 [warning  ] judge is slow [bold]5[/bold] role=generator-1")
+    run.supervisor.notices.read("generator-1", log)
+    assert "generator-1: judge is slow" in run.live(progress)
     live = LiveView(Console(file=screen, width=120), "runs/r")
-    live.update(progress, supervisor, PhaseTimer())
+    live.update(progress, run.supervisor, PhaseTimer())
     live.close()
     assert screen.getvalue().splitlines()[-1] == "warning: generator-1: judge is slow [bold]5[/bold]"
     with structlog.testing.capture_logs() as lines:
-        plain = PlainView(structlog.get_logger(), every=0.0)
+        plain = PlainView(LOG, every=0.0)
         for version in (1, 1, 2):
             if version != progress.version:
-                announce(fake_broker, version)
+                run.announce(version)
             progress.refresh()
-            plain.update(progress, supervisor, PhaseTimer())
+            plain.update(progress, run.supervisor, PhaseTimer())
     assert [line["step"] for line in lines if line["log_level"] == "info"] == ["1/4", "2/4"]
     warned = [(line["event"], line["process"]) for line in lines if line["log_level"] == "warning"]
     assert warned == [("judge is slow [bold]5[/bold]", "generator-1")]
     with structlog.testing.capture_logs() as lines:
         for phase, answers in (("evaluation", "5/9"), ("evaluation", "5/9"), ("training", "8/9"), ("training", None)):
-            phases = PhaseTimer()
-            phases.enter(phase)
-            beat(fake_broker, "sampler", evaluating=answers)
+            run.phases.enter(phase)
+            run.beat("sampler", evaluating=answers)
             progress.refresh()
-            plain.update(progress, supervisor, phases)
-            frame = live_frame(progress, supervisor, phases)
-            rows = [row.split()[3] for row in frame.splitlines() if "held-out answers" in row]
+            plain.update(progress, run.supervisor, run.phases)
+            rows = [row.split()[3] for row in run.live(progress).splitlines() if "held-out answers" in row]
             assert rows == ([answers] if answers else [])
     assert [line.get("evaluated") for line in lines] == ["5/9", "8/9", None]
 
 
-def test_the_closing_table_and_its_file_tell_the_same(
-    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path
-) -> None:
-    phases = PhaseTimer()
-    count(fake_broker, dispatched=9, counted=4)
-    shown = text(table(summarize(read(fake_broker), phases, supervisor, tmp_path)))
+def test_the_closing_table_and_its_file_tell_the_same(run: Seen) -> None:
+    phases, folder = run.phases, run.folder
+    run.count(dispatched=9, counted=4)
+    shown, _ = run.closing()
     assert "run stopped" in shown
     assert "9 dispatched, 4 counted: some are still on their way" in shown
     assert "degenerate groups" not in shown
 
-    evaluate(fake_broker, 0, 0.15)
-    evaluate(fake_broker, 10, 0.96)
-    announce(fake_broker, 10)
-    count(fake_broker, dispatched=1300, counted=1300)
-    fake_broker.finish()
+    run.evaluate(0, 0.15)
+    run.evaluate(10, 0.96)
+    run.announce(10)
+    run.count(dispatched=1300, counted=1300)
+    run.broker.finish()
     phases.enter("set-up")
     with phases.during("training"):
         assert phases.current == "training"
@@ -238,56 +239,43 @@ def test_the_closing_table_and_its_file_tell_the_same(
     phases.enter(None)
     assert phases.total() == pytest.approx(sum(phases.seconds.values()))
     for version in (9, 10):
-        (tmp_path / f"checkpoints/step_{version}/hf").mkdir(parents=True)
-    summary = summarize(read(fake_broker), phases, supervisor, tmp_path)
-    shown = text(table(summary))
+        (folder / f"checkpoints/step_{version}/hf").mkdir(parents=True)
+    shown, written = run.closing()
     tasks = "1,300 dispatched, 1,300 counted: each counted once"
     for piece in ("15.0% → 96.0%", tasks, "training", "set-up", "run finished"):
         assert piece in shown
-    summary.write(tmp_path / "summary.json")
-    written = json.loads((tmp_path / "summary.json").read_text())
     assert (written["accuracy_before"], written["accuracy_after"], written["finished"]) == (0.15, 0.96, True)
-    lines = next_steps(summary).splitlines()
-    ends = ("checkpoints/step_10/hf", f"spo report {tmp_path}", f"spo dashboard {tmp_path}", "run.steps=20")
+    lines = next_steps(summarize(run.read(), phases, run.supervisor, folder)).splitlines()
+    ends = ("checkpoints/step_10/hf", f"spo report {folder}", f"spo dashboard {folder}", "run.steps=20")
     assert all(line.endswith(end) for line, end in zip(lines, ends, strict=False))
 
 
 @pytest.mark.parametrize(
     ("shares", "is_much"), [([0.0] + [0.5] * 3, True), ([0.1] * 9, False), ([0.0] * 40 + [0.4] * 5, True)]
 )
-def test_the_masked_share_is_shown_and_warned_of_above_a_quarter(
-    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path, shares: list[float], is_much: bool
-) -> None:
+def test_the_masked_share_is_shown_and_warned_of_above_a_quarter(run: Seen, shares: list[float], is_much: bool) -> None:
     for version, share in enumerate(shares, 1):
-        announce(fake_broker, version, **{"rollout_corr/masked_fraction": share})
-    progress = read(fake_broker, masked_advice="masked by preset icepop; try a smaller learner.lr")
+        run.announce(version, **{"rollout_corr/masked_fraction": share})
+    progress = run.read(masked_advice="masked by preset icepop; try a smaller learner.lr")
     whole = f"{sum(shares) / len(shares):.1%}"
-    frame = live_frame(progress, supervisor)
+    frame = run.live(progress)
     assert re.search(rf"tokens masked +{shares[-1]:.1%} +by the correction; {whole} over all steps", frame)
-    summary = summarize(progress, PhaseTimer(), supervisor, tmp_path)
-    shown = text(table(summary))
+    shown, written = run.closing(progress)
     assert re.search(rf"tokens masked +│ {whole}", shown)
     assert ("steps are masked by preset icepop; try a smaller learner.lr" in shown) == is_much
-    summary.write(tmp_path / "summary.json")
-    written = json.loads((tmp_path / "summary.json").read_text())
     assert (written["masked"], bool(written["masked_warning"])) == (pytest.approx(sum(shares) / len(shares)), is_much)
 
 
-def test_a_reward_between_0_and_1_stands_beside_accuracy(
-    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path
-) -> None:
-    evaluate(fake_broker, 0, 0.25, reward=0.25)
-    progress = read(fake_broker)
-    shown = text(figures(progress)) + text(table(summarize(progress, PhaseTimer(), supervisor, tmp_path)))
+def test_a_reward_between_0_and_1_stands_beside_accuracy(run: Seen) -> None:
+    run.evaluate(0, 0.25, reward=0.25)
+    shown = text(figures(run.read())) + run.closing()[0]
     assert "held-out reward" not in shown, "accuracy says the same"
-    evaluate(fake_broker, 10, 0.5, reward=0.625)
-    progress = read(fake_broker)
-    assert "held-out reward" in text(figures(progress))
-    assert "0.625" in text(figures(progress))
-    summary = summarize(progress, PhaseTimer(), supervisor, tmp_path)
-    assert "0.250 → 0.625" in text(table(summary))
-    summary.write(tmp_path / "summary.json")
-    written = json.loads((tmp_path / "summary.json").read_text())
+    run.evaluate(10, 0.5, reward=0.625)
+    shown = text(figures(run.read()))
+    assert "held-out reward" in shown
+    assert "0.625" in shown
+    shown, written = run.closing()
+    assert "0.250 → 0.625" in shown
     assert (written["reward_before"], written["reward_after"]) == (0.25, 0.625)
 
 
@@ -298,18 +286,15 @@ FIGURES = {
 }  # fmt: skip
 
 
-def test_all_figures_of_the_newest_evaluation_are_shown(
-    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evaluate(fake_broker, 0, 0.1, figures={"accuracy": 0.1}, set_aside=0)
-    evaluate(fake_broker, 3, math.nan, figures=FIGURES, set_aside=2)
-    beat(fake_broker, "sampler", variance_ratio=0.78)
-    count(fake_broker, grouped=64, degenerate=16)
-    monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
-    config = quickstart_config(tmp_path, seed=0, steps=8)
+def test_all_figures_of_the_newest_evaluation_are_shown(run: Seen) -> None:
+    run.evaluate(0, 0.1, figures={"accuracy": 0.1}, set_aside=0)
+    run.evaluate(3, math.nan, figures=FIGURES, set_aside=2)
+    run.beat("sampler", variance_ratio=0.78)
+    run.count(grouped=64, degenerate=16)
+    config = quickstart_config(run.folder, seed=0, steps=8)
     status = text(inspection.show(config))
     assert "evaluation of version 3" in status
-    for shown in (status, text(table(summarize(read(fake_broker), PhaseTimer(), supervisor, tmp_path)))):
+    for shown in (status, run.closing()[0]):
         rows = {line.strip("│ ┃║").split()[0]: line for line in shown.splitlines() if line.strip("│ ┃║")}
         assert all(figure in rows["data"] for figure in ("accuracy", "reward", "aside", "maj@2", "pass@2"))
         assert all(figure in rows["level=1"] for figure in ("75.0%", "0.875", "70.0%", "–"))
@@ -321,44 +306,18 @@ def test_all_figures_of_the_newest_evaluation_are_shown(
     assert (result["accuracy"], result["figures"]["level=1/pass@2"], result["figures"]["pass@2"]) == (None, None, 0.8)
 
 
-def test_status_and_live_view_name_the_page_s_bottleneck(
-    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = full_run(tmp_path / "mine")
-    monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
+def test_status_and_live_view_name_the_page_s_bottleneck(run: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = full_run(run.folder / "mine")
     config = load_config(folder / "config.yaml")
-    live = live_frame(read(fake_broker, folder=folder), supervisor)
-    for shown in (live, text(inspection.show(config))):
+    for shown in (run.live(run.read(folder=folder)), text(inspection.show(config))):
         assert re.search(r"bottleneck +learner +learner waits 5%, generators 60% of the last 11 steps", shown)
     assert inspection.facts(config)["bottleneck"]["side"] == "learner"
-    assert "bottleneck" not in live_frame(read(fake_broker), supervisor)
+    assert "bottleneck" not in run.live()
     monkeypatch.setattr("launcher.folder.time_budget.RECENT", 11)
-    progress = read(fake_broker, folder=folder)
+    progress = run.read(folder=folder)
     progress.split = Split(4, 4)
-    words = " ".join(live_frame(progress, supervisor).replace("│", "").split())  # whatever is wrapped
+    words = " ".join(run.live(progress).replace("│", "").split())  # whatever is wrapped
     assert "GPUs 4 + 4 moving one GPU from generators to learner would make a step take" in words
-
-
-SLOW_THEN_FAST = [(100.0 * version, version) for version in range(5)]
-SLOW_THEN_FAST += [(400.0 + version, 4 + version) for version in range(1, 31)]
-BACK = [(0.0, 7), (1.0, 8), (2.0, 9), (30.0, 5)]  # a learner that resumed from its checkpoint
-
-
-@pytest.mark.parametrize(
-    ("seen", "steps", "now", "left"),
-    [
-        ([], 10, 0.0, None), ([(5.0, 1)], 10, 6.0, None), ([(5.0, 1), (9.0, 3)], 10, 9.0, 14.0),
-        ([(5.0, 1), (9.0, 3)], 10, 12.0, 11.0), ([(5.0, 1), (6.0, 2)], 3, 60.0, 0.0),
-        (SLOW_THEN_FAST, 44, 430.0, 10.0), (BACK, 10, 30.0, None), ([*BACK, (31.0, 6)], 10, 31.0, 4.0),
-    ],
-)  # fmt: skip
-def test_the_newest_steps_say_how_long_the_rest_takes(
-    seen: list[tuple[float, int]], steps: int, now: float, left: float | None
-) -> None:
-    pace = Pace()
-    for at, version in seen:
-        pace.see(version, at)
-    assert pace.left(steps, now) == left
 
 
 def test_numbers_read_as_people_say_them() -> None:
@@ -367,3 +326,68 @@ def test_numbers_read_as_people_say_them() -> None:
     times = {0.4: "0 s", 89: "89 s", 90: "2 min", 3600: "60 min", 5400: "1 h 30 min", 90000: "25 h 0 min"}
     assert {seconds: duration(seconds) for seconds in times} == times
     assert (sparkline([0.0, 0.5, 1.0, 7.0, -1.0]), sparkline([])) == ("▁▅██▁", "")
+
+
+# Warnings in the logs of a run's processes: shown once each, whatever is written beside them.
+
+
+def noticed(notices: Notices, log: Path) -> list[str]:
+    notices.read("generator-1", log)
+    return [str(notice) for notice in notices.newest]
+
+
+def test_warnings_and_errors_are_taken_from_among_all_else(log: Path) -> None:
+    notices = Notices()
+    notices.follow(log)
+    add(log, "12:00:00 [info     ] started pid=1 role=generator-1", "Traceback (most recent call last):", "{not json")
+    add(log, "12:00:01 [warning  ] set aside prompt='a' role=generator-1")
+    add(log, "12:00:02 [error    ] failed role=generator-1")
+    assert noticed(notices, log) == ["generator-1: set aside prompt='a'", "generator-1: failed"]
+
+
+def test_logs_of_json_lines_are_read_too(log: Path) -> None:
+    notices = Notices()
+    entry = {"role": "generator-1", "event": "set aside", "level": "warning", "timestamp": "12:00"}
+    entry["prompt"] = "a\x1b[2J"
+    add(log, json.dumps(entry), json.dumps(entry | {"level": "info"}), "[]", "{}")
+    assert noticed(notices, log) == ["generator-1: set aside prompt='a\\x1b[2J'"]
+
+
+def test_lines_that_differ_in_numbers_alone_are_counted(log: Path) -> None:
+    notices = Notices()
+    for second in range(5):
+        add(log, f"12:00:0{second} [warning  ] no weights for {second} s role=generator-1")
+        notices.read("generator-1", log)
+    assert noticed(notices, log) == ["generator-1: no weights for 0 s (×5)"]
+    assert len(notices.unseen) == 1
+
+
+def test_an_earlier_start_is_over_and_half_a_line_is_waited_for(log: Path) -> None:
+    add(log, "12:00:00 [warning  ] of the day before")
+    notices = Notices()
+    notices.follow(log)
+    with log.open("a") as file:
+        file.write("12:00:01 [warning  ] half a ")
+    assert noticed(notices, log) == []
+    add(log, "line")
+    assert noticed(notices, log) == ["generator-1: half a line"]
+
+
+def test_however_much_is_warned_of_it_is_bounded(log: Path) -> None:
+    notices = Notices()
+    notices.follow(log)
+    for first in range(0, 3 * DIFFERENT, 20):
+        add(log, *(f"12:00:00 [warning  ] {'x' * number} role=g" for number in range(first + 1, first + 21)))
+        notices.read("generator-1", log)
+    assert (len(notices.newest), len(notices.unseen)) == (MAX_IN_VIEW, DIFFERENT)
+    add(log, "12:00:00 [warning  ] " + "y" * 3 * AT_ONCE)
+    notices.read("generator-1", log)
+    log.unlink()
+    assert len(noticed(notices, log)) == MAX_IN_VIEW
+
+
+def test_what_our_own_logger_writes_is_what_is_read(log: Path) -> None:
+    logs.setup("generator-1", file=log).warning("set aside", prompt="a", reason="too long")
+    notices = Notices()
+    assert noticed(notices, log) == ["generator-1: set aside prompt=a reason='too long'"]
+    structlog.reset_defaults()

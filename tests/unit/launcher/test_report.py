@@ -240,19 +240,3 @@ def test_too_many_episodes_leave_some_of_all_versions(tmp_path: Path, monkeypatc
     sides = [side for chart in charts for pair in chart.get("pairs", ()) for side in pair["sides"]]
     assert {(side["file"], side["offset"]) for side in sides} <= {(row["file"], row["offset"]) for row in kept}
     assert data["runs"][0]["notes"] == [f"{len(kept)} of 412 episodes are in this file, evenly spread"]
-
-
-def test_the_command_refuses_what_cannot_be(spo: Spo, tmp_path: Path) -> None:
-    folder = finished_run(tmp_path / "mine")
-    make_run(tmp_path / "other")
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    for arguments, words in (
-        ((tmp_path / "none",), "does not exist"),
-        ((tmp_path / "empty",), "is not a run folder"),
-        ((tmp_path,), "holds 2 runs: name one of them"),
-        ((folder, "-o", tmp_path / "file" / "page.html"), "cannot be written"),
-    ):
-        ran = spo("report", *arguments)
-        assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
-        assert words in ran.stderr

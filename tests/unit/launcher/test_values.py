@@ -52,45 +52,7 @@ def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
     write(tmp_path / "good.jsonl", row("a", 1), row("a", 0))
     write(tmp_path / "minus.jsonl", row("a", 1), row("b", -1))
     write(tmp_path / "cut.jsonl", row("a", 1), '{"input": "a", "sco')
-    write(tmp_path / "empty.jsonl")
-    (tmp_path / "nothing").mkdir()
     return spo
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("values split gone.jsonl --parts 2 --output v", "data file gone.jsonl does not exist"),
-        ("values split train.jsonl --parts 6 --output v", "has 5 rows, but --parts is 6: some subsets would be empty"),
-        ("values split empty.jsonl --parts 1 --output v", "no rows in empty.jsonl: it is empty"),
-        ("values split train.jsonl --parts 2 --output good.jsonl", "good.jsonl cannot be written"),
-        ("values merge none*.jsonl --output v.json", "'none*.jsonl' matches no file"),
-        ("values merge good.jsonl --output good.jsonl", "is one of the files that are read"),
-        ("values merge empty.jsonl --output v.json", "no scores in 1 files"),
-        ("values merge *.jsonl --output v.json", "minus.jsonl line 2: the score -1 is outside the reward range [0, 1]"),
-        ("values merge good.jsonl --output v.json --threshold 0.5", "no effect without --binarize"),
-        ("values merge good.jsonl --output v.json --reward-range 1 0", "--reward-range 1 0 is empty"),
-        ("values estimate CONFIG --output v.json", "--output v.json must be a file *.jsonl"),
-        ("values estimate gone.yaml --output v.jsonl", "cannot read configuration gone.yaml"),
-        ("values estimate CONFIG --data empty.jsonl --output v.jsonl", "no prompts in empty.jsonl"),
-        ("values estimate CONFIG --data x=good.jsonl --output v.jsonl", "data.train has train; name the one"),
-        ("values estimate CONFIG --data train.jsonl --output good.jsonl", "good.jsonl line 1 is not an answer"),
-        ("values states CONFIG --output v.json", "--output v.json must be a file *.npz"),
-        ("values states CONFIG --output v.npz -o data.train=gone.jsonl", "data file gone.jsonl does not exist"),
-        ("values states CONFIG --output v.npz -o data.train=train.jsonl -o model.path=nothing", "nothing"),
-        ("eval ./gone -c CONFIG", "there is no such folder"),
-        ("eval nothing -c CONFIG", "neither a model folder (config.json) nor a checkpoint with an export"),
-        ("eval Qwen/x -c CONFIG -o data.heldout=null", "there are no held-out prompts: give --data"),
-        ("eval Qwen/x -c CONFIG --data gone.jsonl", "data file gone.jsonl does not exist"),
-        ("eval Qwen/x -c CONFIG --data train.jsonl --data train.jsonl", "names 'train' twice"),
-        ("eval Qwen/x -c CONFIG --output x.txt", "--output x.txt must be a file *.jsonl"),
-    ],
-)
-def test_what_cannot_work_is_one_line_and_exit_code_2(command: str, message: str, spo: Spo) -> None:
-    ran = spo(*command.replace("CONFIG", CONFIG).split())
-    errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
-    assert (ran.returncode, len(errors)) == (2, 1), ran.stderr
-    assert message in errors[0]
 
 
 def test_merge_writes_the_scores_and_names_the_rows_it_left_out(spo: Spo, tmp_path: Path) -> None:

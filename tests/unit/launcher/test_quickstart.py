@@ -1,4 +1,4 @@
-"""The quickstart's tasks: what is demonstrated are episodes by the task's own rules, right ones and wrong ones."""
+"""The quickstart: demonstrations are episodes by the task's own rules, and the tiny model starts from them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow.parquet
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from common.errors import UserError
+from launcher.quickstart import cache, tiny_model
+from launcher.quickstart.cache import cached_model, key
 from launcher.quickstart.tiny_model import build_tokenizer
-from launcher.quickstart.warm_start import Demonstrations
-from launcher.tasks import TASKS, arithmetic, code, corrector, dialogue, gym
-from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Problem, QuickstartTask, Turn, write
+from launcher.quickstart.warm_start import Demonstrations, train
+from launcher.tasks import DEFAULT, TASKS, arithmetic, code, corrector, dialogue, gym
+from launcher.tasks.special_tokens import CALL_END, CALL_START, TURN_END, calculator_call
+from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Choice, Problem, QuickstartTask, Recipe, Turn, write
 from tests.support.process_sandbox import ProcessSandbox
 from tests.support.task import config_of, play_all
 
@@ -180,3 +188,134 @@ def test_files_hold_the_rows(tmp_path: Path) -> None:
     assert pyarrow.parquet.read_table(table).to_pylist() == expected
     with pytest.raises(UserError, match=r"not as rows.csv"):
         write([], tmp_path / "rows.csv")
+
+
+# The tiny model and its start: tokens exactly as an episode has them, and a checkpoint that is made once.
+
+PROBLEM = Problem("What is 12*7+5?", "89")
+CALLED = [Turn(calculator_call("12*7+5"), "89", weight=0.2), Turn("89")]
+
+
+def with_recipe(**recipe: int) -> QuickstartTask:
+    return replace(DEFAULT, recipe=Recipe(**recipe))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_model.build_tokenizer()
+
+
+@pytest.mark.slow
+def test_the_tokenizer_loses_no_text_and_renders_turns_like_qwen(tokenizer: PreTrainedTokenizerFast) -> None:
+    for text in ("What is 1+1?", '<tool_call>{"name": "calculator"}</tool_call>', "naïve – 雪\n\t ", "error: 1/0"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 1+1?"},
+        {"role": "assistant", "content": "<tool_call>..</tool_call>"},
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "3"},
+    ]
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>..</tool_call><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_demonstration_has_the_tokens_of_an_episode(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROBLEM.prompt}], add_generation_prompt=True, return_dict=False
+    )
+    call = tokenizer.encode(CALL_START + "12*7+5" + CALL_END + TURN_END)
+    result = tokenizer.encode(
+        "\n<|im_start|>user\n<tool_response>\n89\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    answer = tokenizer.encode("89" + TURN_END)
+    row = Demonstrations(tokenizer, DEFAULT).example(PROBLEM, CALLED)
+    assert row.token_ids == prompt + call + result + answer
+    assert len(row.token_ids) <= 50
+    assert row.weights == pytest.approx(
+        [0.0] * len(prompt) + [0.2] + [1.0] * (len(call) - 1) + [0.0] * len(result) + [1.0] * len(answer)
+    )
+
+
+@pytest.mark.slow
+def test_a_program_is_answered_within_the_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [Turn("<code>\nprint(1)\n</code>", "1"), Turn("1")]
+    row = Demonstrations(tokenizer, replace(DEFAULT, call_format="code")).example(Problem("What is 1?", "1"), turns)
+    assert tokenizer.decode(row.token_ids) == (
+        "<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\n"
+        "<code>\nprint(1)\n</code><interpreter>\n1\n</interpreter>\n\n1<|im_end|>"
+    )
+    learned = [token for token, weight in zip(row.token_ids, row.weights, strict=True) if weight]
+    assert tokenizer.decode(learned) == "<code>\nprint(1)\n</code>1<|im_end|>"
+
+
+@pytest.mark.slow
+def test_choices_are_demonstrated_more_often_than_taken() -> None:
+    choice, rng = Choice(demonstrated=0.8, initial=0.2), random.Random(0)
+    drawn = [choice.draw(rng) for _ in range(2000)]
+    assert sum(better for better, _ in drawn) == pytest.approx(1600, abs=80)
+    taken = sum(weight for better, weight in drawn if better)
+    assert taken / sum(weight for _, weight in drawn) == pytest.approx(0.2, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizerFast) -> None:
+    quick = with_recipe(steps=60, rows=16, warmup=5)
+    model = tiny_model.build_model(tokenizer, seed=0)
+    losses: list[float] = []
+    train(model, tokenizer, quick, lambda step, steps, loss: losses.append(loss))
+    assert losses[-1] < losses[0] / 2
+    prompt = Demonstrations(tokenizer, quick).example(PROBLEM, CALLED).token_ids
+    first = prompt.index(tokenizer.convert_tokens_to_ids(CALL_START))
+    with torch.no_grad():
+        next_token = model(torch.tensor([prompt[:first]])).logits[0, -1].softmax(-1)
+    assert 0.05 < next_token[prompt[first]].item() < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_checkpoint_is_made_once_and_loads_like_any_model(
+    experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, weight = ("qwen3_moe", "experts.3.gate_proj.weight") if experts else ("qwen3", "gate_proj.weight")
+    quick = with_recipe(steps=2, rows=4, warmup=1, experts=experts)
+    folder = cached_model(quick, cache=tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [folder.name]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.model_type == kind
+    assert f"model.layers.0.mlp.{weight}" in load_file(folder / "model.safetensors")
+    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
+    monkeypatch.setattr(cache, "_train_model", None)
+    assert cached_model(quick, cache=tmp_path) == folder
+
+
+@pytest.mark.slow
+def test_another_recipe_or_task_is_another_checkpoint() -> None:
+    tasks = [with_recipe(seed=1), with_recipe(seed=2), with_recipe(experts=2), *demonstrated.values()]
+    assert len({key(one) for one in tasks}) == len(tasks)
+
+
+@pytest.mark.slow
+def test_tasks_with_the_same_demonstrations_share_a_model() -> None:
+    for one in TASKS.values():
+        other = TASKS[one.model]
+        assert key(one) == key(other)
+        assert (one.demonstrate, one.recipe, one.extra_tokens) == (other.demonstrate, other.recipe, other.extra_tokens)
+
+
+@pytest.mark.slow
+def test_a_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_train_model", mock.Mock(side_effect=RuntimeError("power cut")))
+    with pytest.raises(RuntimeError):
+        cached_model(DEFAULT, cache=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="XDG_CACHE_HOME"):
+        cached_model(DEFAULT, cache=tmp_path / "file" / "cache")

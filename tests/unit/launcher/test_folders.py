@@ -1,14 +1,24 @@
-"""`spo fork` and `spo export`: which checkpoint they take, and what they refuse."""
+"""Folders of runs and of processes: forked, exported, held by one command at a time, and gone with their process."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from common.errors import UserError
 from common.files import checkpoint, tracker_path
+from launcher.run.folder_lock import FolderInUse, locked
 from learner.checkpoint.files import paths_in, sum_up, write_metadata
 from sampler.files.snapshots import write_snapshot
 from sampler.state import SamplerState
@@ -22,7 +32,7 @@ def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
     return spo
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def first(tmp_path: Path) -> Path:
     """A run folder with checkpoints of steps 2 and 4, and one of step 6 that lacks the sampler's state."""
     config = make_config(tmp_path)
@@ -65,8 +75,7 @@ def test_the_newest_pair_is_forked_under_the_new_name(first: Path, spo: Spo) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "content"),
-    [([], "hf of 6"), (["--step", 2], "hf of 2"), (["--adapter"], "adapter of 6")],
+    ("options", "content"), [([], "hf of 6"), (["--step", 2], "hf of 2"), (["--adapter"], "adapter of 6")]
 )
 def test_the_newest_checkpoint_is_exported_by_default(
     first: Path, spo: Spo, options: list[object], content: str
@@ -98,3 +107,101 @@ def test_what_cannot_be_is_one_line_and_leaves_no_folder(
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
     assert message in ran.stderr
     assert not (first.parent / "new").exists()
+
+
+# A run folder belongs to one command at a time.
+
+GONE = 2**22 + 1  # above the highest process id that Linux gives
+
+
+def test_a_folder_is_one_commands_until_it_has_ended(tmp_path: Path) -> None:
+    line = rf"run folder {tmp_path}/run is in use by process {os.getpid()} on {socket.gethostname()}, since 20"
+    for _ in range(2):
+        with (
+            locked(tmp_path / "run", "--output"),
+            pytest.raises(FolderInUse, match=rf"{line}.*choose another --output"),
+            locked(tmp_path / "run", "--output"),
+        ):
+            pass
+
+
+def test_what_a_killed_command_left_behind_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_text(json.dumps({"pid": GONE, "host": socket.gethostname(), "since": "2026-01-01 00:00:00"}))
+    with path.open("a") as left:
+        fcntl.flock(left, fcntl.LOCK_EX)
+        with pytest.raises(FolderInUse, match=str(GONE)), locked(tmp_path, "--output", wait=0):
+            pass
+    with locked(tmp_path, "--output", wait=0):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_that_says_nothing_is_respected(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(FolderInUse, match="in use by another command"), locked(tmp_path, "--output", wait=0):
+            pass
+
+
+def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"), locked(tmp_path / "file" / "run", "--output"):
+        pass
+
+
+# What processes keep among the temporary files goes with them, also where they are killed.
+
+MAKES = """
+import sys
+from common.files import {0}
+({0}() / "kept").write_text("x")
+print({0}(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path is shorter than pytest's."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def started(temporary: Path, function: str = "own_folder") -> tuple[subprocess.Popen[str], Path]:
+    """A process that has made its folder, and the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAKES.format(function)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={"TMPDIR": str(temporary)}, cwd=Path.cwd(),
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+@pytest.mark.integration
+def test_a_folder_goes_with_its_process_or_with_the_next(tmp_path: Path) -> None:
+    living, its_own = started(tmp_path)
+    killed, left = started(tmp_path)
+    killed.kill()
+    killed.communicate()
+    assert left.exists()
+    last, third = started(tmp_path)
+    assert not left.exists()
+    assert (its_own / "kept").exists()
+    for process in (living, last):
+        process.communicate("", timeout=600)
+    assert not its_own.exists()
+    assert not third.exists()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("length", [43, 44])
+def test_a_folder_for_sockets_has_a_short_path_and_goes_with_its_process(length: int, short_path: Path) -> None:
+    temporary = short_path / ("x" * (length - len(str(short_path)) - 1))
+    temporary.mkdir()
+    process, folder = started(temporary, "socket_folder")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/{uuid.uuid4()}")  # as vLLM names its sockets
+    assert (folder.parent == temporary) == (length <= 43)
+    process.communicate("", timeout=600)
+    assert not folder.exists()
+    assert length <= 43 or not list(temporary.iterdir())
