@@ -84,7 +84,10 @@ def test_a_run_that_differs_or_is_over_is_named(real_broker: Broker, redis_serve
 
     assert run()[0] == "ok"
     level, line = run(learner={"lr": 0.5})
-    assert (level, "which a start changes: learner.lr (here 0.5, in the run 1e-06)" in line) == ("warning", True)
+    assert (level, "which starting a process changes: learner.lr (here 0.5, in the run 1e-06)" in line) == (
+        "warning",
+        True,
+    )
     real_broker.finish()
     level, line = run()
     assert (level, "is finished" in line) == ("warning", True)
@@ -110,7 +113,7 @@ def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path, monkeypatch: 
             (looked_at(server.url), Level.PROBLEM, "none is given"),
             (looked_at(server.url, token_file=str(tmp_path / "none")), Level.PROBLEM, "cannot read sandbox.token_file"),
             (looked_at(careless.url), Level.WARNING, "without isolation"),
-            (looked_at(careless.url.replace("127.0.0.1", "127.1")), Level.PROBLEM, "it answers only as localhost"),
+            (looked_at(careless.url.replace("127.0.0.1", "127.1")), Level.PROBLEM, "it answers only at localhost"),
             (looked_at("http://127.0.0.1:1"), Level.PROBLEM, "start it (spo-sandbox), or set sandbox.url"),
         ]
     finally:
@@ -128,7 +131,7 @@ SERVES = json.dumps({"data": [{"id": "large"}, {"id": "small"}]})
 # The server's answer, the section `teacher`, and the finding.
 TEACHERS: list[tuple[int, str, dict[str, str], str, str]] = [
     (200, SERVES, {"url_model": "small"}, "ok", "serves small"),
-    (200, SERVES, {"url_model": "huge"}, "problem", "'huge' is none of them"),
+    (200, SERVES, {"url_model": "huge"}, "problem", "'huge' is not among them"),
     (200, '{"data": []}', {}, "problem", "no model"),
     (401, "no", {}, "problem", "refuses to answer without a key"),
     (401, "no", {"api_key_env": "HOME"}, "problem", "refuses the key"),
@@ -252,7 +255,7 @@ def test_an_image_of_another_release(role: str, real_broker: Broker, redis_serve
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     config = run_file(tmp_path, broker={"url": redis_server.url}, data={"train": str(tmp_path / "train.jsonl")})
     line = refusal_of(f"{role}.cli", "-c", config)
-    assert "run 'test' was started with SPO 0.0.1, this is " in line
+    assert "run 'test' was started with SPO 0.0.1, but this is " in line
     assert "use the same release (image) for all processes of a run" in line
 
 
@@ -285,4 +288,4 @@ def test_the_machine_is_warned_of_once_nothing_refuses_the_start(
         return line
 
     assert "no Redis at redis://127.0.0.1:1/0" in first_line()
-    assert "lacks AVX-512: vLLM takes its AVX2 kernels" in first_line(broker={"url": redis_server.url})
+    assert "lacks AVX-512: vLLM uses its AVX2 kernels" in first_line(broker={"url": redis_server.url})

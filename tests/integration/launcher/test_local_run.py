@@ -231,7 +231,7 @@ def test_a_run_without_a_generator_does_not_wait_forever(run: Scripted) -> None:
     with pytest.raises(RunStopped, match="no generator is left") as stopped:
         run.start()
     assert stopped.value.code == 1
-    assert run.summary()["error"] == "no generator is left, and the run is not finished"
+    assert run.summary()["error"] == "no generator is left, but the run is not finished"
 
 
 def test_nor_does_a_run_without_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_what_a_process_refuses_ends_the_run_as_a_user_error(run: Scripted) -> N
 
 # The learner's script, and the code and the error with which the run ends.
 UNSAVED = {
-    "leaves without it": (UNTIL_FINISHED, 1, r"the learner has left, and the last checkpoint, .*step_3, is not on the"),
+    "leaves without it": (UNTIL_FINISHED, 1, r"the learner has left, but the last checkpoint, .*step_3, is not on the"),
     "dies each time": (UNTIL_FINISHED + "\nraise OSError('no disk')", 1, "learner died 3 times.*no disk"),
     "refuses": (UNTIL_FINISHED + "\nprint('error: no space left')\nsys.exit(2)", 2, "learner: no space left"),
 }

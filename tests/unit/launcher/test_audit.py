@@ -35,9 +35,9 @@ from tests.support.spo_command import Spo
 TASK, PROMPT = "t0000003", "no such prompt"
 ALONE = World(0, 1, torch.device("cpu"))
 FULL = f"12:00:00 [warning  ] {NOT_WRITTEN}"
-JUDGED = "a critic's returns and advantages are those of its values"
+JUDGED = "a critic's returns and advantages follow from its values"
 LEARNED = "a critic learned in each step"
-FIGURES = "each evaluation's figures are those of its answers"
+FIGURES = "each evaluation's figures follow from its answers"
 SCORED = "each token of a step had its teacher's score"
 
 # Changes of a run, by methods of `RunRecords`.
@@ -137,7 +137,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         ),
         first("batches", lambda batch: [batch[0], batch[1][1:]]),
     ],
-    "the counters are those of the journal": [counters(batched=1)],
+    "the counters equal those of the journal": [counters(batched=1)],
     "the counters balance": [counters(finished=1)],
     "the learner went from version to version": [
         a_kill_between,
@@ -145,13 +145,13 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
     ],
     "no version came before its batch": [commit(1, version=3)],
     "the last step was made": [lambda run: run.set(steps=run.redis.steps[:-1])],
-    "the tracker is that of a replay, bit for bit": [
+    "the tracker equals a replay of the journal, bit for bit": [
         first("rewards", lambda reward: [*reward[:2], reward[2] * (1 + 2**-52), reward[3]]),
         first("rewards", lambda reward: [PROMPT, *reward[1:]]),
     ],
     "the learner trained on the journal's rewards": [step(3, {"reward/mean": 0.3})],
     "a finished run has left nothing in Redis": [lambda run: run.set(leftovers=["payload:t0000001 (1)"])],
-    "every line of the run folder is whole": [
+    "every line of the run folder can be read": [
         lambda run: run.append("rollouts/2.jsonl", '{"task_id": "t00'),
         kept(token_ids=None),
     ],
@@ -168,7 +168,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         metric("learner", "teacher/tokens", lambda share: share - 1 / 8),
         metric("learner", "teacher/tokens", None),
     ],
-    "each evaluation has each answer once, of its version": [
+    "each evaluation has each answer once, all of its version": [
         lines("validation_data/4.jsonl", rest),
         answered(versions=[3, 4]),
         answered(prompt_id=PROMPT),
@@ -197,7 +197,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         kept(rows=2),
         lines("training_data/3.0.jsonl", twice),
     ],
-    "advantages are those of the rewards and the values": [
+    "advantages follow from the rewards and the values": [
         lambda run: run.line("training_data/3.0.jsonl", advantages=[9.0])
     ],
     "kept episodes have the messages and tokens that they count": [

@@ -263,7 +263,7 @@ def test_what_a_template_leaves_out_beside_texts_is_a_hint(tmp_path: Path) -> No
 
 def test_data_without_answers_gets_a_way_out(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two."})
-    with pytest.raises(UserError, match="set data.answer_column, or to null where the reward needs no answer"):
+    with pytest.raises(UserError, match="set data.answer_column, or to null if the reward needs no answer"):
         check(path)
 
 
@@ -355,7 +355,7 @@ def test_references_are_tried_with_maths_and_a_reward_of_ones_own(tmp_path: Path
 
 HERE = "tests.support.some_rewards"
 SOLUTION = "3 + 1 = <<3+1=4>>4.\n#### 4"
-IGNORES = "right only if the reward ignores the reference (data.answer_column: null says so)"
+IGNORES = "this is right only if the reward ignores the reference (then set data.answer_column: null)"
 OWN: dict[str, Any] = {
     "matches what a solution ends with": ("solved", (SOLUTION, ["B"], r"Thus \boxed{5}."), {}, []),
     "another form": ("marked", (4, "B"), {"mark": "<so> {} </so>", "end": ""}, []),

@@ -96,7 +96,7 @@ REFUSED: list[tuple[str, int | dict[str, Any], dict[str, Any], Choice]] = [
     ("set -o learner.zero_stage=3 -o learner.offload=", 2, {}, Choice()),
     ("set -o learner.gradient_checkpointing=true", 8, WHOLE, Choice()),
     ("set -o learner.zero_stage=3 -o learner.sequence_parallel=4", 8, LONG, Choice(None, "0-3")),
-    ("--learner-gpus = '8' names GPU 8, and GPUs here are 0 to 7", 8, {}, Choice(None, "8")),
+    ("--learner-gpus = '8' names GPU 8, but GPUs here are 0 to 7", 8, {}, Choice(None, "8")),
     ("must be numbers of GPUs, such as 0-3 or 0,2", 8, {}, Choice(None, "0-x")),
     ("must be numbers of GPUs", 8, {}, Choice(None, "3-1")),
     ("names GPU 0 twice", 8, {}, Choice(None, "0,0-1")),
@@ -104,13 +104,13 @@ REFUSED: list[tuple[str, int | dict[str, Any], dict[str, Any], Choice]] = [
     ("leave none of 8 for the learner", 8, {}, Choice(9)),
     ("there are GPUs for 2, of 1 each", 8, {}, Choice(3, "0-5")),
     ("a generator takes 2 GPUs", 8, TWO_EACH, Choice(None, "0-2", "3-5")),
-    ("--learner-gpus = '0', and there is no GPU here", 0, {}, Choice(None, "0")),
-    ("--teacher-gpus names 1 GPU, and 0 teachers take 0", 8, {}, Choice(teacher_gpus="0")),
+    ("--learner-gpus = '0', but there is no GPU here", 0, {}, Choice(None, "0")),
+    ("--teacher-gpus names 1 GPU, but 0 teachers take 0", 8, {}, Choice(teacher_gpus="0")),
     ("for the learner, or no multiple of learner.sequence_parallel = 2: ", 2, PAIRS, Choice()),
     ("does not divide the learner's ranks, of which there are 3", 8, PAIRS, Choice(None, "0-2")),
     ("does not divide the learner's ranks, of which there is 1: start a", 0, PAIRS, Choice()),
     ("set generator.engine.tensor_parallel_size=2", SMALL, {"run": {"steps": 0}}, Choice()),
-    ("CUDA_VISIBLE_DEVICES names '5', and the GPUs here are 0, 1", {"count": 2, "visible": "0,5"}, {}, Choice()),
+    ("CUDA_VISIBLE_DEVICES names '5', but the GPUs here are 0, 1", {"count": 2, "visible": "0,5"}, {}, Choice()),
     ("of GPU 1: end them, or name another GPU", {"count": 5, "used": {1: 70_000}}, {}, Choice(None, "0-3")),
     ("and so of every other GPU here", {"count": 2, "used": {0: 70_000, 1: 70_000}}, {}, Choice()),
     ("slices of a GPU cannot work together", MIG, SLICED, Choice(None, "0-1")),
@@ -175,7 +175,7 @@ def test_a_mixture_of_uneven_layers_is_divided_evenly(gpus: StandInGpus, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B.to_dict() | {"mlp_only_layers": [0]}))
     layout = lay_out(config_of(model={"path": str(tmp_path)}), Choice())
     assert devices(layout) == ("0,1", ["2", "3"])
-    assert "mixtures with mlp_only_layers = [0] are not known" in layout.reasons[-1]
+    assert "mixtures with mlp_only_layers = [0] are not supported" in layout.reasons[-1]
 
 
 def test_builds_for_the_cpu_use_no_gpu(gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,11 +314,11 @@ def test_each_source_may_have_a_teacher_of_its_own(laid_out: LayOut) -> None:
 LARGE = {"dtype": "float32", "engine": {"gpu_memory_utilization": 0.4}}
 # What is said of so many GPUs, a section `teacher` and wishes.
 CROWDED: list[tuple[str, int, dict[str, Any], Choice]] = [
-    ("1 teacher takes 2 GPUs, and 2 are free, one of them for learner", 2, {"engine": TWO}, Choice()),
-    ("1 teacher takes 1 GPU, and 0 are free: lower the parallel sizes in", 8, {}, Choice(None, "0-3", "4-7")),
-    ("--teacher-gpus names 2 GPUs, and 1 teacher takes 1 (teacher.engine): ", 8, {}, Choice(teacher_gpus="6-7")),
+    ("1 teacher takes 2 GPUs, but only 2 are free, one of them for learner", 2, {"engine": TWO}, Choice()),
+    ("1 teacher takes 1 GPU, but only 0 are free: lower the parallel sizes in", 8, {}, Choice(None, "0-3", "4-7")),
+    ("--teacher-gpus names 2 GPUs, but 1 teacher takes 1 (teacher.engine): ", 8, {}, Choice(teacher_gpus="6-7")),
     ("--teacher-gpus names GPU 3, which learner or generators have", 8, {}, Choice(None, "0-3", None, "3")),
-    ("GB of each of its GPUs, and vLLM takes 40% of 85.5 GB: set teacher.engine.tensor_parallel_size=2, or",
+    ("GB of each of its GPUs, but vLLM takes 40% of 85.5 GB: set teacher.engine.tensor_parallel_size=2, or",
      8, LARGE, Choice()),
     ("a teacher takes 2 GPUs (teacher.engine), and there is one", 1, {"engine": TWO}, Choice()),
     ("GPU 0 has 85.5 GB, of which the teachers take ", 1, {}, Choice()),
