@@ -203,7 +203,7 @@ UNSTARTED: list[tuple[str, dict[str, Any], str]] = [
 
 def test_a_generator_without_its_gpus_does_not_start(tmp_path: Path) -> None:
     line = refusal_of("generator.cli", "-c", run_file(tmp_path), SPO_REQUIRE_GPUS="64")
-    assert "SPO_REQUIRE_GPUS = 64, and " in line
+    assert "SPO_REQUIRE_GPUS = 64, but " in line
 
 
 @pytest.mark.parametrize(("role", "sections", "words"), UNSTARTED)

@@ -113,7 +113,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         metric("learner", "batch/samples", lambda count: count, **{"batch/left_out": 1.0}),
         step(-1, {"batch/left_out": 2.0}),
     ],
-    "nothing is counted before a restoration is whole": [commit(5, restored={"version": 0})],
+    "nothing is counted before a restoration is complete": [commit(5, restored={"version": 0})],
     "each task was sent once, or again while it was awaited": [
         entry("dispatched", with_more(TASK)),
         entry("dispatched", twice, newest=False),
@@ -128,7 +128,7 @@ FAULTS: dict[str, list[Callable[[RunRecords], None]]] = {
         entry("rewards", twice),
         entry("counters", lambda counters: {**counters, "set_aside": 1}),
     ],
-    "batches follow one another": [first("batches", lambda batch: [batch[0] + 1, batch[1]])],
+    "batches are consecutive": [first("batches", lambda batch: [batch[0] + 1, batch[1]])],
     "no sample is in two batches": [first("batches", lambda batch: [batch[0], batch[1][:1] * 8])],
     "each sample of a batch was rewarded before": [first("batches", lambda one: [one[0], ["t9999999", *one[1][1:]]])],
     "each rewarded sample is in one batch, or dropped, or waits": [

@@ -221,7 +221,7 @@ HINTS: dict[str, tuple[Any, ...]] = {  # each with the rows that it is about
     "column 'images' stands for": (asks(("user", "What is it?"), images=["a.png"]),),
     "3 rows .*line 2.*'seed'.* differs; to keep such rows, set data.id_column=seed": (*GAMES,),
     "0.10000000149011612 in": (*TENTHS,),
-    "data.system_prompt is put before prompts of text": (asks(("user", "0?")),),
+    "data.system_prompt is added only to text prompts": (asks(("user", "0?")),),
 }
 
 

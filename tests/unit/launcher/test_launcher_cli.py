@@ -217,7 +217,7 @@ REFUSALS = [
     ("dashboard one --host 203.0.113.7 --port 0", "--host 203.0.113.7"),
     ("dashboard one --token ''", "--token is empty"),
     ("dashboard one --token x --no-token", "choose one of them"),
-    ("dashboard one --host 0.0.0.0 --port 0 --no-token", "it is for loopback alone"),
+    ("dashboard one --host 0.0.0.0 --port 0 --no-token", "it is only for loopback"),
     ("episodes one --reward low", "reward 'low' is not a comparison; write for example '<0.5'"),
     ("episodes one --reward '<'", "reward '<' is not a comparison"),
     ("episodes one --step new", "step 'new' is neither a version nor a range"),

@@ -303,7 +303,7 @@ def test_each_target_is_predicted_by_the_rank_that_has_its_token(size, tokens):
 @pytest.mark.parametrize(("size", "fits"), [(4, True), (3, False), (8, False)])
 def test_a_number_that_does_not_fit_the_heads_is_refused(model, size, fits):
     """The model has 4 heads of queries and 2 of keys."""
-    words = f"sequence_parallel = {size} does not fit the model's 4 heads of queries, 2 of"
+    words = f"sequence_parallel = {size} does not fit the model's 4 query heads and 2 key"
     with nullcontext() if fits else pytest.raises(UserError, match=words):
         load_policy(learner_config(model, "runs", sequence_parallel=size), weights=False)
 
