@@ -13,7 +13,7 @@ from common.config import Config, Source
 from common.errors import UserError, one_line
 from sampler.prompts.chat import Messages
 from sampler.prompts.hints import Hints
-from sampler.prompts.prompt_set import check_rows, missing_columns
+from sampler.prompts.prompt_set import check_rows, missing_columns, prompt_hash
 from sampler.prompts.rows import BadRow, CheckedRow, Rows, open_rows
 
 # Shows progress over rows: `track(rows, how many, what)`.
@@ -62,7 +62,7 @@ class SourceReport:
         columns: how many rows have each column.
         too_long: prompts with more tokens than `data.max_prompt_tokens`; None if tokens are not counted.
         hints: what was probably not meant, with the setting that helps.
-        ids: ids of the usable rows, each with its column (None if the id is a hash of the prompt).
+        ids: ids of the usable rows, each with its column and a hash of the prompt, or None twice if it is that hash.
     """
 
     key: str
@@ -77,7 +77,7 @@ class SourceReport:
     characters: Lengths | None = None
     tokens: Lengths | None = None
     too_long: int | None = None
-    ids: set[tuple[str | None, str]] = field(default_factory=set)
+    ids: set[tuple[str | None, str, str | None]] = field(default_factory=set)
     hints: list[str] = field(default_factory=list)
 
     @property
@@ -210,7 +210,8 @@ def _read(
                 first_problem = f"{where}: {reason}" + (f"; {columns}" if columns else "")
             continue
         report.usable += 1
-        report.ids.add((source.id_column, row.prompt_id))
+        # Two files may each number their rows, so an id from a column does not tell that the prompts are the same.
+        report.ids.add((source.id_column, row.prompt_id, source.id_column and prompt_hash(row.prompt)))
         if row.answer is not None:
             report.answers.setdefault(answer_kind(row.answer), Occurrences()).add(where)
         characters.append(_characters(row.prompt))

@@ -349,6 +349,11 @@ def _row_id(row: dict[str, Any], prompt: str | Messages, source: Source) -> str:
         if isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
             raise BadRow(f"no id in column {source.id_column!r}", "id")
         return str(row_id)
+    return prompt_hash(prompt)
+
+
+def prompt_hash(prompt: str | Messages) -> str:
+    """A hash of a prompt, the same in every process: 16 hexadecimal digits."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

@@ -15,9 +15,10 @@ import openai
 import pytest
 import torch
 
+from common.errors import UserError
 from common.log import get_logger
 from generator.agents.dialects import dialects
-from generator.agents.endpoint import Endpoint
+from generator.agents.endpoint import Endpoint, check_parsers
 from generator.agents.refusals import Refusal
 from generator.agents.session import AgentSession, SessionLimits
 from generator.chat.template import ChatTemplate
@@ -185,6 +186,13 @@ def test_what_changes_the_distribution_is_refused_in_one_line_that_names_the_fie
             served.dialects[dialect].read(body(**asked))
         assert words in str(refusal.value), asked
         assert (refusal.value.status, "\n" in str(refusal.value)) == (400, False)
+
+
+def test_a_parser_that_vllm_lacks_is_refused(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    generator = config.generator.model_copy(update={"tool_parser": "guess"})
+    with pytest.raises(UserError, match=r"generator.tool_parser = 'guess' is not a parser of vLLM; it has .*hermes"):
+        check_parsers(config.model_copy(update={"generator": generator}))
 
 
 def test_fields_that_ask_for_nothing_are_accepted(served: Served) -> None:

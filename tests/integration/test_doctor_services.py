@@ -110,6 +110,7 @@ def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path, monkeypatch: 
         answers = [
             (looked_at(server.url, token="right"), Level.OK, "isolates programs, and accepts the token"),
             (looked_at(server.url, token="wrong"), Level.PROBLEM, "the given one is wrong"),
+            (looked_at(server.url.replace("//", "//me:it@"), token="right"), Level.PROBLEM, "the given one is wrong"),
             (looked_at(server.url), Level.PROBLEM, "none is given"),
             (looked_at(server.url, token_file=str(tmp_path / "none")), Level.PROBLEM, "cannot read sandbox.token_file"),
             (looked_at(careless.url), Level.WARNING, "without isolation"),

@@ -234,6 +234,7 @@ LOADS: list[tuple[str | None, list[str], dict[str, str], str]] = [
     (PATHS, ["data.train.2.weight=2"], {}, r"data\.train\.2 is a value, not a section"),
     (PATHS, ["data.train.hard=2"], {}, r"data\.train is a list; set a key of one of its items"),
     (PATHS, [], {"SPO__LEARNER__LRR": "1"}, r"mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"),
+    (PATHS, ["learner.trunk=1"], {"SPO__RUN": "{steps: 3}"}, r"^unknown configuration key learner.trunk;(?!.*set by)"),
 ]
 
 

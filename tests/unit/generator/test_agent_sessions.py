@@ -302,13 +302,15 @@ async def test_a_refusal_is_a_fault_until_a_later_request_is_answered(rig: Rig, 
 
 
 @in_session("no<|im_end|>", "why not<|im_end|>", "2<|im_end|>")
-async def test_a_request_that_is_not_trained_on_says_why(rig: Rig, one: AgentSession) -> None:
+async def test_a_request_that_is_not_trained_on_says_why(rig, one, monkeypatch) -> None:
     instructions = ("You solve", "You write titles", "You judge topics")
     aide, titler, judge = ({"role": "system", "content": text} for text in instructions)
     task = {"role": "user", "content": "What is 1+1, and why?"}
     for messages in ([titler, task], [judge, {"role": "user", "content": "new?"}], [aide, aide, aide, task]):
         await Client(rig.layer, CHAT, one.key, {"messages": messages}).reply()
     await one.close()
+    # All texts have been compared, in a thread if they are long; what follows does not hold up the event loop.
+    monkeypatch.setattr("generator.agents.tree._links", mock.Mock(side_effect=AssertionError))
     made = [(request["row"], request.get("quotes")) for request in one.requests_made()]
     assert made == [(None, True), (None, False), (0, None)]
     assert one.answer_text() == "2"

@@ -76,7 +76,7 @@ def test_trouble_is_tried_again_until_it_passes_or_stays(trouble: Callable[[Hand
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("status", [401, 302])
+@pytest.mark.parametrize("status", [401, 302, 501])
 def test_a_refusal_is_not_repeated(status: int) -> None:
     with serve(fails(status, f"wrong\nkey {KEY}")) as double, pytest.raises(ChatUnavailable) as caught:
         ask(double, api_key_env="SOME_KEY")

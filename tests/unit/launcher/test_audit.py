@@ -76,6 +76,13 @@ def test_every_line_holds_for_a_good_run(run: RunRecords) -> None:
     assert any((run.folder / "training_data").iterdir())
 
 
+def test_a_stopped_run_may_have_steps_that_its_sampler_has_yet_to_read(run: RunRecords) -> None:
+    run.metric("learner", "batch/samples", None)
+    run.set(finished=False, read=sum(step.version < 4 for step in run.redis.steps))
+    (line,) = [line for line in audit(run.config(), run.redis, LOG) if line.name.endswith("each step of the learner")]
+    assert line.problem == ""
+
+
 def rest(items: list[Any]) -> list[Any]:
     return items[1:]
 

@@ -107,7 +107,8 @@ def test_prompts_are_counted_as_a_generator_renders_them(tmp_path: Path) -> None
         assert report["too_long"] == sum(length > 50 for length in lengths)
     assert tools["tokens"]["min"] > plain["tokens"]["min"]
     other = check_json(tmp_path / "plain.jsonl", "--tokenizer", tmp_path / "model")
-    assert other["sources"][0]["tokens"] == plain["tokens"]
+    named = check_json(tmp_path / "plain.jsonl", "-o", f"model.path={tmp_path / 'model'}")
+    assert other["sources"][0]["tokens"] == named["sources"][0]["tokens"] == plain["tokens"]
 
 
 def _tokens_of_an_episode(config: Config, source: str, prompt: str) -> int:
@@ -274,6 +275,10 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> Non
     assert check_json(path)["heldout_also_trained_on"] == 1
     assert "1 held-out prompts are also trained on" in check(path)
     assert check_json(one)["heldout_also_trained_on"] is None
+    numbered = [jsonl(tmp_path / f"{name}.jsonl", {"prompt": name, "answer": 1, "n": 0}) for name in "xy"]
+    train, heldout = ({"path": str(file), "id_column": "n"} for file in numbered)
+    path = write_config(tmp_path, train=[train], heldout=[heldout])
+    assert check_json(path)["heldout_also_trained_on"] == 0, "each file numbers its rows from 0"
 
 
 def test_a_source_without_a_usable_row_names_its_columns(tmp_path: Path) -> None:

@@ -339,10 +339,11 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path, ids: d
         return {"path": str(jsonl(tmp_path / name, *rows)), **columns}
 
     train = source("a.jsonl", "1+1", "1+2", **ids)
-    # Ids of different columns are not the same prompt.
-    other = source("b.jsonl", "5+5", id_column="number") if ids else source("b.jsonl", "1+1", "5+5")
+    # Ids of different columns are not the same prompt, nor are those of files that each number their rows.
+    others = [source("b.jsonl", "5+5", id_column="number"), source("c.jsonl", "7+7", **ids)]
+    heldout = others if ids else [source("b.jsonl", "1+1", "5+5"), train]
     with capture_logs() as logs:
-        load_data(DataConfig.model_validate({"train": [train], "heldout": [other] if ids else [other, train]}), LOG)
+        load_data(DataConfig.model_validate({"train": [train], "heldout": heldout}), LOG)
     entries = [entry for entry in logs if entry["event"] == "held-out prompts are also trained on"]
     assert [(entry["prompts"], entry["of"]) for entry in entries] == shared
 

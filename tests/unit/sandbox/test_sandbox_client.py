@@ -61,6 +61,18 @@ async def test_requests_are_bounded_and_connections_reused() -> None:
 
 
 @alone
+async def test_an_answer_on_an_older_connection_closes_the_breaker() -> None:
+    moment = Time()
+    with serve(answers()) as server:
+        async with client(server, moment) as sandbox:
+            await sandbox.run_code(QUICK)
+            sandbox._breaker.connection_failed("no route to host")
+            moment.now += PROBE_INTERVAL
+            await sandbox.run_code(QUICK)
+            assert (sandbox._breaker.is_open, len(server.connections)) == (False, 1)
+
+
+@alone
 async def test_a_cancelled_call_frees_its_slot_and_waiting_counts() -> None:
     with serve(hangs, answers()) as server:
         async with client(server, concurrency=1, deadline=0.05) as sandbox:
