@@ -69,7 +69,7 @@ def read_tests(tests: Any, tolerance: float | None = None) -> Streams | Assertio
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         if not (_is_list(inputs) and _is_list(outputs) and len(inputs) == len(outputs) > 0):
-            raise ValueError(f"tests = {shown}: inputs and outputs must be lists of the same length, not 0")
+            raise ValueError(f"tests = {shown}: inputs and outputs must be lists of the same length, and not empty")
         if (name := tests.get("fn_name")) is not None:
             return _calls(name, inputs, outputs, tolerance)
         return Streams([(_text(x), _text(y)) for x, y in zip(inputs, outputs, strict=True)])

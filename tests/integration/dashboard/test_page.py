@@ -155,7 +155,7 @@ def test_panels_come_and_change_while_the_run_goes_on(tmp_path: Path, opened: Op
         shutil.rmtree(folder / "rollouts")
         (folder / "config.yaml").write_bytes(b"run: [half")
         page.locator('[data-panel="reward"] .missing p').first.wait_for()
-        page.locator('[data-panel="configuration"] .missing p', has_text="no config.yaml").wait_for()
+        page.locator('[data-panel="configuration"] .missing p', has_text="no readable config.yaml").wait_for()
         write_step(folder, 1, reward=0.11)
         page.locator(REWARD, has_text="0.11").wait_for()
 

@@ -132,7 +132,7 @@ def test_outputs_are_compared_line_by_line_and_numbers_may_differ_by_the_toleran
         ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "not a list of arguments"),
         ({"fn_name": "f", "inputs": ["1, 2"], "outputs": ["1"]}, "are not JSON"),
         ("def check(candidate):\n    assert candidate(1)", "no statement that could fail"),
-        ({"inputs": "12", "outputs": "24"}, "one length"),
+        ({"inputs": "12", "outputs": "24"}, "the same length"),
         (["assert f( == 1"], "is not Python"),
         (["import math", "x = 1", "def test(): assert f()"], "no statement that could fail"),
     ],
