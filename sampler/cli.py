@@ -79,7 +79,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
         return
     if request is None and (few := too_few(config, data.train)):
         log.warning(few)
-    write_into(config.run.folder, "config.yaml", dump_config(config, absolute=True))
+    write_config(config)
     write_changes(broker, config.run.folder)
     record_versions(config.run.folder, "sampler", broker)
     ledger = SamplerLedger(broker, journal=config.run.journal)
@@ -129,6 +129,11 @@ def write_changes(broker: Broker, folder: Path) -> None:
     changes = changes_of(broker)
     if changes:
         write_into(folder, "changes.jsonl", "".join(json.dumps(change) + "\n" for change in changes))
+
+
+def write_config(config: Config) -> None:
+    """Write the resolved configuration into the run folder."""
+    write_into(config.run.folder, "config.yaml", dump_config(config, absolute=True))
 
 
 def write_into(folder: Path, name: str, text: str) -> None:

@@ -143,11 +143,13 @@ def test_advice_is_one_that_fits(laid_out: LayOut) -> None:
     assert laid_out(4, Choice(None, "0-2"), learner=learner).learner
 
 
-def test_in_bfloat16_zero_0_is_laid_out_as_the_stage_that_deepspeed_runs(laid_out: LayOut) -> None:
-    layouts = [laid_out(4, Choice(None, "0-2"), learner={"zero_stage": stage}) for stage in (0, 1)]
-    zero, one = (next(line for line in layout.reasons if "3 ranks" in line) for layout in layouts)
-    assert zero == one
-    assert "ZeRO 1, " in one
+def test_in_bfloat16_zero_0_needs_the_memory_of_the_stage_that_deepspeed_runs(laid_out: LayOut) -> None:
+    refused = set()
+    for stage in (0, 1):
+        with pytest.raises(UserError, match="the learner needs") as refusal:
+            laid_out(4, Choice(None, "0-2"), learner={"zero_stage": stage, "gradient_checkpointing": True})
+        refused.add(str(refusal.value))
+    assert len(refused) == 1
 
 
 def test_a_rank_and_a_generator_share_one_gpu(laid_out: LayOut, tmp_path: Path) -> None:
