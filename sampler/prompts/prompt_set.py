@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -152,20 +152,28 @@ def load_data(config: DataConfig, log: Any) -> RunData:
     if config.heldout is None:
         return RunData(train, None)
     heldout = load_prompts(config.sources("heldout"), log)
-    # Ids of different columns cannot be compared.
-    trained = {
-        (part.source.id_column, prompt_id): (part, i) for part in train.parts for i, prompt_id in enumerate(part.ids)
-    }
-    shared = 0
-    for part in heldout.parts:
-        column = part.source.id_column
-        for i, prompt_id in enumerate(part.ids):
-            other, place = trained.get((column, prompt_id), (part, -1))
-            # Two files may each number their rows, so an id from a column does not tell that the prompts are the same.
-            shared += place >= 0 and (column is None or other[place].prompt == part[i].prompt)
+    shared = trained_on(train, heldout)
     if shared:
         log.warning("held-out prompts are also trained on", prompts=shared, of=len(heldout))
     return RunData(train, heldout)
+
+
+def trained_on(train: PromptSet, heldout: PromptSet) -> int:
+    """How many held-out prompts are also in the training data."""
+    # Ids of different columns cannot be compared. There are far fewer held-out prompts, so the table is of these.
+    places: defaultdict[tuple[str | None, str], list[tuple[int, int]]] = defaultdict(list)
+    for number, part in enumerate(heldout.parts):
+        for place, prompt_id in enumerate(part.ids):
+            places[part.source.id_column, prompt_id].append((number, place))
+    shared: set[tuple[int, int]] = set()
+    for part in train.parts:
+        column = part.source.id_column
+        for i, prompt_id in enumerate(part.ids):
+            for number, place in places.get((column, prompt_id), ()):
+                # Two files may each number their rows: an id from a column does not tell that the prompts are the same.
+                if column is None or heldout.parts[number][place].prompt == part[i].prompt:
+                    shared.add((number, place))
+    return len(shared)
 
 
 def too_few(config: Config, train: PromptSet) -> str | None:

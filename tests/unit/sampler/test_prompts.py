@@ -332,7 +332,7 @@ def test_sources_stand_one_after_the_other(tmp_path: Path) -> None:
         prompts[3]
 
 
-@pytest.mark.parametrize(("ids", "shared"), [({}, [(3, 4)]), ({"id_column": "uid"}, [])])
+@pytest.mark.parametrize(("ids", "shared"), [({}, [(3, 4)]), ({"id_column": "uid"}, [(1, 3)])])
 def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path, ids: dict[str, str], shared: list) -> None:
     def source(name: str, *prompts: str, **columns: str) -> dict[str, str]:
         rows = [{"prompt": prompt, "answer": 1, "uid": i, "number": i} for i, prompt in enumerate(prompts)]
@@ -341,9 +341,11 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path, ids: d
     train = source("a.jsonl", "1+1", "1+2", **ids)
     # Ids of different columns are not the same prompt, nor are those of files that each number their rows.
     others = [source("b.jsonl", "5+5", id_column="number"), source("c.jsonl", "7+7", **ids)]
+    others.append(source("d.jsonl", "1+1", **ids))
     heldout = others if ids else [source("b.jsonl", "1+1", "5+5"), train]
+    trained = [train, source("e.jsonl", "8+8", **ids)]
     with capture_logs() as logs:
-        load_data(DataConfig.model_validate({"train": [train], "heldout": heldout}), LOG)
+        load_data(DataConfig.model_validate({"train": trained, "heldout": heldout}), LOG)
     entries = [entry for entry in logs if entry["event"] == "held-out prompts are also trained on"]
     assert [(entry["prompts"], entry["of"]) for entry in entries] == shared
 
