@@ -47,25 +47,25 @@ def load_reference(config: Config, world: World, engine: Any) -> Callable[[Micro
         policy = build_frozen_engine(policy, config.learner, world)
     else:
         policy.to(world.device)
-    return _scorer(policy)
+    return _logprobs_by(policy)
 
 
-def _scorer(policy: Any) -> Callable[[MicroBatch], torch.Tensor]:
+def _logprobs_by(policy: Any) -> Callable[[MicroBatch], torch.Tensor]:
     @torch.no_grad()
-    def score(micro: MicroBatch) -> torch.Tensor:
-        logprobs, _ = policy(
+    def logprobs(micro: MicroBatch) -> torch.Tensor:
+        values, _ = policy(
             micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, entropy=False
         )
-        return logprobs[: micro.model_tokens]
+        return values[: micro.model_tokens]
 
-    return score
+    return logprobs
 
 
 def _without_adapter(engine: Any) -> Callable[[MicroBatch], torch.Tensor]:
-    score_with_adapter = _scorer(engine)
+    with_adapter = _logprobs_by(engine)
 
-    def score(micro: MicroBatch) -> torch.Tensor:
+    def logprobs(micro: MicroBatch) -> torch.Tensor:
         with adapter_off(engine.module):
-            return score_with_adapter(micro)
+            return with_adapter(micro)
 
-    return score
+    return logprobs

@@ -56,7 +56,7 @@ class OpenBatch:
     def full(self) -> bool:
         return len(self) >= self._config.batch_size
 
-    def close(self) -> ClosedBatch:
+    def take_next(self) -> ClosedBatch:
         """Take out the next batch: oldest weights first, then in order of arrival."""
         by_age = sorted(self.groups.values(), key=lambda group: (_oldest_version(group), group[-1].arrival))
         chosen = by_age[: self._config.batch_size // self._responses]

@@ -154,7 +154,7 @@ class SamplerState:
 
     def close_batch(self) -> ClosedBatch:
         """Send the next batch to the learner."""
-        closed = self.open.close()
+        closed = self.open.take_next()
         self.refilled = 0
         for sample in closed.samples:
             self._leave_open(sample)

@@ -18,7 +18,7 @@ from learner.batch.plan import plan_micro_batches
 from learner.losses import PolicyTokens, TokenLoss, TokenLosses, load_loss
 from learner.policy.model import Policy, load_policy
 from learner.ranks.world import World
-from learner.reference import _scorer
+from learner.reference import _logprobs_by
 from learner.stats import Stats
 from learner.trainer import Trainer
 from tests.support import other_device
@@ -105,7 +105,7 @@ def trained(
         packer = replace(trainer.packer(), share_prefixes=share_prefixes)
         batch = packer.rollout_batch(4, places, held, advantages, rewards)
         trainer.token_loss = loss or load_loss(config.algorithm)
-        trainer.reference = _scorer(policy) if config.algorithm.kl_coef else None
+        trainer.reference = _logprobs_by(policy) if config.algorithm.kl_coef else None
         trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)
         metrics = trainer.train(batch)
     del metrics["tokens/per_second"]

@@ -71,7 +71,7 @@ def test_a_batch_is_cut_where_the_configuration_says(by_turn: bool) -> None:
     for i in range(64):
         turns = [float(i == 3)] if by_turn else []
         waiting.add(OpenSample(f"t{i}", i, float(i == 3), 1.0, 9, 4, 0, 0, turns, [4] * by_turn))
-    batch = waiting.close().manifest
+    batch = waiting.take_next().manifest
     assert max(batch.advantages) == 2.0
     assert not by_turn or max(map(max, batch.turn_advantages or [])) == 2.0
 
@@ -114,7 +114,7 @@ def test_a_batch_compares_by_group_and_lists_as_it_came(method: str, expected: C
     for position, (name, values) in enumerate(rewards.items()):
         members = enumerate(values)
         waiting.add(*(OpenSample(f"{name}{i}", 2 * i + position, v, v, 8, 4, 0, 0, group=name) for i, v in members))
-    batch = waiting.close().manifest
+    batch = waiting.take_next().manifest
     assert batch.sample_ids == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert batch.rewards == [1.0, 5.0, 0.0, 5.0, 0.0, 8.0]
     by_group = np.array([expected(values) for values in rewards.values()])
@@ -129,7 +129,7 @@ def of_turns(turns: list[list[float]], tokens: list[list[int]], weighted: bool) 
     waiting = OpenBatch(SamplerConfig(batch_size=len(turns), advantage=AdvantageConfig(token_weighted=weighted)))
     for i, (raw, sizes) in enumerate(zip(turns, tokens, strict=True)):
         waiting.add(OpenSample(f"t{i}", i, raw[0], 1.0, 99, sum(sizes), 0, 0, raw, sizes))
-    return waiting.close().manifest
+    return waiting.take_next().manifest
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -245,7 +245,7 @@ def waiting_samples(config: SamplerConfig, *oldest: int, next_id: int) -> OpenBa
 
 def test_a_batch_takes_the_oldest_and_lists_as_they_came() -> None:
     waiting = waiting_samples(SamplerConfig(batch_size=2, max_staleness=4), 4, 3, 2, next_id=4)
-    closed = waiting.close()
+    closed = waiting.take_next()
     assert closed.manifest.sample_ids == [sample.sample_id for sample in closed.samples] == ["s1", "s2"]
     assert closed.manifest.advantages == pytest.approx([-(0.5**0.5), 0.5**0.5])
     assert [sample.sample_id for sample in waiting.samples()] == ["s0"]
@@ -256,7 +256,7 @@ def test_a_batch_names_rows_where_a_sample_has_several() -> None:
     waiting = waiting_samples(SamplerConfig(batch_size=2), 0, 0, 0, 0, next_id=0)
     (last,) = waiting.groups["s3"]
     last.row_tokens = [3, 5]
-    assert [waiting.close().manifest.row_tokens for _ in range(2)] == [None, [[], [3, 5]]]
+    assert [waiting.take_next().manifest.row_tokens for _ in range(2)] == [None, [[], [3, 5]]]
 
 
 def test_a_late_sample_leaves_and_makes_room_for_another() -> None:

@@ -117,7 +117,7 @@ def closed(batch_id: int) -> ClosedBatch:
     waiting = OpenBatch(SamplerConfig(batch_size=2), next_id=batch_id)
     waiting.add(OpenSample("a", 0, 1.0, 1.0, 3, 1, batch_id, batch_id))
     waiting.add(OpenSample("b", 1, -1.0, 0.0, 5, 2, batch_id, batch_id))
-    return waiting.close()
+    return waiting.take_next()
 
 
 def test_figures_of_a_batch_are_of_what_came_since_the_last_one(metrics: SamplerMetrics) -> None:
@@ -158,7 +158,7 @@ def test_extremes_of_advantages_are_the_learners_percentiles_the_recipes(metrics
 def test_staleness_splits_into_time_in_flight_and_in_the_queue() -> None:
     waiting = OpenBatch(SamplerConfig(batch_size=1), next_id=5)
     waiting.add(OpenSample("s", 0, 0.0, 1.0, 8, 4, oldest_version=2, counted_at=4))
-    assert staleness(waiting.close()) == {"total": [3], "in_flight": [2], "in_queue": [1]}
+    assert staleness(waiting.take_next()) == {"total": [3], "in_flight": [2], "in_queue": [1]}
 
 
 def test_each_process_has_an_entry_at_its_version(broker: Broker) -> None:
