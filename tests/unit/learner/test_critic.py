@@ -101,7 +101,7 @@ def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic(
         batch = OpenBatch(sampler, AlgorithmConfig(baseline=baseline))
         for number, (advantage, reward) in enumerate([(0.75, 1.0), (-0.5, -1.0)]):
             batch.add(OpenSample(f"t{number}", number, advantage, reward, 9, 5, 0, 0, **turns))
-        return batch.close().manifest
+        return batch.take_next().manifest
 
     tracked, judged = sent("tracker"), sent("critic")
     assert judged.values == [0.25, 0.5]
