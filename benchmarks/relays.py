@@ -87,7 +87,8 @@ def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: i
             if number < relays:
                 pipe, endpoint = stack.enter_context(_process(_relay, endpoint))
                 chain.append(pipe)
-        counts = [receivers // RECEIVING_PROCESSES + (i < receivers % RECEIVING_PROCESSES) for i in range(4)]
+        each, rest = divmod(receivers, RECEIVING_PROCESSES)
+        counts = [each + (number < rest) for number in range(RECEIVING_PROCESSES)]
         sinks = [stack.enter_context(_process(_receivers, endpoint, count))[0] for count in counts if count]
         results = []
         for number in range(rounds + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -97,12 +98,13 @@ def watch_trl(python: Path, settings: dict[str, Any], folder: Path) -> list[Poin
 def _cpu_by_role(launcher: int) -> dict[str, float]:
     """CPU seconds of the run's processes by role; vLLM's own are `engine`."""
     used: dict[str, float] = {}
-    try:
-        for process in psutil.Process(launcher).children(recursive=True):
+    children: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(launcher).children(recursive=True)
+    for process in children:
+        with contextlib.suppress(psutil.Error):  # it has ended since
             words = " ".join(process.cmdline())
             role = next((role for mark, role in ROLES.items() if mark in words), "redis" if "redis" in words else "")
             role = "engine" if "EngineCore" in words else role
             used[role] = used.get(role, 0.0) + sum(process.cpu_times()[:2])
-    except psutil.Error:
-        pass
     return used

@@ -18,7 +18,8 @@ A, B = ".lora_A.weight", ".lora_B.weight"  # suffixes of the names of an adapter
 
 
 def check_adapter(manifest: Manifest, lora: LoraConfig) -> None:
-    """Raise `UserError` unless a snapshot is an adapter with the rank that the engine was started for."""
+    """Raise `UserError` unless a snapshot is a whole adapter with the rank that the engine was started for."""
+    names = set(manifest.names)
     for name, shape in zip(manifest.names, manifest.shapes, strict=True):
         if len(shape) != 2 or not name.endswith((A, B)):
             raise UserError(
@@ -31,6 +32,9 @@ def check_adapter(manifest: Manifest, lora: LoraConfig) -> None:
                 f"version {manifest.version} of the weights is an adapter of rank {rank}, but this generator was "
                 f"started with learner.lora.rank = {lora.rank}: start all processes of a run with one configuration"
             )
+        layer = name.removesuffix(A).removesuffix(B)
+        if not {layer + A, layer + B} <= names:
+            raise UserError(f"version {manifest.version} of the weights has one of the two matrices of {layer} alone")
 
 
 class AdapterFolder:

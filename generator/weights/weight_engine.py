@@ -113,14 +113,12 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """The weights on disk with an adapter added: W + scaling B A in float32, rounded once; `names` grows with them.
 
         Raises:
-            ValueError: a part of the adapter belongs to no weight of the model, or A or B of a layer is missing.
+            ValueError: a part of the adapter belongs to no weight of the model.
         """
         loader: Any = get_model_loader(self.vllm_config.load_config)
         for name, weight in loader.get_all_weights(self.model_config, self.model):
             layer = ADAPTER_PREFIX + name.removesuffix(".weight")
             a, b = (adapter.pop(f"{layer}.lora_{part}.weight", None) for part in "AB")
-            if (a is None) != (b is None):
-                raise ValueError(f"the adapter has only one of the two matrices of {layer}")
             if a is not None and b is not None:
                 a, b = a.to(self.device).float(), b.to(self.device).float()
                 weight = (weight.to(self.device).float() + scaling * (b @ a)).to(self.model_config.dtype)

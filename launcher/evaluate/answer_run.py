@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from common import log as logs
 from common.checks.list import check_start
 from common.config import Config
-from common.errors import one_line, visible
+from common.errors import UserError, one_line, visible
 from common.process import Role, keep_files_private
 from common.streams.agreement import agree
 from common.streams.broker import Broker
@@ -65,6 +66,7 @@ def answer(
         generators = 0
     keep_files_private()
     plain = plain or not console.is_terminal
+    is_new = not request.folder.exists()
     request.folder.mkdir(parents=True, exist_ok=True)
     log = logs.setup("launcher", file=None if plain else request.folder / "launcher.log")
 
@@ -76,6 +78,10 @@ def answer(
     except EndedEarly as stopped:
         console.print(visible(f"{stopped}; the same command continues from here"), markup=False, highlight=False)
         raise SystemExit(stopped.code) from None
+    except UserError:
+        if is_new:
+            shutil.rmtree(request.folder, ignore_errors=True)
+        raise
     if count.answered < count.wanted:
         console.print(visible(count.missing()), markup=False, highlight=False, soft_wrap=True)
     return count

@@ -77,9 +77,15 @@ def test_what_is_no_adapter_of_this_rank_is_refused():
         check_adapter(weights.manifest, LORA)
     with adapter(rank=8) as weights, pytest.raises(UserError, match=r"rank 8.*learner\.lora\.rank = 4"):
         check_adapter(weights.manifest, LORA)
-    snapshot = copy_weights(3, [("model.norm.weight", torch.zeros(4))], torch.float32, 1 << 20).snapshot()
-    with pytest.raises(UserError, match=r"model\.norm\.weight, which is not part of an adapter"):
-        check_adapter(snapshot.manifest, LORA)
+    others = {
+        "model.norm.weight": (torch.zeros(4), r"model\.norm\.weight, which is not part of an adapter"),
+        f"{LAYER}.lora_A.weight": (torch.zeros(4, 33), r"one of the two matrices of .*q_proj alone"),
+        f"{LAYER}.lora_B.weight": (torch.zeros(7, 4), r"one of the two matrices of .*q_proj alone"),
+    }
+    for name, (tensor, words) in others.items():
+        snapshot = copy_weights(3, [(name, tensor)], torch.float32, 1 << 20).snapshot()
+        with pytest.raises(UserError, match=words):
+            check_adapter(snapshot.manifest, LORA)
 
 
 @in_event_loop

@@ -76,6 +76,15 @@ def test_merge_writes_the_scores_and_names_the_rows_it_left_out(spo: Spo, tmp_pa
     assert len(scores["a"]) == 1
 
 
+def test_a_refused_estimate_leaves_no_folder(spo: Spo, tmp_path: Path) -> None:
+    make_config(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    ran = spo("values", "estimate", CONFIG, "--data", "absent.jsonl", "--output", "answers.jsonl")
+    assert ran.returncode == 2
+    assert "absent.jsonl" in ran.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_scores_of_all_files_come_together_in_their_order(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{i}.jsonl", row("a", i / 32), row(f"only {i}", 1)) for i in range(32)]
     paths.append(write(tmp_path / "old.json", {"a": [0.25]}))

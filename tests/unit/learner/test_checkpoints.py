@@ -187,6 +187,11 @@ def test_a_failed_save_leaves_everything_as_it_was(tmp_path, monkeypatch, is_ful
             made.save(3)
     assert names(folder) == {"step_2"}
     made, _ = checkpoints(tmp_path)
+    if is_full:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", lambda *_, **__: full(0))
+            with pytest.raises(error, match=words):
+                made.save(3)
     made.save(4)
     assert made.versions() == [2, 4]
 

@@ -134,6 +134,11 @@ def test_the_memory_table_counts_the_parameters_of_a_critic(model, tmp_path, is_
     assert both.weights == 2 * policy.weights
     assert (both.optimizer == 2 * policy.optimizer) is not is_frozen
     assert both.activations == 1000
+    # Without ZeRO and under stage 3, fp32 weights are their own master copy: two moments of 4 bytes are left.
+    per_parameter = {
+        stage: divided(sizes, Zero(stage, 1, weight_bytes=4), 0).optimizer / sum(sizes) for stage in range(4)
+    }
+    assert per_parameter == {0: 8, 1: 12, 2: 12, 3: 8}
 
 
 def test_a_kept_episode_has_the_advantage_of_each_token(tmp_path):

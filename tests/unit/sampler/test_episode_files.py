@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from common.payload import pack_record
 from common.streams.broker import Broker
 from common.streams.lease import LeaseLost
 from common.streams.ledger import SamplerLedger
-from sampler.cli import run_once
+from sampler.cli import run_once, write_config
 from sampler.files.episode_files import CACHED_VERSIONS, EpisodeFiles, Rollouts, episode_line
 from sampler.records import DispatchedTask
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
@@ -145,6 +147,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file")
     with pytest.raises(UserError, match="episodes cannot be written to .*rollouts/0.jsonl: "):
         EpisodeFiles(tmp_path / "rollouts").write(0, lines("t1"))
+
+
+def test_a_disk_too_full_for_the_configuration_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="run folder .* cannot be written: No space left on device"):
+        write_config(make_config(tmp_path))
 
 
 def test_chosen_versions_are_whole_others_keep_what_was_skipped(tmp_path: Path) -> None:
