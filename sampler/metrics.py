@@ -161,9 +161,9 @@ class SamplerMetrics:
     def discard(self, version: int) -> None:
         """Remove entries of later versions: the run begins or continues at this one, and makes them again."""
         if self._file is not None:
-            self._file.discard(version)
+            removed = self._file.discard(version)
             for feed in self._feeds:
-                feed.discard(version)
+                feed.discard(version, removed)
 
     def of_batch(self, closed: ClosedBatch) -> dict[str, float]:
         """Scalars of a batch, and of the samples counted since the last one."""

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from common.files import append, rewrite
 MAX_PENDING = 4 << 20  # bytes that may wait while the disk is full
 NAME = "metrics.jsonl"
 MAX_BINS = 128
+Span = tuple[int, int]  # position and length in bytes
 NOT_WRITTEN = "metrics cannot be written, the run continues"
 
 
@@ -134,18 +135,25 @@ class MetricsFile:
             self._log.warning(NOT_WRITTEN, versions=named, file=str(self.path), error=str(error))
         self._not_written |= versions
 
-    def discard(self, version: int) -> None:
-        """Remove entries of later versions, which are made again; at version 0, where a run begins, remove all."""
+    def discard(self, version: int) -> list[Span]:
+        """Remove entries of later versions, which are made again; at version 0, where a run begins, remove all.
+
+        Returns:
+            Where the removed lines were in the newer file, by which positions in it have moved.
+        """
         self._pending.clear()
+        removed: list[Span] = []
         for path in (self.path.with_suffix(".old.jsonl"), self.path):
+            removed = []
             try:
                 with path.open("rb") as old:
-                    entries = ((line, Entry.parse(line)) for line in (old if version > 0 else ()))
-                    rewrite(path, (line for line, entry in entries if entry is not None and entry.version <= version))
+                    rewrite(path, _kept(old, version, removed))
             except FileNotFoundError:
                 continue
             except OSError as error:
                 self._log.warning("metrics of later versions could not be removed", file=str(path), error=str(error))
+                removed = []
+        return removed
 
     def _cut_last_line(self) -> None:
         """Remove a last line that a kill cut short."""
@@ -164,6 +172,18 @@ class MetricsFile:
             pass
         except OSError as error:
             self._log.warning("metrics cannot be read", file=str(self.path), error=str(error))
+
+
+def _kept(lines: Iterable[bytes], version: int, removed: list[Span]) -> Iterator[bytes]:
+    """The lines of entries up to a version; notes where the others are."""
+    start = 0
+    for line in lines:
+        entry = Entry.parse(line) if version > 0 else None
+        if entry is not None and entry.version <= version:
+            yield line
+        else:
+            removed.append((start, len(line)))
+        start += len(line)
 
 
 def rounded(value: float) -> float | int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.config import Config
-from sampler.files.metrics_file import Entry
+from sampler.files.metrics_file import Entry, Span
 from sampler.trackers.base import Tracker, open_tracker
 
 READ = 256 << 10  # bytes
@@ -39,7 +39,8 @@ class TrackerFeed:
         self._id, self._offset = self._restored()
         self._settled = self._offset
         self._sent: deque[tuple[float, int]] = deque()  # times and offsets of what is sent but not settled yet
-        self._discarded: tuple[int, int] | None = None  # version, and the remaining size of the file
+        # Versions that the run went back to, and what was removed from the file then; not applied yet.
+        self._discarded: deque[tuple[int, list[Span]]] = deque()
         self._finished = self._stopped = self._has_failed = self._is_full = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"to-{name}", daemon=True)
@@ -53,9 +54,9 @@ class TrackerFeed:
         """Note that the file was renamed and a new one begun: send the rest of the old one, then the new one."""
         self._is_full = True
 
-    def discard(self, version: int) -> None:
-        """Note that the file was rewritten without the entries of later versions."""
-        self._discarded = (version, self._file.stat().st_size if self._file.exists() else 0)
+    def discard(self, version: int, removed: list[Span]) -> None:
+        """Note that the file was rewritten without the entries of later versions, which were at `removed`."""
+        self._discarded.append((version, removed))
         self._wake.set()
 
     def stop(self, finished: bool) -> None:
@@ -77,7 +78,7 @@ class TrackerFeed:
             self._wake.clear()
             is_last = self._stopped
             try:
-                if file is None or self._discarded is not None:
+                if file is None or self._discarded:
                     file = self._reopened(file)
                 if file is not None:
                     self._send(file)
@@ -103,19 +104,18 @@ class TrackerFeed:
         self._has_failed = True
 
     def _reopened(self, file: IO[bytes] | None) -> IO[bytes] | None:
-        """Open the file anew, and apply a `discard`; None if it does not exist yet."""
+        """Open the file anew, and apply each `discard`; None if it does not exist yet."""
         if file is not None:
             file.close()
-        discarded = self._discarded
-        if discarded is not None:
-            version, size = discarded
+        while self._discarded:
+            version, removed = self._discarded[0]
             if version == 0:
                 self._begin_new_run()
             elif self._id or self._offset:
-                self._move(size)
                 self._opened().discard(version)
-            if self._discarded is discarded:
-                self._discarded = None
+                # What the tracker has not got yet may be from before that version, and stay in the file.
+                self._move(self._offset - sum(length for start, length in removed if start < self._offset))
+            self._discarded.popleft()
         if not self._file.exists():
             return None
         opened = self._file.open("rb")

@@ -146,18 +146,34 @@ def test_versions_made_again_replace_those_before(tmp_path: Path, recorder: Reco
     file.append(entries(range(1, 6)))
     follows.wake()
     recorder.has_got()
-    file.discard(2)
-    follows.discard(2)
+    follows.discard(2, file.discard(2))
     file.append(entries(range(3, 4)))
     follows.wake()
     recorder.has_got()
     assert recorder.discarded == [2]
     versions = [entry.version for entry in recorder.entries if entry.process == "sampler"]
     assert versions == [1, 2, 3, 4, 5, 3]
-    file.discard(0)
-    follows.discard(0)
+    follows.discard(0, file.discard(0))
     end(follows)
     assert run_id("wandb", file.path.parent) == ""
+
+
+def test_a_tracker_that_was_behind_gets_what_stays_when_the_run_goes_back(tmp_path: Path, recorder: Recorder) -> None:
+    file, follows = begun(tmp_path)
+    file.append(entries(range(1, 3)))
+    follows.wake()
+    recorder.has_got()
+    end(follows, finished=False)
+    file.append(entries(range(3, 7)))  # of the sampler's last moments, when the tracker no longer answered
+    file, follows = begun(tmp_path)
+    follows.discard(5, file.discard(5))
+    follows.discard(4, file.discard(4))
+    file.append(entries(range(5, 6)))
+    follows.wake()
+    end(follows)
+    assert recorder.discarded == [5, 4]
+    versions = [entry.version for entry in recorder.entries if entry.process == "sampler"]
+    assert [*dict.fromkeys(versions)] == [1, 2, 3, 4, 5]  # 5 once or twice
 
 
 def test_what_a_kill_may_have_taken_along_is_sent_again(tmp_path: Path, recorder: Recorder) -> None:

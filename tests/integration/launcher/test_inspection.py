@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -56,8 +57,8 @@ def test_status_shows_step_processes_and_a_learner_that_is_gone(
         assert "step 5/8, running" in text
         assert "generator-9" in text
         assert "gone" not in text
-        real_broker.redis.zincrby(real_broker.key("alive"), -92_000, "learner")
-        assert "the learner has been gone for 92 s" in shown(inspection.show(config))
+        real_broker.redis.zincrby(real_broker.key("alive"), -5_400_000, "learner")
+        assert re.search(r"the learner has been gone for 54\d\d s", shown(inspection.show(config)))
         inspection.status(config=tmp_path / "run.yaml", as_json=True)
         facts = json.loads(capsys.readouterr().out)
         real_broker.finish()
@@ -65,7 +66,7 @@ def test_status_shows_step_processes_and_a_learner_that_is_gone(
     assert (facts["step"], facts["steps"], facts["finished"], facts["evaluations"]) == (5, 8, False, [])
     assert (facts["counters"]["dispatched"], facts["metrics"]["reward/mean"]) == (7, 0.5)
     assert facts["processes"]["generator-9"]["role"] == "generator"
-    assert int(facts["learner_gone_seconds"]) == 92
+    assert 5400 <= facts["learner_gone_seconds"] < 5500
 
 
 def test_dead_letters_are_listed_and_put_back(
