@@ -164,8 +164,15 @@ class GeneratorConfig(Section):
     logprob_tolerance: float | None = Field(
         None,
         gt=0,
-        description="Largest mean difference from the learner's log-probs of a fixed prompt that is accepted after the "
-        "first weight update; null: 0.02 if both compute in float32, else 0.25 (docs/operations.md).",
+        description="Largest mean difference from the learner's log-probs of a fixed prompt that is accepted after a "
+        "weight update; null: 0.02 if both compute in float32, else 0.25 (docs/operations.md).",
+        json_schema_extra=LOCAL,
+    )
+    check_every: int = Field(
+        10,
+        ge=1,
+        description="After the first three updates to trained weights, every how many updates log-probs are compared "
+        "with the learner's.",
         json_schema_extra=LOCAL,
     )
     tool_parser: str = Field(

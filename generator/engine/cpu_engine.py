@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from generator.engine import torchvision
+
 SMALL_VOCABULARY = 4096
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 TWO_PROCESSES = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -66,6 +68,7 @@ def inspect_here(model: str) -> None:
     """
     from vllm import ModelRegistry
 
+    torchvision.stand_in()
     # If this fails, vLLM itself gives the better error.
     with contextlib.suppress(Exception):
         for name in json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["architectures"]:

@@ -219,6 +219,11 @@ class Engine:
         ids, logprobs = reading.places(output)
         return (ids[:, 1:], logprobs[:, 1:]) if top_k else logprobs[:, 0]
 
+    async def expert_kernels(self) -> list[str]:
+        """Names of vLLM's kernels that compute the experts of a mixture; none if the model is dense."""
+        of_workers = await self.llm.collective_rpc("expert_kernels")
+        return sorted({name for names in of_workers for name in names})
+
     async def load(self, version: int, weights: NewWeights) -> float:
         """Continue with other weights: requests in flight keep their tokens and continue under the new weights.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.keeper import die_with_parent
+from generator.engine import torchvision
 from generator.engine.cpu_experts import report_experts
 
 BACKEND = "spo"  # what vLLM calls our weight transfer engine
@@ -28,11 +29,13 @@ def register() -> None:
     generator that is killed could do neither itself. On a CPU it fixes sampling with seeds, and reports the
     experts that a mixture chose. In a teacher's server it divides the logits by the policy's temperature.
     """
+    torchvision.stand_in()
     _die_with_parent()
     _unlink_mapped_memory()
     _hold_generators()
     report_experts()
     _divide_logits()
+    _name_kernels()
     # A forked process has the plugin already and does not load it again.
     multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -109,6 +112,19 @@ def _divide_logits() -> None:
         return None if logits is None else logits.float() / temperature
 
     owner.forward = divided
+
+
+def _name_kernels() -> None:
+    """Let workers answer which kernels compute the experts of a mixture (`Engine.expert_kernels`)."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def names(worker: Any) -> list[str]:
+        from generator.engine.expert_kernels import expert_kernels
+
+        return expert_kernels(worker.get_model())
+
+    owner: Any = WorkerBase
+    owner.expert_kernels = names
 
 
 def _extend(owner: Any, name: str, more: Callable[[Any], None]) -> None:

@@ -14,8 +14,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -24,9 +22,9 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
+from generator.engine.expert_kernels import expert_methods
+
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-# Kernels of experts that are tested to compute the learner's log-probs after updates (tests/e2e/test_mixtures.py).
-PROVEN = (UnquantizedMoeBackend.CPU,)
 
 
 class DirectLoad:
@@ -81,37 +79,17 @@ class DirectLoad:
             process(self._dtype)
 
 
-def check_experts(model: nn.Module, has_adapters: bool = False) -> None:
-    """Refuse a mixture of experts whose kernels are not tested to take new weights.
-
-    vLLM transforms experts after it first loads them, differently for each of its backends. If it leaves out a part of
-    this at an update, only log-probs show it.
-
-    Args:
-        has_adapters: whether vLLM computes adapters beside the weights. If so, experts never get new weights, but vLLM
-            uses Triton's kernels, which a CPU lacks.
+def check_adapters(model: nn.Module) -> None:
+    """Refuse a mixture of experts whose adapters vLLM would compute with kernels that are not here.
 
     Raises:
-        ValueError: the kernels are untested, or adapters need Triton.
+        ValueError: the machine lacks them.
     """
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if not isinstance(method, FusedMoEMethodBase):
-            continue
-        if has_adapters:
-            if current_platform.is_cpu():
-                raise ValueError(
-                    "with adapters vLLM computes a mixture of experts with Triton's kernels, which a CPU lacks; set "
-                    "learner.lora.serve=merged"
-                )
-            continue
-        backend = getattr(method, "unquantized_backend", None)
-        if type(method) is not UnquantizedFusedMoEMethod or backend not in PROVEN:
-            name = type(method).__name__ if backend is None else backend.value
-            raise ValueError(
-                f"it is a mixture of experts, which vLLM computes with {name} here, and no test has shown that new "
-                f"weights reach it (tested: {', '.join(proven.value for proven in PROVEN)})"
-            )
+    if current_platform.is_cpu() and any(expert_methods(model)):
+        raise ValueError(
+            "with adapters vLLM computes a mixture of experts with Triton's kernels, which a CPU lacks; set "
+            "learner.lora.serve=merged"
+        )
 
 
 def _has_experts(layer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Checks after the first updates that the engine's log-probs agree with the learner's."""
+"""Checks after updates of the weights that the engine's log-probs agree with the learner's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from generator.engine.engine import Engine
 # Mean |difference| of log-probs that rounding can explain, by the type both sides compute in.
 FLOAT32_TOLERANCE = 0.02
 BFLOAT16_TOLERANCE = 0.25
+AT_FIRST = 3  # updates to trained versions after each of which log-probs are compared
 
 
 class LogprobCheck:
-    """Compares log-probs of a fixed prompt after the first update, and after the first update to a trained version."""
+    """Compares log-probs of a fixed prompt after each of the first updates, then after every `check_every`-th one."""
 
     def __init__(self, engine: Engine, config: Config, log: Any) -> None:
         self._engine, self._log = engine, log
@@ -26,18 +27,22 @@ class LogprobCheck:
             is_float32 = config.model.dtype == config.learner.dtype == "float32"
             tolerance = FLOAT32_TOLERANCE if is_float32 else BFLOAT16_TOLERANCE
         self._tolerance = tolerance
-        self._is_done = self._agreed = False
+        self._every = config.generator.check_every
+        self._trained = 0  # updates to trained versions
+        self._agreed = False
 
     async def after_update(self, manifest: Manifest) -> None:
-        """Check the weights that have just been loaded, unless enough versions have been checked.
+        """Check the weights that have just been loaded, if it is their turn.
 
         Raises:
             UserError: the engine's log-probs are not the learner's.
         """
-        if self._is_done or not manifest.check_token_ids:
+        if not manifest.check_token_ids:
             return
         # Version 0 is what the engine started with, so it proves nothing about the transfer.
-        self._is_done = manifest.version > 0
+        self._trained += manifest.version > 0
+        if self._trained > AT_FIRST and self._trained % self._every:
+            return
         try:
             logprobs = await self._engine.logprobs(manifest.check_token_ids)
         except ValueError as error:  # some engine arguments rule out log-probs of prompts
@@ -45,12 +50,16 @@ class LogprobCheck:
             return
         difference = float(np.abs(logprobs[1:] - np.asarray(manifest.check_logprobs)).mean())
         if not difference <= self._tolerance:  # NaN fails too
+            kernels = ", ".join(await self._engine.expert_kernels())
+            experts = f"vLLM's kernels for experts ({kernels}) do not take new weights, " if kernels else ""
             diverged = "training diverges (an earlier version agreed; lower learner.lr), " if self._agreed else ""
             raise UserError(
                 f"after the update to version {manifest.version}, log-probs of the engine differ by {difference:.3g} "
                 f"from the learner's on average (generator.logprob_tolerance = {self._tolerance:g}): {diverged}not all "
-                f"weights have arrived, vLLM computes {self._model} differently from transformers, or generator.engine "
-                "quantises it; compare the two on one prompt, or raise the tolerance if the difference is intended"
+                f"weights have arrived, {experts}vLLM computes {self._model} differently from transformers, "
+                "or generator.engine quantises it; compare the two on one prompt, or raise the tolerance if the "
+                "difference is intended"
             )
+        log = self._log.debug if self._agreed and self._trained > 1 else self._log.info
         self._agreed = True
-        self._log.info("log-probs agree with the learner's", version=manifest.version, difference=difference)
+        log("log-probs agree with the learner's", version=manifest.version, difference=difference)

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from generator.weights.direct_load import DirectLoad, check_experts
+from generator.weights.direct_load import DirectLoad, check_adapters
 from generator.weights.mappings import Mappings
 from generator.weights.shared_weights import tensors
 from generator.weights.weight_names import check_names, is_tied
@@ -62,8 +62,9 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Check that the model can take updates; raises like `check_experts`. Each update names its own file."""
-        check_experts(self.model, has_adapters=self.vllm_config.lora_config is not None)
+        """Check that the model can take updates; raises like `check_adapters`. Each update names its own file."""
+        if self.vllm_config.lora_config is not None:
+            check_adapters(self.model)
 
     @cached_property
     def _mappings(self) -> Mappings:

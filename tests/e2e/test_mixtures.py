@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
-import torch
 
 from common.config import Config, parse_config
 from common.errors import UserError
 from generator.engine.engine import Engine
-from generator.weights import direct_load
 from learner.checkpoint.export import export_model
 from learner.ranks.world import start
 from learner.trainer import Trainer
@@ -45,6 +43,7 @@ def test_engine_and_learner_agree_before_and_after_updates(family: str, deltas: 
     trainer = Trainer(config, start())
 
     async def scene(update: Update) -> None:
+        assert await update.engine.expert_kernels() == ["CPU"]
         assert difference(trainer, await sample(update.engine)) < SAME
         for version in (1, 2):
             move(trainer)
@@ -115,18 +114,3 @@ async def gap(engine: Engine, model: Any) -> float:
     sampled = await engine.generate(prompt, max_tokens=40)
     reference = reference_logprobs(model, prompt + sampled.token_ids.tolist())
     return float(np.abs(reference[len(prompt) :] - sampled.logprobs).mean())
-
-
-def test_kernels_of_experts_without_proof_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, method = torch.nn.Module(), object.__new__(direct_load.UnquantizedFusedMoEMethod)
-    torch.nn.Module.__init__(method)
-    layer.quant_method = method
-    for backend in direct_load.UnquantizedMoeBackend:
-        method.unquantized_backend = backend
-        if backend in direct_load.PROVEN:
-            direct_load.check_experts(layer)
-        else:
-            with pytest.raises(ValueError, match=f"vLLM computes with {backend.value} here"):
-                direct_load.check_experts(layer)
-    monkeypatch.setattr(direct_load.current_platform, "is_cpu", lambda: False)
-    direct_load.check_experts(layer, has_adapters=True)

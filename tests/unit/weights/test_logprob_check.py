@@ -22,7 +22,9 @@ def off(by: float) -> list[float]:
     return [logprob + by for logprob in LOGPROBS]
 
 
-def scored(*versions: tuple[int, list[float]], dtype: str = "float32", **generator: Any) -> int:
+def scored(
+    *versions: tuple[int, list[float]], dtype: str = "float32", kernels: list[str] | None = None, **generator: Any
+) -> int:
     """Update to these versions with log-probs of the learner; the engine's are `LOGPROBS`. Counts its scores."""
     scores = 0
 
@@ -32,6 +34,9 @@ def scored(*versions: tuple[int, list[float]], dtype: str = "float32", **generat
             assert token_ids == TOKEN_IDS
             scores += 1
             return np.asarray([0.0, *LOGPROBS], np.float32)
+
+        async def expert_kernels(self) -> list[str]:
+            return kernels or []
 
     config = config_of(model={"path": "m", "dtype": dtype}, learner={"dtype": dtype}, generator=generator)
     check = LogprobCheck(Engine(), config, structlog.get_logger())
@@ -64,7 +69,15 @@ def test_rounding_within_the_tolerance_is_not_refused(by: float, settings: dict[
         scored((3, off(max(by, 0.01))), **settings | {"logprob_tolerance": 0.001})
 
 
-def test_checks_go_on_until_a_trained_version_has_been_checked() -> None:
-    assert scored((0, LOGPROBS), (1, LOGPROBS), (2, off(9)), (3, LOGPROBS)) == 2
-    with pytest.raises(UserError, match="update to version 1, .*: training diverges"):
-        scored((0, LOGPROBS), (1, off(9)))
+def test_the_first_updates_and_every_tenth_are_checked() -> None:
+    assert scored(*((version, LOGPROBS) for version in range(10))) == 4  # 0 to 3
+    assert scored(*((version, LOGPROBS) for version in range(5, 26))) == 5  # the first three, the 10th and the 20th
+    assert scored(*((version, LOGPROBS) for version in range(10)), check_every=2) == 7
+    later = [(version, off(9) if version == 10 else LOGPROBS) for version in range(11)]
+    with pytest.raises(UserError, match="update to version 10, .*: training diverges"):
+        scored(*later)
+
+
+def test_the_kernels_of_experts_are_named() -> None:
+    with pytest.raises(UserError, match=r"kernels for experts \(TRITON\) do not take new weights"):
+        scored((1, off(9)), kernels=["TRITON"])
