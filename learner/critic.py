@@ -26,7 +26,9 @@ from learner.batch.gae import gae, normalised, returns
 from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.policy.attention import PackedSequences
 from learner.policy.engine import build_engine, load_on_ranks, optimizer_step, set_learning_rate
+from learner.policy.forward_check import check_critic
 from learner.policy.model import load_model, read_packed
+from learner.policy.packing import Packing
 from learner.ranks.world import World
 from learner.stats import Stats
 
@@ -53,7 +55,7 @@ class ValueModel(nn.Module):
     def __init__(self, model: PreTrainedModel, head: str) -> None:
         """Wrap a model whose child named `head` is a `ValueHead`."""
         super().__init__()
-        self.model, self.head = model, head
+        self.model, self.head, self.packing = model, head, Packing(model)
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, sequences: PackedSequences, predict: torch.Tensor
@@ -171,6 +173,8 @@ class Critic:
         model = load_on_ranks(with_critics_path(config), world, load_value_model, critic_key(config))
         check_vocabulary(config, model, vocabulary)
         self.engine = build_engine(model, self.learner, world)
+        if self.settings.model is not None:  # otherwise it is the policy's
+            check_critic(self.engine, self.settings.model, critic_key(config))
 
     @torch.no_grad()
     def judge(self, batch: RolloutBatch, stats: Stats) -> RolloutBatch:

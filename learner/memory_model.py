@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from learner.critic import attention_parameters
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
-from learner.policy.kernels import has_sinks
+from learner.policy.kernels import varlen_lacks
 from learner.policy.logprobs import LogprobHead
 from learner.policy.model import Policy, own_slice
 from learner.ranks.ulysses import SequenceGroup
@@ -215,13 +215,14 @@ def parameter_sizes(config: PreTrainedConfig) -> list[int]:
 
 def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> Policy:
     """The learner's policy with random weights, or fake ones under a `FakeTensorMode`."""
-    attention = PACKED_VARLEN if micro.on_gpu and not has_sinks(config) else PACKED_SDPA
+    attention = PACKED_VARLEN if micro.on_gpu and varlen_lacks(config) is None else PACKED_SDPA
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if micro.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # A GPU writes float32 logits of 16-bit operands at once: as much as rounding them and converting them back takes.
     policy = Policy(model.train(), micro.chunk, 1.0, float32_head=not micro.on_gpu)
     for parameter in policy.parameters():
+        parameter.requires_grad_()  # torch's tracker of memory refuses frozen ones; an indexer's are few
         # As ZeRO 2 and 3 do: a gradient is reduced and freed as soon as it is computed.
         parameter.register_post_accumulate_grad_hook(_drop)
     return policy

@@ -27,6 +27,7 @@ from learner.policy.engine import (
     optimizer_step,
     set_learning_rate,
 )
+from learner.policy.forward_check import check_policy
 from learner.policy.lora import merged_weights
 from learner.policy.model import Policy
 from learner.policy.routers import Routing, routing_statistics
@@ -62,6 +63,7 @@ class Trainer:
         # A loss that is missing on one machine must end all ranks, which would otherwise wait for that one.
         self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
         self.engine = build_engine(load_on_ranks(config, world), config.learner, world)
+        check_policy(self.engine, config.model.path)
         self.teacher = config.teacher if config.teachers_in_use() else None
         if config.algorithm.has_critic:
             self.critic = Critic(config, world, self.policy.vocabulary)

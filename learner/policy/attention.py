@@ -28,8 +28,8 @@ with contextlib.suppress(ImportError):
 
 PACKED_SDPA = "spo_packed_padded"  # transformers would refuse a name with "sdpa" for models with sinks
 PACKED_VARLEN = "spo_packed_varlen"
-# Parts of a model's attention that an implementation here may lack, and the implementation that may have each.
-MISSING_PARTS = {"softcap": "flash_attention_2", "s_aux": "sdpa"}
+MISSING_PARTS = ("softcap", "s_aux")  # parts of a model's attention that varlen lacks, and sdpa has
+CHUNKED = "chunked_attention"  # the type of layers, as transformers names it, whose tokens see their own chunk alone
 SINK_WIDTH = 8  # numbers that a sink adds to a head; kernels take multiples of 8
 # Up to this length torch's kernel for CPUs is faster in float32 than in 16 bits, up to twice at 85 tokens.
 FLOAT32_LENGTH = 512
@@ -159,30 +159,29 @@ def packed_sdpa(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sequence; [1, H, T, D] in, [1, T, H, D] out.
 
     Args:
         s_aux: sinks [H]: scores, one a head, that take part in every softmax and bring no value.
-
-    Raises:
-        UserError: the model's attention has a part that this one lacks (soft-capping).
+        softcap: scores s become softcap * tanh(s / softcap); they are then in memory, [R, H, L, L].
     """
-    _check_parts(others)
+    attend = F.scaled_dot_product_attention if softcap is None else partial(_soft_capped, softcap)
     if s_aux is not None:
         scaling = scaling or query.shape[-1] ** -0.5
         s_aux = s_aux / scaling
     tokens_QKV = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     outputs = []
     for group in sequences.padded:
-        q, k, v = (_repeated(tensor, group.indices).unflatten(0, group.shape).transpose(1, 2) for tensor in tokens_QKV)
+        q, k, v = (repeated(tensor, group.indices).unflatten(0, group.shape).transpose(1, 2) for tensor in tokens_QKV)
         if q.device.type == "cpu" and q.dtype.itemsize < 4 and group.shape[1] <= FLOAT32_LENGTH:
             q, k, v = q.float(), k.float(), v.float()
-        window = _window_mask(group.shape[1], sliding_window, q.device)
+        window = _window_mask(group.shape[1], sliding_window, _chunk(module), q.device)
         if s_aux is not None:
             q, k, v, window = _with_sinks(q, k, v, window, s_aux)
-        output = F.scaled_dot_product_attention(
+        output = attend(
             q,
             k,
             v,
@@ -197,6 +196,29 @@ def packed_sdpa(
         outputs.append(output.transpose(1, 2).flatten(0, 1).to(query.dtype))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return padded.index_select(0, sequences.unpad_indices)[None], None
+
+
+def _soft_capped(
+    softcap: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What `F.scaled_dot_product_attention` computes, with scores that are soft-capped before the softmax."""
+    if enable_gqa:
+        k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    scores = torch.tanh(scores / softcap) * softcap
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    return F.dropout(scores.softmax(-1, dtype=torch.float32), dropout_p).to(v.dtype) @ v
 
 
 def _with_sinks(
@@ -240,12 +262,16 @@ def packed_varlen(
         attend: `torch.nn.attention.varlen.varlen_attn`, or another function of its signature.
 
     Raises:
-        UserError: like `packed_sdpa`.
+        UserError: the model's attention has a part that the kernel lacks.
     """
-    _check_parts(others)
+    for part in MISSING_PARTS:
+        if others.get(part) is not None:
+            raise UserError(
+                f"learner.attention: this model's attention uses {part}, which varlen lacks; set learner.attention=sdpa"
+            )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if sequences.places is not None:
-        q, k, v = (_repeated(tensor, sequences.places) for tensor in (q, k, v))
+        q, k, v = (repeated(tensor, sequences.places) for tensor in (q, k, v))
     output = attend(
         q,
         k,
@@ -265,7 +291,7 @@ def packed_varlen(
 
 
 class _Repeated(torch.autograd.Function):
-    """Tokens [T, H, D] taken at int64 [N]; gradients of a token that is taken several times are added up in float32."""
+    """See `repeated`."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -280,27 +306,28 @@ class _Repeated(torch.autograd.Function):
         return total.index_add_(0, at, grad.to(total.dtype)).to(grad.dtype), None
 
 
-def _repeated(tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def repeated(tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Tokens [T, …] taken at int64 [N], each any number of times; gradients are added up in float32."""
     taken: torch.Tensor = _Repeated.apply(tokens, at)  # type: ignore[no-untyped-call]
     return taken
 
 
-def _check_parts(parts: dict[str, Any]) -> None:
-    for name, other in MISSING_PARTS.items():
-        if parts.get(name) is not None:
-            raise UserError(
-                f"learner.attention: this model's attention uses {name}, which is not in the implementation chosen "
-                f"here; set learner.attention={other}"
-            )
-
-
-def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Causal mask [L, L] over the last `window` tokens; None if plain causality is the same."""
-    if window is None or length <= window:
+def _window_mask(length: int, window: int | None, chunk: int | None, device: torch.device) -> torch.Tensor | None:
+    """Causal mask [L, L] over the last `window` tokens, of the same `chunk`; None if plain causality is the same."""
+    if length <= min(window or length, chunk or length):
         return None
     position = torch.arange(length, device=device)
     back = position[:, None] - position
-    return (back >= 0) & (back < window)
+    mask = (back >= 0) & (back < (window or length))
+    return mask & (position[:, None] // chunk == position // chunk) if chunk else mask
+
+
+def _chunk(module: torch.nn.Module) -> int | None:
+    """Tokens of the chunks that the layer's attention stays in; None if it sees all earlier tokens."""
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    if not types or types[module.layer_idx] != CHUNKED:
+        return None
+    return int(module.config.attention_chunk_size)  # type: ignore[union-attr, arg-type]
 
 
 def across_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,5 +357,51 @@ def across_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-AttentionInterface.register(PACKED_SDPA, across_ranks(packed_sdpa))
-AttentionInterface.register(PACKED_VARLEN, across_ranks(partial(packed_varlen, varlen_attn)))
+def _of_packing(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention of a model's layer, whose `packing` (`learner.policy.packing`) says where the sequences are."""
+
+    @wraps(attend)
+    def attention(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **named: Any,
+    ) -> tuple[torch.Tensor, None]:
+        packing = module.packing
+        if packing.in_rows:
+            return _attention_in_rows(query, key, value, mask, **named), None
+        return attend(module, query, key, value, mask, sequences=packing.sequences, **named)  # type: ignore[no-any-return]
+
+    return attention
+
+
+def _attention_in_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    indices: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Attention over padded rows; [R, H, L, D] in, [R, L, H, D] out.
+
+    Args:
+        mask: tokens that each token sees, bool [R, 1, L, L].
+        indices: tokens that an indexer chose for each token [R, L, topk]; those it does not see count for nothing.
+    """
+    if indices is not None and mask is not None:
+        chosen = torch.zeros_like(mask[:, 0]).contiguous().scatter(-1, indices.long(), True)
+        mask = mask & chosen[:, None]
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2)
+
+
+AttentionInterface.register(PACKED_SDPA, _of_packing(across_ranks(packed_sdpa)))
+AttentionInterface.register(PACKED_VARLEN, _of_packing(across_ranks(partial(packed_varlen, varlen_attn))))

@@ -14,13 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common.config import LearnerConfig
 from common.errors import UserError
 from learner.policy import attention
-from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN
+from learner.policy.attention import CHUNKED, PACKED_SDPA, PACKED_VARLEN
 
 # In order of preference, as `learner.attention` and as transformers name them.
 IMPLEMENTATIONS = {"varlen": PACKED_VARLEN, "flash_attention_2": "flash_attention_2", "sdpa": PACKED_SDPA}
 CAPABILITY = (8, 0)  # the least that flash attention, which the first two use, needs
 WIDEST_HEAD = 256
 WITH_SINKS = ("gpt_oss",)  # types of models whose attention only sdpa computes
+SOFT_CAPS = "soft caps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,9 @@ def _hindrance(name: str, config: LearnerConfig, model: PreTrainedConfig) -> str
     """Why an implementation of attention cannot be used here; None if it can."""
     if name == "sdpa":
         return None
-    if has_sinks(model):
-        return "the model's attention has sinks"
+    part = varlen_lacks(model)
+    if part is not None and not (name == "flash_attention_2" and part == SOFT_CAPS):
+        return f"the model's attention has {part}"
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     if name == "varlen" and attention.varlen_attn is None:
@@ -115,9 +117,17 @@ def _hindrance(name: str, config: LearnerConfig, model: PreTrainedConfig) -> str
     return None
 
 
-def has_sinks(model: PreTrainedConfig) -> bool:
-    """Whether the model's attention has sinks: scores without a value that take part in every softmax."""
-    return model.get_text_config().model_type in WITH_SINKS
+def varlen_lacks(model: PreTrainedConfig) -> str | None:
+    """The part of the model's attention that `varlen` lacks; None if it has all.
+
+    Sinks are scores without a value that take part in every softmax; chunks are what a token sees of those before it.
+    """
+    text = model.get_text_config()
+    if text.model_type in WITH_SINKS:
+        return "sinks"
+    if getattr(text, "attn_logit_softcapping", None):
+        return SOFT_CAPS
+    return "chunks" if CHUNKED in (getattr(text, "layer_types", None) or ()) else None
 
 
 def _head_width(model: PreTrainedConfig) -> int:

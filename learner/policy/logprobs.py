@@ -3,11 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+
+class LogitTransform(NamedTuple):
+    """What a model does with its logits z: softcap * tanh(z / softcap), then times `scale`, as vLLM computes it."""
+
+    softcap: float | None = None
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, config: Any) -> LogitTransform:
+        """The one of a text model's configuration, under the names that transformers' models have for it."""
+        value = partial(getattr, config)
+        scale = (value("logit_scale", None) or 1.0) * (value("lm_head_multiplier", None) or 1.0)
+        return cls(value("final_logit_softcapping", None), scale / (value("logits_scaling", None) or 1.0))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """The transformed logits; those given are overwritten."""
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if self.scale == 1 else logits.mul_(self.scale)
+
+    def slope(self, transformed: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of `apply` where its result is `transformed`: (1 - tanh²) scale."""
+        if self.softcap is None:
+            return self.scale
+        return transformed.div(self.softcap * self.scale).square_().neg_().add_(1).mul_(self.scale)
 
 
 class LogprobHead(nn.Linear):
@@ -19,16 +46,26 @@ class LogprobHead(nn.Linear):
     chunk: int
     temperature: float
     in_float32: bool
+    transform: LogitTransform
 
     @classmethod
-    def adopt(cls, head: nn.Linear, chunk: int, temperature: float, in_float32: bool = True) -> None:
+    def adopt(
+        cls,
+        head: nn.Linear,
+        chunk: int,
+        temperature: float,
+        in_float32: bool = True,
+        transform: LogitTransform | None = None,
+    ) -> None:
         """Turn a model's output layer into this class in place; parameters and their ties stay as they are.
 
         Args:
             in_float32: do not round logits to the weights' type; the generators must do the same (`head_dtype`).
+            transform: what the model does with the logits.
         """
         head.__class__ = cls
         head.chunk, head.temperature, head.in_float32 = chunk, temperature, in_float32  # type: ignore[assignment]
+        head.transform = transform or LogitTransform()  # type: ignore[assignment]
 
     def forward(  # type: ignore[override]
         self,
@@ -45,13 +82,14 @@ class LogprobHead(nn.Linear):
         Args:
             others: K more ids for each place, int64 [N, K]; their log-probs [N, K] become a third result.
         """
-        if targets is None:
-            return super().forward(hidden)
-        temperature = self.temperature if temperature is None else temperature
         precise = self.in_float32 and hidden.dtype.itemsize < 4
+        if targets is None:
+            logits = _projection(self.weight, self.bias, precise)(hidden.flatten(0, -2))
+            return logits.unflatten(0, hidden.shape[:-1])
+        temperature = self.temperature if temperature is None else temperature
         parts = self.parts(len(targets))
         results = _TargetLogprobs.apply(
-            hidden, self.weight, self.bias, targets, others, parts, temperature, entropy, precise
+            hidden, self.weight, self.bias, targets, others, parts, self.transform, temperature, entropy, precise
         )
         return results[:2] if others is None else results
 
@@ -64,20 +102,26 @@ class _TargetLogprobs(torch.autograd.Function):
     """Computes logits chunk by chunk, and once more in the backward pass instead of keeping them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, targets, others, parts, temperature, entropy, precise):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, hidden, weight, bias, targets, others, parts, transform, temperature, entropy, precise):  # type: ignore[no-untyped-def]
         logits_of = _projection(weight, bias, precise)
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.zeros_like(logprobs)
         of_others = None if others is None else torch.empty_like(others, dtype=torch.float32)
         for part in parts:
-            log_p = _log_softmax(logits_of(hidden[part]), temperature)
+            log_p = _log_softmax(transform.apply(logits_of(hidden[part]).float()), temperature)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             if of_others is not None:
                 of_others[part] = log_p.gather(1, others[part])
             if entropy:
                 entropies[part] = -log_p.exp().mul_(log_p).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, others, entropies)
-        ctx.parts, ctx.temperature, ctx.entropy, ctx.precise = parts, temperature, entropy, precise
+        ctx.parts, ctx.transform, ctx.temperature, ctx.entropy, ctx.precise = (
+            parts,
+            transform,
+            temperature,
+            entropy,
+            precise,
+        )
         ctx.set_materialize_grads(False)  # entropies that are only reported have no gradient
         return logprobs, entropies, of_others
 
@@ -94,7 +138,9 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for part in ctx.parts:
-            log_p = _log_softmax(logits_of(hidden[part]), ctx.temperature)
+            logits = ctx.transform.apply(logits_of(hidden[part]).float())
+            slope = ctx.transform.slope(logits)  # before the logits are overwritten
+            log_p = _log_softmax(logits, ctx.temperature)
             # With a large vocabulary, time goes into moving [C, V] tensors through memory, so avoid copies.
             p = log_p.exp() if with_entropy else log_p.exp_()
             grad_logits = p * -grad_sums[part, None] if with_entropy else p.mul_(-grad_sums[part, None])
@@ -103,7 +149,10 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad_logits.scatter_add_(1, others[part], grad_others[part])
             if with_entropy:
                 grad_logits -= grad_entropies[part, None] * p * (log_p + entropies[part, None])
-            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
+            for factor in (1 / ctx.temperature, slope):
+                if not isinstance(factor, float) or factor != 1:
+                    grad_logits.mul_(factor)
+            grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[part]
@@ -113,12 +162,7 @@ class _TargetLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 7,
         )
 
 
@@ -141,6 +185,5 @@ def _projection(
 
 
 def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log softmax of one chunk's logits over the temperature, float32 [C, V]; the logits are overwritten."""
-    logits = logits.float()
+    """log softmax of one chunk's float32 logits over the temperature, float32 [C, V]; the logits are overwritten."""
     return torch.log_softmax(logits if temperature == 1 else logits.div_(temperature), dim=-1)

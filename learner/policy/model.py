@@ -26,14 +26,11 @@ from common.model import check_model_folder, download_failure
 from common.model_files import HEAD, lacks, listed
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
 from learner.policy.kernels import AttentionChoice, apply_kernels, choose_attention
-from learner.policy.logprobs import LogprobHead
+from learner.policy.logprobs import LogitTransform, LogprobHead
 from learner.policy.lora import adapter_weights, add_adapter
+from learner.policy.packing import Packing, check_division
 from learner.policy.routers import Routers, Routing, check_routers
 from learner.ranks.ulysses import SequenceGroup
-
-# Parts of a model's output that a plain projection and softmax would silently leave out.
-OUTPUT_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-PACKED_LAYERS = {"full_attention", "sliding_attention"}
 
 LOGPROB_CHUNK = 1024  # tokens whose logits exist at the same time
 
@@ -59,10 +56,12 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.packing = Packing(model)
         self.routers = Routers.of(model)
         self.has_adapter = has_adapter
         self.attention = attention
-        LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature, float32_head)
+        transform = LogitTransform.of(model.config.get_text_config())
+        LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature, float32_head, transform)
 
     @property
     def vocabulary(self) -> int:
@@ -137,9 +136,11 @@ def read_packed(
     **arguments: Any,
 ) -> Any:
     """The output of a model without its head for packed tokens [1, T]; further arguments go to the model."""
-    is_flash = model.config._attn_implementation not in (PACKED_SDPA, PACKED_VARLEN)
-    packing: dict[str, Any] = sequences.flash_arguments() if is_flash else {"sequences": sequences}
-    return model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packing, **arguments)
+    packing: Any = model.packing
+    packing.sequences = sequences
+    if model.config._attn_implementation not in (PACKED_SDPA, PACKED_VARLEN):
+        arguments |= sequences.flash_arguments()
+    return model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments)
 
 
 def own_slice(
@@ -200,6 +201,11 @@ def load_policy(config: Config, weights: bool = True, key: str = "model.path") -
         attention=attention,
     )
     check_routers(policy.routers, config.learner, path, type(model).__name__)
+    check_division(policy.packing, config.learner, key, path)
+    if policy.packing.indexers:
+        get_logger().info(
+            "indexers are not trained: choosing tokens has no gradient", layers=listed(policy.packing.indexers)
+        )
     return policy
 
 
@@ -226,7 +232,6 @@ def load_model(
     dtype = getattr(torch, config.learner.dtype)
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        _check(model_config, path, key)
         if kind is AutoModelForTokenClassification:
             _become_scalar(model_config, path, key)
         if config.learner.sequence_parallel > 1:
@@ -251,8 +256,6 @@ def load_model(
         if failure:
             raise UserError(failure) from error
         raise UserError(f"{key} = {path!r} cannot be loaded: {first_line(error)}") from error
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UserError(f"{key} = {path!r}: {type(model).__name__} has an attention that transformers cannot replace")
     apply_kernels(model, config.learner.kernels)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -300,20 +303,6 @@ def _become_scalar(config: PreTrainedConfig, path: str, key: str) -> None:
             "with the same tokenizer that has one"
         )
     config.num_labels = 1
-
-
-def _check(config: PreTrainedConfig, path: str, key: str) -> None:
-    text = config.get_text_config()
-    for name in OUTPUT_EXTRAS:
-        value = getattr(text, name, None)
-        if value not in (None, 1, 1.0):
-            raise UserError(f"{key} = {path!r}: {name} = {value} is not supported by the learner")
-    odd = set(getattr(text, "layer_types", None) or ()) - PACKED_LAYERS
-    if odd:
-        raise UserError(
-            f"{key} = {path!r}: layers of type {', '.join(sorted(odd))} mix packed sequences; "
-            f"supported: {', '.join(sorted(PACKED_LAYERS))}"
-        )
 
 
 def _check_heads(config: PreTrainedConfig, ranks: int) -> None:

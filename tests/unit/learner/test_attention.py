@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from common.config import LearnerConfig
@@ -143,11 +144,37 @@ def test_sinks_take_their_share_of_every_softmax(window):
     torch.testing.assert_close(*ways)
 
 
-@pytest.mark.parametrize(("name", "part"), [("sdpa", "softcap"), ("varlen", "softcap"), ("varlen", "s_aux")])
-def test_parts_of_attention_that_are_missing_are_refused(name, part):
-    other = "sdpa" if part == "s_aux" else "flash_attention_2"
-    with pytest.raises(UserError, match=f"uses {part}, .*; set learner.attention={other}$"):
-        attend(PACKED[name], tensors_of(sum(LENGTHS)), **{part: torch.ones(4)})
+@pytest.mark.parametrize("part", ["softcap", "s_aux"])
+def test_parts_of_attention_that_are_missing_are_refused(part):
+    with pytest.raises(UserError, match=f"uses {part}, which varlen lacks; set learner.attention=sdpa$"):
+        attend(PACKED["varlen"], tensors_of(sum(LENGTHS)), **{part: torch.ones(4)})
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_soft_caps_are_those_of_a_model(window):
+    ways = []
+    for is_ours in (True, False):
+        tensors = tensors_of(sum(LENGTHS))
+        if is_ours:
+            output = attend(packed_sdpa, tensors, softcap=0.7, sliding_window=window, scaling=0.3)
+        else:
+            outputs, module = [], SimpleNamespace(num_key_value_groups=2, training=False)
+            for part in zip(*(tensor.split(LENGTHS, dim=2) for tensor in tensors), strict=True):
+                back = torch.arange(part[0].shape[2])[:, None] - torch.arange(part[0].shape[2])
+                mask = torch.where((back >= 0) & (back < (window or 99)), 0.0, -torch.inf).double()
+                outputs.append(gemma2_attention(module, *part, mask, scaling=0.3, softcap=0.7)[0])
+            output = torch.cat(outputs, dim=1)
+        ways.append(with_gradients(output, tensors))
+    torch.testing.assert_close(*ways, atol=1e-6, rtol=1e-5)  # both take their softmax in float32
+
+
+def test_a_layer_whose_attention_is_chunked_stays_in_the_tokens_chunk():
+    types = ["full_attention", "chunked_attention"]
+    layer = SimpleNamespace(config=SimpleNamespace(layer_types=types, attention_chunk_size=8), layer_idx=1)
+    tensors = tensors_of(sum(LENGTHS))
+    chunks = [min(8, length - start) for length in LENGTHS for start in range(0, length, 8)]
+    output, _ = packed_sdpa(layer, *tensors, None, sequences=pack_sequences(LENGTHS))
+    torch.testing.assert_close(output, attend(packed_sdpa, tensors, pack_sequences(chunks)))
 
 
 BOTH = ("liger_kernel", "triton")

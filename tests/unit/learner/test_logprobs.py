@@ -14,17 +14,23 @@ from common.payload import Payload
 from learner import memory_model
 from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.past_versions import PastVersions, exact_statistics, in_own_turn
-from learner.policy.logprobs import LogprobHead
+from learner.policy.logprobs import LogitTransform, LogprobHead
 from learner.policy.model import Policy, load_policy
 from tests.support.learner import ALONE, PACKER, learner_config, make_payload
 
 N, H, V = 50, 16, 33
 
 
-def head_of(chunk: int, temperature: float, bias: bool, dtype: torch.dtype = torch.float32) -> LogprobHead:
+def head_of(
+    chunk: int,
+    temperature: float,
+    bias: bool,
+    dtype: torch.dtype = torch.float32,
+    transform: LogitTransform | None = None,
+) -> LogprobHead:
     torch.manual_seed(0)
     head = nn.Linear(H, V, bias=bias, dtype=dtype)
-    LogprobHead.adopt(head, chunk, temperature)
+    LogprobHead.adopt(head, chunk, temperature, transform=transform)
     return head
 
 
@@ -44,12 +50,13 @@ def whole(
 @pytest.mark.parametrize(("chunk", "temperature"), [(7, 0.7), (1000, 1.0)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("k", [0, 5])
-def test_values_and_gradients_equal_those_of_a_whole_log_softmax(chunk, temperature, bias, k):
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (0.8, 1.0), (0.8, 2.5), (None, 0.25)])
+def test_values_and_gradients_equal_those_of_a_whole_log_softmax(chunk, temperature, bias, k, softcap, scale):
     """Of the targets, of k other ids at each place, and of the entropy."""
     torch.manual_seed(2)
     towards_logprobs, towards_entropy, towards_others = torch.randn(N), torch.randn(N), torch.randn(N, k)
     others = torch.rand(N, V).argsort(1)[:, :k] if k else None
-    head, results = head_of(chunk, temperature, bias), []
+    head, results = head_of(chunk, temperature, bias, transform=LogitTransform(softcap, scale)), []
     for is_chunked in (True, False):
         hidden, targets = inputs()
         head.zero_grad()
@@ -57,7 +64,8 @@ def test_values_and_gradients_equal_those_of_a_whole_log_softmax(chunk, temperat
         if is_chunked:
             values = head(hidden, targets, entropy=True, others=others)
         else:
-            values = whole(head(hidden), targets, temperature, others)
+            logits = head(hidden) if softcap is None else softcap * torch.tanh(head(hidden) / softcap)
+            values = whole(logits * scale, targets, temperature, others)
         logprobs, entropy, *more = values
         total = logprobs @ towards_logprobs + entropy @ towards_entropy
         sum(((one * towards_others).sum() for one in more), total).backward()
