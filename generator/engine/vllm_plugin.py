@@ -26,13 +26,15 @@ def register() -> None:
     """Register our weight transfer engine; vLLM may call this several times.
 
     It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
-    generator that is killed could do neither itself. On a CPU it fixes sampling with seeds, and reports the
-    experts that a mixture chose. In a teacher's server it divides the logits by the policy's temperature.
+    generator that is killed could do neither itself. On a CPU it fixes sampling with seeds and rotary embeddings,
+    and reports the experts that a mixture chose. In a teacher's server it divides the logits by the policy's
+    temperature.
     """
     torchvision.stand_in()
     _die_with_parent()
     _unlink_mapped_memory()
     _hold_generators()
+    _flatten_rotated()
     report_experts()
     _divide_logits()
     _name_kernels()
@@ -91,6 +93,28 @@ def _hold_generators() -> None:
 
     owner.sample_tokens = holding
     owner.sample_tokens.holds_generators = True
+
+
+def _flatten_rotated() -> None:
+    """Give the rotary embedding for CPUs its queries and keys as [T, H * D]: it computes [T, H, D] wrongly.
+
+    LFM2 is among the models that pass the latter.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.platforms import current_platform
+
+    owner: Any = RotaryEmbedding
+    rotate = owner.forward_cpu
+    if not current_platform.is_cpu() or hasattr(rotate, "__wrapped__"):
+        return
+
+    @functools.wraps(rotate)
+    def flat(embedding: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        shapes = query.shape, None if key is None else key.shape
+        rotated = rotate(embedding, positions, *(one if one is None else one.flatten(1) for one in (query, key)))
+        return tuple(one if one is None else one.view(shape) for one, shape in zip(rotated, shapes, strict=True))
+
+    owner.forward_cpu = flat
 
 
 def _divide_logits() -> None:

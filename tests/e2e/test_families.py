@@ -14,9 +14,9 @@ from tests.e2e.test_logprobs_agree import MOVED, Update, difference, move, sampl
 from tests.support.families import FAMILIES, save_tiny
 
 pytestmark = pytest.mark.e2e
-SAME = 5e-4  # mean |difference| of log-probs in float32
+SAME, SAME_IN_BFLOAT16 = 5e-4, 0.05  # mean |difference| of log-probs, by the engine's type
 QUICK = ["Falcon-H1", "Gemma 2"]
-REST = ["Cohere", "Granite", "Granite-4", "Nemotron", "Nemotron-H"]
+REST = ["Cohere", "Granite", "Granite-4", "LFM2", "Nemotron", "Nemotron-H", "Qwen3.5"]
 
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)])
@@ -32,13 +32,14 @@ def test_engine_and_learner_agree_before_and_after_updates(family: str, tmp_path
         }
     )
     trainer = Trainer(config, start())
+    same = SAME if config.model.dtype == "float32" else SAME_IN_BFLOAT16
 
     async def scene(update: Update) -> None:
-        assert difference(trainer, await sample(update.engine)) < SAME
+        assert difference(trainer, await sample(update.engine)) < same
         for version in (1, 2):
             move(trainer)
-            assert difference(trainer, await sample(update.engine)) > MOVED
+            assert difference(trainer, await sample(update.engine)) > max(MOVED, 2 * same)
             await update.checked(version, trainer, trainer.weights())
-            assert difference(trainer, await sample(update.engine)) < SAME
+            assert difference(trainer, await sample(update.engine)) < same
 
     asyncio.run(with_engine(config, scene))

@@ -158,7 +158,8 @@ FAMILIES: dict[str, Family] = {
     "LFM2": Family(
         "lfm2",
         "short convolutions, attention",
-        {"layer_types": ["conv", "full_attention"], "conv_dim": 64, "block_dim": 64, "block_multiple_of": 32},
+        {"layer_types": ["conv", "full_attention"], "conv_dim": 64, "block_dim": 64, "block_multiple_of": 32}
+        | {"tie_word_embeddings": True},
     ),
     "Falcon-H1": Family("falcon_h1", "Mamba beside attention, scales", MAMBA | {"mamba_d_ssm": 128}),
     "Granite-4": Family(
