@@ -184,8 +184,11 @@ def failing(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (rolling, r"get other log-probs from Qwen3ForCausalLM than one by one: [\d.]+ apart on average, and 0.0001 is"),
-        (scaled, r"get other log-probs"),
+        (
+            rolling,
+            r"Qwen3ForCausalLM computes other log-probs .* alone: [\d.]+ apart on average \(rounding explains 0.0001",
+        ),
+        (scaled, r"computes other log-probs"),
         (failing, r"Qwen3ForCausalLM cannot compute packed sequences: got an unexpected keyword argument"),
     ],
 )
@@ -196,8 +199,19 @@ def test_a_start_refuses_what_is_not_computed_exactly(change, line: str) -> None
         check_policy(Engine(policy), "here")
 
 
+def test_too_little_memory_is_not_the_models_fault() -> None:
+    policy = policy_of("Qwen3")
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    policy.model.base_model.forward = full
+    with pytest.raises(torch.OutOfMemoryError):
+        check_policy(Engine(policy), "here")
+
+
 def test_a_critic_of_another_model_is_asked_too() -> None:
     policy = policy_of("Qwen3")
     rolling(policy)
-    with pytest.raises(UserError, match=r"^critic.model = 'there': .* get other hidden states"):
+    with pytest.raises(UserError, match=r"^critic.model = 'there': .* computes other hidden states"):
         check_critic(Engine(policy), "there", "critic.model")
