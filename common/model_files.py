@@ -33,12 +33,12 @@ def contradiction(folder: Path, config: Mapping[str, Any], tokenizer: bool) -> s
     """
     text = config.get("text_config", config)
     sizes = text if isinstance(text, Mapping) else config
-    names, problem = _weights(folder)
+    names, problem = weight_headers(folder)
     problem = problem or _without_head(names, config, sizes) or _other_vocabulary(names, sizes)
     return problem or (_tokens_beyond(folder, sizes) if tokenizer else None)
 
 
-def _weights(folder: Path) -> tuple[Header, str | None]:
+def weight_headers(folder: Path) -> tuple[Header, str | None]:
     """Headers of the tensors in *.safetensors, and a line about files or tensors of the index that are missing."""
     for single, index in INDEXES.items():
         if (folder / single).exists():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import multiprocessing.util
 import os
@@ -22,7 +24,7 @@ from typing import Any, get_args
 from common.config import Config, LoraConfig
 from common.errors import UserError, first_line
 from common.files import socket_folder
-from common.model import check_model_folder, download_failure
+from common.model import cached_folder, check_model_folder, download_failure
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
@@ -234,6 +236,8 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         defaults["enforce_eager"] = True
         if not KV_CACHE & config.generator.engine.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             defaults["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+    if _is_multimodal(config.model.path):
+        defaults["language_model_only"] = True
     lora = config.learner.lora
     if lora is not None and lora.serve == "adapter" and config.run.has_learner:
         defaults |= lora_arguments(lora, config)
@@ -249,6 +253,14 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     if config.model.head_dtype == "float32" != config.model.dtype and isinstance(overrides, dict):
         arguments["hf_overrides"] = {"head_dtype": "float32"} | overrides
     return arguments
+
+
+def _is_multimodal(path: str) -> bool:
+    """Whether a model's config.json has a language model's configuration inside it."""
+    folder = Path(path) if Path(path).is_dir() else cached_folder(path)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return folder is not None and "text_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return False
 
 
 def _check_plugin() -> None:
@@ -286,7 +298,8 @@ def _linear_layers(config: Config) -> list[str]:
 
     path, trust = config.model.path, config.model.trust_remote_code
     with torch.device("meta"):
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        whole = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        model_config = whole.get_text_config(decoder=True)
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
     head = model.get_output_embeddings()
     linear = (name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head)

@@ -154,7 +154,7 @@ def lengths(config: Config) -> tuple[int, ...]:
 def _shape(path: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(path)
+    return AutoConfig.from_pretrained(path).get_text_config(decoder=True)
 
 
 @functools.cache

@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel
 
 from common.errors import first_line, one_line
 from common.log import get_logger
 from common.model import cached_folder
+from common.model_files import INDEXES, read_header, weight_headers
+from learner.policy.disk_names import untrained
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Tokenizers, templates, processors, generation settings, code and licences, whatever they are called.
 CARRIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
 TEMPLATES = "additional_chat_templates"  # a folder
 NOT_CARRIED = (CONFIG, "*.index.json", "adapter_config.json", "trainer_state.json", "all_results.json")
+SHARD, INDEX = "model-{:05}-of-{:05}.safetensors", INDEXES["model.safetensors"]
 DTYPES = ("dtype", "torch_dtype")
 
 
@@ -36,6 +41,7 @@ def complete(model: PreTrainedModel, dtype: torch.dtype, path: str, folder: Path
     if source is None or not source.is_dir():
         get_logger().warning("exported without a tokenizer: the files of the model are missing", model=path)
         return
+    _add_weights(model, source, folder)
     for file in _carried(source):
         target = folder / file.relative_to(source)
         target.parent.mkdir(exist_ok=True)
@@ -66,6 +72,41 @@ def source_folder(path: str) -> Path | None:
     return folder
 
 
+def _add_weights(model: PreTrainedModel, source: Path, folder: Path) -> None:
+    """Add those of the source's weights that are not the model's: of other parts of a multimodal model, and buffers.
+
+    A critic, whose configuration is its own, gets buffers alone.
+    """
+    headers, _ = weight_headers(source)
+    own = model.state_dict().keys() if _is_critic(model) else None
+    added = [name for name, there in untrained(model, headers).items() if own is None or there in own]
+    if not added:
+        return
+    shards = sorted(folder.glob("*.safetensors"))
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        renamed = shard.rename(folder / SHARD.format(number, len(shards) + 1))
+        places |= dict.fromkeys(read_header(renamed), renamed.name)
+    last = folder / SHARD.format(len(shards) + 1, len(shards) + 1)
+    save_file(_tensors(source, added), last, metadata={"format": "pt"})
+    places |= dict.fromkeys(added, last.name)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _tensors(source: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    wanted, tensors = set(names), dict[str, torch.Tensor]()
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in wanted & set(opened.keys())}
+    return tensors
+
+
+def _is_critic(model: PreTrainedModel) -> bool:
+    return type(model).__name__.endswith("ForTokenClassification")
+
+
 def _carried(source: Path) -> Iterator[Path]:
     left_out = {file for pattern in NOT_CARRIED for file in source.glob(pattern)}
     files = {file for pattern in CARRIED for file in source.glob(pattern)} | {*source.glob(f"{TEMPLATES}/*")}
@@ -79,12 +120,13 @@ def _write_config(model: PreTrainedModel, dtype: torch.dtype, source: Path, targ
     bytes are the source's. A model of another type than the source's keeps the configuration of its own.
     """
     values: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
-    if values.get("model_type") != model.config.model_type:
+    is_part = model.is_part and not _is_critic(model)
+    if values.get("model_type") != model.config.model_type and not is_part:
         return
     changed = _with_dtype(values, str(dtype).removeprefix("torch."))
-    if type(model).__name__ not in changed.get("architectures", [type(model).__name__]):
+    if not is_part and type(model).__name__ not in changed.get("architectures", [type(model).__name__]):
         changed["architectures"] = [type(model).__name__]
-    if type(model).__name__.endswith("ForTokenClassification"):
+    if _is_critic(model):
         changed |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         changed.pop("num_labels", None)
     if changed == values:

@@ -7,10 +7,18 @@ three tensors per expert in the files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from common.errors import UserError
 
@@ -48,3 +56,32 @@ class DiskNames:
     def _on_disk(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         parts: dict[str, torch.Tensor] = revert_weight_conversion(self._model, {name: tensor})
         return parts
+
+
+def rename_as_stored(model: PreTrainedModel, renamed: dict[str, str]) -> None:
+    """Give a model that was made without its files the names that it would have by `key_mapping=renamed`."""
+    if renamed:
+        conversions = get_model_conversion_mapping(model, renamed, add_legacy=False)
+        # What PrefixChange removes is in `renamed`.
+        stored: Any = [part for part in conversions if not isinstance(part, PrefixChange)]
+        model._weight_conversions = stored
+
+
+def untrained(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """The model's names for those weights in its files that are not its parameters: of other parts, and buffers."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model)
+    renamings = [part for part in conversions if isinstance(part, WeightRenaming)]
+    converters = [part for part in conversions if isinstance(part, WeightConverter)]
+    # A layer with an adapter has its weight one level below; a tied parameter has two names.
+    parameters = {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+    def own(name: str) -> str:
+        renamed: str = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)[0]
+        return renamed
+
+    return {name: own(name) for name in stored if own(name) not in parameters}

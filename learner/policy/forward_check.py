@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, first_line
 from learner.policy.attention import PackedSequences, pack_sequences
-from learner.policy.model import read_packed
+from learner.policy.model import body_of, read_packed
 
 LENGTHS = (7, 5, 9, 6)  # short, so that a layer that reads just a few earlier tokens shows
 # Largest mean |difference|: rounding in float32, and in 16 bits, where two implementations of attention differ more.
@@ -66,7 +66,7 @@ def check_critic(engine: Any, path: str, key: str) -> None:
     _compare(
         critic,
         lambda: states(read_packed(critic.model, ids, positions, sequences)),
-        lambda row: states(critic.model.base_model(input_ids=row, use_cache=False)),
+        lambda row: states(body_of(critic.model)(input_ids=row, use_cache=False)),
         ids,
         f"{key} = {path!r}",
         "hidden states",

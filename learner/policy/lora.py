@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from common.config import LoraConfig
 from common.errors import UserError
 
+BODY, PART = "model.", "model.language_model."  # prefixes of a model of text, and of it within a multimodal model
 ADAPTER = "default"  # peft's name of a model's only adapter
 PREFIX = "base_model.model."  # what peft puts before the names of an adapter's tensors
 BASE, A, B = "base_layer", "lora_A", "lora_B"  # peft's parts of a layer that has an adapter
@@ -39,10 +40,14 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) 
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The adapter's parameters under the names that they have in a peft adapter on disk."""
+    """The adapter's parameters under the names that they have in a peft adapter on disk.
+
+    If the model is the language part of a multimodal one, they are names of the whole model, which generators load.
+    """
+    body = PART if getattr(model, "is_part", False) else BODY
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield PREFIX + name.replace(f".{ADAPTER}.", "."), parameter
+            yield PREFIX + name.replace(f".{ADAPTER}.", ".").replace(BODY, body, 1), parameter
 
 
 def merged_weights(model: nn.Module, partitioned: bool) -> Iterator[tuple[str, torch.Tensor]]:

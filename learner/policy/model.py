@@ -25,7 +25,9 @@ from common.log import get_logger
 from common.model import check_model_folder, download_failure
 from common.model_files import HEAD, lacks, listed
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
+from learner.policy.disk_names import rename_as_stored
 from learner.policy.kernels import AttentionChoice, apply_kernels, choose_attention
+from learner.policy.language_part import language_part
 from learner.policy.logprobs import LogitTransform, LogprobHead
 from learner.policy.lora import adapter_weights, add_adapter
 from learner.policy.packing import Packing, check_division
@@ -140,7 +142,17 @@ def read_packed(
     packing.sequences = sequences
     if model.config._attn_implementation not in (PACKED_SDPA, PACKED_VARLEN):
         arguments |= sequences.flash_arguments()
-    return model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments)
+    return body_of(model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments)
+
+
+def body_of(model: PreTrainedModel) -> Any:
+    """A model without its head."""
+    if model.base_model is not model:
+        return model.base_model
+    # Llama 4 looks for its body under the name that it has in multimodal models.
+    embedding = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def own_slice(
@@ -231,7 +243,8 @@ def load_model(
     trust, missing = config.model.trust_remote_code, list[str]()
     dtype = getattr(torch, config.learner.dtype)
     try:
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        part = language_part(AutoConfig.from_pretrained(path, trust_remote_code=trust), path, key)
+        model_config = part.config
         if kind is AutoModelForTokenClassification:
             _become_scalar(model_config, path, key)
         if config.learner.sequence_parallel > 1:
@@ -241,14 +254,15 @@ def load_model(
         options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}
         if weights:
             # `_check_loaded` refuses weights of another shape, and names them.
-            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "key_mapping": dict(part.renamed)}
             model, loading = kind.from_pretrained(path, config=model_config, **options)
             missing = sorted(loading["missing_keys"])
-            _check_loaded(model, loading, path, key)
+            _check_loaded(model, loading, part.others, path, key)
         else:
             with init_empty_weights():
                 model = kind.from_config(model_config, **options)
             model.tie_weights()
+            rename_as_stored(model, dict(part.renamed))
     except UserError:
         raise
     except Exception as error:
@@ -256,14 +270,25 @@ def load_model(
         if failure:
             raise UserError(failure) from error
         raise UserError(f"{key} = {path!r} cannot be loaded: {first_line(error)}") from error
+    model.is_part = bool(part.others)
+    if model.is_part and weights:
+        get_logger().info(
+            "the language part of the model is trained; exports have the other parts unchanged",
+            model=path,
+            trained=type(model).__name__,
+        )
     apply_kernels(model, config.learner.kernels)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, attention, missing
 
 
-def _check_loaded(model: PreTrainedModel, loading: dict[str, Any], path: str, key: str) -> None:
-    """Refuse weights of another shape than the model's; warn of those that it does not use."""
+def _check_loaded(model: PreTrainedModel, loading: dict[str, Any], others: frozenset[str], path: str, key: str) -> None:
+    """Refuse weights of another shape than the model's; warn of those that it does not use.
+
+    Args:
+        others: names of weights that belong to other parts of the model.
+    """
     if mismatched := sorted(loading["mismatched_keys"]):
         shapes = [f"{name} ({_shape(there)}, not {_shape(here)})" for name, there, here in mismatched]
         raise UserError(
@@ -271,10 +296,10 @@ def _check_loaded(model: PreTrainedModel, loading: dict[str, Any], path: str, ke
             "from one model"
         )
     # A critic reads all of a policy but its output layer.
-    unused = sorted(name for name in loading["unexpected_keys"] if HEAD not in name.split("."))
+    unused = sorted(name for name in loading["unexpected_keys"] - others if HEAD not in name.split("."))
     if unused:
         get_logger().warning(
-            "weights of the model are not used, and exports lack them", model=path, weights=listed(unused),
+            "weights of the model are not used; exports have them unchanged", model=path, weights=listed(unused),
             reason=f"{type(model).__name__} with this config.json has no place for them",
         )  # fmt: skip
 
