@@ -109,7 +109,11 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy: any `transformers` causal language model."""
 
-    path: str = Field(..., description="Model folder or Hugging Face name; the learner and vLLM load the same.")
+    path: str = Field(
+        ...,
+        description="Model folder or Hugging Face name; the learner and vLLM load the same. Of a multimodal model the "
+        "language part is trained and served, and exports have the other parts unchanged.",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Type in which generators compute and weights are sent."
     )
