@@ -85,15 +85,15 @@ class RankLayout:
 TOO_LONG = 131_072, 1  # tokens that one rank alone cannot hold
 PACKED_8B, PACKED_70B = Micro((4096,) * 5, on_gpu=True), Micro((4096,) * 2, on_gpu=True)
 LAYOUTS = (
-    RankLayout("8B", QWEN3_8B, Zero(2, 4), PACKED_8B),
-    RankLayout("8B", QWEN3_8B, Zero(2, 4), replace(PACKED_8B, checkpointing=False), fits=False),
+    RankLayout("8B", QWEN3_8B, Zero(2, 4, overlap=True), PACKED_8B),
+    RankLayout("8B", QWEN3_8B, Zero(2, 4, overlap=True), replace(PACKED_8B, checkpointing=False), fits=False),
     RankLayout("70B", LLAMA3_70B, Zero(3, 32), PACKED_70B),
     RankLayout("70B", LLAMA3_70B, Zero(3, 32), replace(PACKED_70B, checkpointing=False), fits=False),
     RankLayout("30B-A3B", QWEN3_30B_A3B, Zero(3, 16), PACKED_8B),
     RankLayout("30B-A3B", QWEN3_30B_A3B, Zero(3, 8), PACKED_8B, fits=False),
     RankLayout("30B-A3B, optimizer on the host", QWEN3_30B_A3B, Zero(3, 8, host_optimizer=True), PACKED_8B),
-    RankLayout("8B", QWEN3_8B, Zero(2, 8), PACKED_8B, critic=CRITIC, fits=False),
-    RankLayout("8B", QWEN3_8B, Zero(2, 8), PACKED_8B, critic=FROZEN, fits=False),
+    RankLayout("8B", QWEN3_8B, Zero(2, 8, overlap=True), PACKED_8B, critic=CRITIC, fits=False),
+    RankLayout("8B", QWEN3_8B, Zero(2, 8, overlap=True), PACKED_8B, critic=FROZEN, fits=False),
     RankLayout("8B", QWEN3_8B, Zero(3, 8), PACKED_8B, critic=CRITIC),
     RankLayout("8B", QWEN3_8B, Zero(3, 8), PACKED_8B, critic=FROZEN),
     # One long sequence in a micro-batch, which more and more of eight ranks divide among them.

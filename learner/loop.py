@@ -23,6 +23,7 @@ from common.streams.steps import STEPS_KEPT, StepReader, latest
 from common.weights.server import SentStats
 from learner.batch.left_out import LeftOut
 from learner.checkpoint.checkpoint import Checkpoints
+from learner.policy.communication import choices
 from learner.publish.publisher import Publisher, RankCopies, scored_prompt
 from learner.publish.weight_copy import WeightCopy
 from learner.publish.weight_server import WeightServer
@@ -83,6 +84,9 @@ class Learner:
         attention = self.trainer.policy.attention
         if world.is_main and attention is not None:
             log.info("attention", kind=attention.name, because=attention.reason)
+        if world.is_main:
+            for choice in choices(config.learner, world.device.type == "cuda", world.size):
+                log.info("deepspeed", key=choice.key, value=choice.value, because=choice.reason)
         self.folder = HeldFolder(config.run.folder)
         self.checkpoints = Checkpoints(config, self.trainer, self.timeline, self._check)
         self.version = self.saved = self.checkpoints.load(self._usable())

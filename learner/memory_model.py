@@ -61,6 +61,7 @@ class Zero:
     Attributes:
         frozen: only an adapter is trained, whose gradients and optimizer are small enough to ignore.
         host_optimizer, host_weights: whether they are in the host's memory.
+        overlap: whether a bucket is reduced while the next one is filled, at stages 1 and 2.
     """
 
     stage: int
@@ -73,6 +74,7 @@ class Zero:
     reduce_bucket: int = REDUCE_BUCKET
     prefetch: int = PREFETCH_BUCKET
     max_live: int = MAX_LIVE_PARAMETERS
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int =
         buckets = zero.reduced_bytes * zero.reduce_bucket + 4 * min(zero.reduce_bucket, count) + 4 * largest
     else:
         # Gradients pass a bucket in fp32, beside a copy in the type that is reduced.
-        buckets = 4 * (zero.reduce_bucket + bucket) + (zero.reduced_bytes * bucket if zero.reduced_bytes < 4 else 0)
+        filled = zero.reduce_bucket * (2 if zero.overlap else 1)
+        buckets = 4 * (filled + bucket) + (zero.reduced_bytes * bucket if zero.reduced_bytes < 4 else 0)
     return RankMemory(held, gradients, optimizer, layers, buckets, activations, 4 * part)
 
 

@@ -44,6 +44,7 @@ class Needs:
             config: another configuration of the same model.
         """
         from learner.memory_model import Zero, divided, with_critic  # imports torch
+        from learner.policy.communication import OVERLAP, choices
 
         config = config or self.config
         learner = config.learner
@@ -54,6 +55,7 @@ class Needs:
             frozen=learner.lora is not None,
             host_optimizer=learner.offload != "none",
             host_weights=learner.offload == "all",
+            overlap=OVERLAP in [choice.key for choice in choices(learner, True, ranks)],
         )
         sizes, activations = _measured(
             config.model.path,

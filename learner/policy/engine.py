@@ -18,6 +18,7 @@ from torch import nn
 from common.config import Config, LearnerConfig
 from common.errors import UserError
 from common.model import check_model_folder
+from learner.policy.communication import choices, sets
 from learner.policy.model import Policy, load_policy
 from learner.ranks.world import World
 
@@ -32,10 +33,6 @@ OWN_KEYS = {
     "gradient_accumulation_steps": "learner.token_budget",
     "scheduler": "learner.schedule",
 }
-
-# From this many ranks on, bfloat16 gradients are summed in fp32, which takes twice the bytes: bfloat16 rounds each
-# partial sum, and is 0.3% off with 8 ranks and 1.5% with 224.
-MANY_RANKS = 8
 
 # Exceptions by which DeepSpeed refuses a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError)
@@ -132,8 +129,9 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dic
     }
     if in_bf16:
         settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        if ranks >= MANY_RANKS:
-            settings["communication_data_type"] = "fp32"
+    for choice in choices(config, on_gpu, ranks):
+        section, _, key = choice.key.rpartition(".")
+        (settings[section] if section else settings)[key] = choice.value
     if "optimizer" in config.deepspeed:
         del settings["optimizer"]
     return _merged(settings, config.deepspeed)
@@ -209,10 +207,7 @@ def _clips_itself(config: LearnerConfig) -> bool:
 
 def _check_own_keys(settings: Mapping[str, Any]) -> None:
     for key, own in OWN_KEYS.items():
-        value: Any = settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None:
+        if sets(settings, key):
             raise UserError(f"learner.deepspeed: set {own} instead of {key}")
 
 

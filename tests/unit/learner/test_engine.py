@@ -18,6 +18,7 @@ OFFLOADED = {"zero_stage": 3, "offload": "all"}
 TO_CPU = {"device": "cpu", "pin_memory": True}
 BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
 PARAMS = "optimizer.params"
+REDUCES, OVERLAPS = "zero_optimization.use_multi_rank_bucket_allreduce", "zero_optimization.overlap_comm"
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,19 @@ PARAMS = "optimizer.params"
         ({"dtype": "bfloat16"}, 7, {"communication_data_type": None}),
         ({"dtype": "bfloat16"}, 8, {"communication_data_type": "fp32"}),
         ({"deepspeed": {"communication_data_type": "bf16"}}, 64, {"communication_data_type": "bf16"}),
+        # Each rank receives its own gradients, during the backward pass, where this is of use.
+        ({"zero_stage": 2}, 2, {REDUCES: False, OVERLAPS: True}),
+        ({"zero_stage": 1, "dtype": "float32"}, 2, {REDUCES: False, OVERLAPS: True}),
+        ({"zero_stage": 1, "dtype": "bfloat16"}, 2, {REDUCES: None, OVERLAPS: None}),
+        ({"zero_stage": 2, "offload": "optimizer"}, 2, {REDUCES: False, OVERLAPS: None}),
+        ({"zero_stage": 2, "lora": {"rank": 8}}, 2, {REDUCES: None, OVERLAPS: None}),
+        ({"zero_stage": 2}, 1, {REDUCES: None, OVERLAPS: None}),
+        ({"zero_stage": 3}, 2, {REDUCES: None, OVERLAPS: None}),
+        (
+            {"zero_stage": 2, "deepspeed": {"zero_optimization": {"overlap_comm": False}}},
+            2,
+            {REDUCES: False, OVERLAPS: False},
+        ),
     ],
     ids=str,
 )
