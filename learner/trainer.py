@@ -95,7 +95,8 @@ class Trainer:
         experts = None if routers is None else routers.shape
         # Flash attention cannot read shared prefixes, slices of sequences hold each row whole, and replayed experts are
         # recorded for each row.
-        reads_trees = policy.attention is None or policy.attention.name != "flash_attention_2"
+        attention = policy.choices.get("attention")
+        reads_trees = attention is None or attention.name != "flash_attention_2"
         is_shared = reads_trees and world.sequence is None and experts is None
         return Packer(
             vocabulary=policy.vocabulary,

@@ -129,10 +129,10 @@ class LearnerConfig(Section):
         description="Attention over packed sequences; `auto` takes the first that can be used of `varlen` (torch's "
         "own, on a GPU), `flash_attention_2` (if flash-attn is installed) and `sdpa`. The log says which, and why.",
     )
-    kernels: Literal["torch", "liger"] = Field(
-        "torch",
-        description="Implementation of norms, rotary positions and gated layers; `liger`: fused kernels on a GPU "
-        "(extra `liger`).",
+    kernels: Literal["auto", "torch", "liger"] = Field(
+        "auto",
+        description="Implementation of norms, rotary positions and gated layers; `auto` takes `liger`, fused kernels "
+        "(extra `liger`), on a GPU if it has them for the model, and `torch` otherwise. The log says which, and why.",
     )
     router_replay: Literal["none", "rollout"] = Field(
         "none",

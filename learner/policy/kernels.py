@@ -25,23 +25,19 @@ SOFT_CAPS = "soft caps"
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionChoice:
-    """An implementation of attention.
+class Choice:
+    """An implementation of attention, or of other layers.
 
     Attributes:
-        name: as in `learner.attention`.
+        name: as in `learner.attention` or `learner.kernels`.
         reason: why it was chosen.
     """
 
     name: str
     reason: str
 
-    @property
-    def implementation(self) -> str:
-        return IMPLEMENTATIONS[self.name]
 
-
-def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> AttentionChoice:
+def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
     """The implementation that `learner.attention` names; with `auto` the first of `IMPLEMENTATIONS` that works here.
 
     Raises:
@@ -52,7 +48,7 @@ def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Attentio
         hindrance = _hindrance(asked, config, model)
         if hindrance:
             raise UserError(f"learner.attention = {asked!r} cannot be used: {hindrance}; use auto or sdpa")
-        return AttentionChoice(asked, "learner.attention names it")
+        return Choice(asked, "learner.attention names it")
     names_by_hindrance: dict[str, list[str]] = {}
     for name in IMPLEMENTATIONS:
         hindrance = _hindrance(name, config, model)
@@ -60,34 +56,46 @@ def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Attentio
             break
         names_by_hindrance.setdefault(hindrance, []).append(name)
     reasons = [f"{', '.join(names)}: {hindrance}" for hindrance, names in names_by_hindrance.items()]
-    return AttentionChoice(name, "; ".join(reasons) or "the first choice can be used")
+    return Choice(name, "; ".join(reasons) or "the first choice can be used")
 
 
-def apply_kernels(model: PreTrainedModel, kernels: str) -> None:
-    """Replace norms, rotary positions and gated layers of a model, in place, by the kernels of `learner.kernels`.
-
-    The output layer stays: `learner.policy.logprobs` never holds all logits either, and computes what the loss needs.
+def choose_kernels(asked: str, model: PreTrainedConfig) -> Choice:
+    """The kernels of norms, rotary positions and gated layers: with `auto` Liger's if they can be used here.
 
     Raises:
-        UserError: the kernels are not installed, there is no GPU, or there are none for this model.
+        UserError: Liger's are asked for, and cannot be used; the message says why.
     """
-    if kernels == "torch":
-        return
+    if asked == "torch":
+        return Choice("torch", "learner.kernels names it")
+    hindrance = _liger_hindrance(model)
+    if hindrance is None:
+        return Choice("liger", "the first choice can be used" if asked == "auto" else "learner.kernels names it")
+    if asked == "liger":
+        raise UserError(f"learner.kernels = 'liger' cannot be used: {hindrance}; use auto or torch")
+    return Choice("torch", f"liger: {hindrance}")
+
+
+def _liger_hindrance(model: PreTrainedConfig) -> str | None:
+    """Why Liger's kernels cannot be used here; None if they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
     for package in ("liger_kernel", "triton"):
         if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"learner.kernels = {kernels!r} needs the package {package}: pip install 'spo-trainer[liger]', or set "
-                "it to torch"
-            )
-    if not torch.cuda.is_available():
-        raise UserError(f"learner.kernels = {kernels!r} needs a GPU, and torch sees none; set it to torch")
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+            return f"the package {package} is not installed (pip install 'spo-trainer[liger]')"
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    model_type = model.config.model_type
-    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UserError(
-            f"learner.kernels = {kernels!r}: Liger has none for models of type {model_type}; set it to torch"
-        )
+    if model.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return f"Liger has none for models of type {model.model_type}"
+    return None
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Replace norms, rotary positions and gated layers of a model, in place, by Liger's kernels.
+
+    The output layer stays: `learner.policy.logprobs` never holds all logits either, and computes what the loss needs.
+    """
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
