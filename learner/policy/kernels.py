@@ -6,13 +6,14 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.config import LearnerConfig
-from common.errors import UserError
+from common.errors import UserError, first_line
 from learner.policy import attention
 from learner.policy.attention import CHUNKED, PACKED_SDPA, PACKED_VARLEN
 
@@ -37,18 +38,40 @@ class Choice:
     reason: str
 
 
+class Flash(NamedTuple):
+    """An implementation of torch's flash attention: the module, the GPU and the heads that it needs."""
+
+    name: str
+    module: str
+    capability: int
+    widest_head: int
+
+
+FLASH = Flash("FA4", "flash_attn.cute.interface", 10, 128), Flash("FA3", "flash_attn_interface", 9, 256)
+
+
 def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
     """The implementation that `learner.attention` names; with `auto` the first of `IMPLEMENTATIONS` that works here.
+
+    For `varlen`, torch's flash attention is set to the implementation in `FLASH` for this GPU, if it is installed.
 
     Raises:
         UserError: the implementation cannot be used; the message says why.
     """
-    asked = config.attention
-    if asked != "auto":
-        hindrance = _hindrance(asked, config, model)
-        if hindrance:
-            raise UserError(f"learner.attention = {asked!r} cannot be used: {hindrance}; use auto or sdpa")
-        return Choice(asked, "learner.attention names it")
+    choice = _first_usable(config, model) if config.attention == "auto" else _named(config, model)
+    if choice.name != "varlen":
+        return choice
+    return replace(choice, reason=f"{choice.reason}; by {_activate_flash(_head_width(model))}")
+
+
+def _named(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
+    hindrance = _hindrance(config.attention, config, model)
+    if hindrance:
+        raise UserError(f"learner.attention = {config.attention!r} cannot be used: {hindrance}; use auto or sdpa")
+    return Choice(config.attention, "learner.attention names it")
+
+
+def _first_usable(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
     names_by_hindrance: dict[str, list[str]] = {}
     for name in IMPLEMENTATIONS:
         hindrance = _hindrance(name, config, model)
@@ -57,6 +80,19 @@ def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
         names_by_hindrance.setdefault(hindrance, []).append(name)
     reasons = [f"{', '.join(names)}: {hindrance}" for hindrance, names in names_by_hindrance.items()]
     return Choice(name, "; ".join(reasons) or "the first choice can be used")
+
+
+def _activate_flash(head_width: int) -> str:
+    """Have torch's flash attention use the implementation in `FLASH` for this GPU; returns which it uses, and why."""
+    major, _ = torch.cuda.get_device_capability()
+    flash = next((one for one in FLASH if one.capability == major and head_width <= one.widest_head), None)
+    if flash is None:
+        return "torch's own FA2"
+    try:
+        torch.nn.attention.activate_flash_attention_impl(flash.name)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"torch's own FA2, because {flash.name} cannot be used: {first_line(error)}"
+    return f"{flash.name} of {flash.module}"
 
 
 def choose_kernels(asked: str, model: PreTrainedConfig) -> Choice:

@@ -223,6 +223,33 @@ def test_auto_takes_the_first_that_can_be_used_and_says_why(monkeypatch, machine
 
 
 @pytest.mark.parametrize(
+    ("capability", "model", "installed", "expected"),
+    [
+        ((8, 0), QWEN3, {"FA3", "FA4"}, "by torch's own FA2"),
+        ((9, 0), QWEN3, {"FA3", "FA4"}, "by FA3 of flash_attn_interface"),
+        ((10, 0), QWEN3, {"FA3", "FA4"}, "by FA4 of flash_attn.cute.interface"),
+        ((10, 0), Qwen3Config(head_dim=256), {"FA3", "FA4"}, "by torch's own FA2"),
+        ((9, 0), QWEN3, {}, "by torch's own FA2, because FA3 cannot be used: No module named 'flash_attn_interface'"),
+    ],
+)
+def test_varlen_uses_the_newest_flash_attention_that_the_gpu_and_the_packages_allow(
+    monkeypatch, capability, model, installed, expected
+):
+    """Without the package torch's own function is called, which imports it."""
+    pretend(monkeypatch, capability=capability)
+    activate, active = torch.nn.attention.activate_flash_attention_impl, []
+    monkeypatch.setattr(
+        torch.nn.attention,
+        "activate_flash_attention_impl",
+        lambda name: active.append(name) if name in installed else activate(name),
+    )
+    for asked in ("auto", "varlen"):
+        choice = choose_attention(LearnerConfig(dtype="bfloat16", attention=asked), model)
+        assert choice.reason.endswith(expected)
+    assert [name for name in active if name in expected] == active
+
+
+@pytest.mark.parametrize(
     ("asked", "machine", "settings", "why"),
     [
         ("varlen", {"gpu": False}, {}, "no GPU"),
