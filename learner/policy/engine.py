@@ -34,6 +34,8 @@ OWN_KEYS = {
     "scheduler": "learner.schedule",
 }
 
+GATHERED = 250_000_000  # elements that are whole at the same time while weights are copied: those of a large layer
+
 # Exceptions by which DeepSpeed refuses a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError)
 
@@ -189,15 +191,33 @@ def optimizer_step(engine: Any, config: LearnerConfig, factor: float = 1.0) -> f
 
 
 def full_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter that training changes, gathered whole, one at a time. All ranks must consume this together."""
+    """Each parameter that training changes, whole. All ranks must consume this together.
+
+    At stage 3 several parameters are gathered together, because GPUs wait for each other after each gathering.
+    """
     import deepspeed
 
-    for name, parameter in engine.module.named_weights():
-        if engine.zero_optimization_stage() == 3:
-            with deepspeed.zero.GatheredParameters([parameter]):
+    is_divided = engine.zero_optimization_stage() == 3
+    for group in gathering_groups(engine.module.named_weights()):
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in group], enabled=is_divided):
+            for name, parameter in group:
                 yield name, parameter.detach()
-        else:
-            yield name, parameter.detach()
+
+
+def gathering_groups(
+    weights: Iterable[tuple[str, nn.Parameter]], limit: int = GATHERED
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Consecutive parameters that are whole at the same time: at most `limit` elements, or a single larger one."""
+    group, held = list[tuple[str, nn.Parameter]](), 0
+    for name, parameter in weights:
+        size = getattr(parameter, "ds_numel", parameter.numel())  # divided parameters themselves are empty
+        if group and held + size > limit:
+            yield group
+            group, held = [], 0
+        group.append((name, parameter))
+        held += size
+    if group:
+        yield group
 
 
 def _clips_itself(config: LearnerConfig) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from common.config import LearnerConfig, load_config
 from common.errors import UserError
-from learner.policy.engine import OWN_KEYS, deepspeed_config, learning_rate
+from learner.policy.engine import OWN_KEYS, deepspeed_config, gathering_groups, learning_rate
 from learner.policy.kernels import deterministic
 
 SGD = {"type": "SGD", "params": {"momentum": 0.9}}
@@ -63,6 +63,16 @@ def test_settings_of_deepspeed(learner, ranks, expected):
         for part in key.split("."):
             setting = setting.get(part)
         assert setting == value, key
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(6, [[0, 1], [2], [3, 4]]), (100, [[0, 1, 2, 3, 4]]), (1, [[0], [1], [2], [3], [4]])]
+)
+def test_parameters_are_gathered_together_up_to_a_limit(limit, expected):
+    sizes = [4, 2, 9, 1, 5]
+    weights = [(str(number), torch.nn.Parameter(torch.zeros(size))) for number, size in enumerate(sizes)]
+    groups = gathering_groups(iter(weights), limit)
+    assert [[int(name) for name, _ in group] for group in groups] == expected
 
 
 def test_on_a_cpu_offloading_keeps_torchs_adam():
