@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from learner.critic import attention_parameters
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
+from learner.policy.checkpointing import recompute_layers
 from learner.policy.kernels import varlen_lacks
 from learner.policy.logprobs import LogprobHead
 from learner.policy.model import Policy, own_slice
@@ -46,7 +47,7 @@ class Micro:
     prompt: int = 128
     sequence_parallel: int = 1
     chunk: int = 1024
-    checkpointing: bool = True
+    checkpointing: bool | Literal["selective"] = True
     on_gpu: bool = False
 
     @property
@@ -220,8 +221,7 @@ def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> P
     """The learner's policy with random weights, or fake ones under a `FakeTensorMode`."""
     attention = PACKED_VARLEN if micro.on_gpu and varlen_lacks(config) is None else PACKED_SDPA
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    if micro.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model, micro.checkpointing)
     # A GPU writes float32 logits of 16-bit operands at once: as much as rounding them and converting them back takes.
     policy = Policy(model.train(), micro.chunk, 1.0, float32_head=not micro.on_gpu)
     for parameter in policy.parameters():

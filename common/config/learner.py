@@ -123,7 +123,11 @@ class LearnerConfig(Section):
         description="What is kept in host memory: the state of the `optimizer` (ZeRO 1 to 3), or `all`, which is the "
         "parameters too (ZeRO 3).",
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    gradient_checkpointing: bool | Literal["selective"] = Field(
+        False,
+        description="Recompute activations in the backward pass; `selective` keeps the results of attention and of "
+        "matrix products that are no wider than their input, which are half of the operations (docs/gpu.md).",
+    )
     attention: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = Field(
         "auto",
         description="Attention over packed sequences; `auto` takes the first that can be used of `varlen` (torch's "

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from common.checks.check import PARALLEL_SIZES
 from common.config import Config
@@ -161,7 +161,7 @@ def _shape(path: str) -> PreTrainedConfig:
 
 @functools.cache
 def _measured(
-    path: str, tokens: tuple[int, ...], sequence_parallel: int, checkpointing: bool, dtype: str
+    path: str, tokens: tuple[int, ...], sequence_parallel: int, checkpointing: bool | Literal["selective"], dtype: str
 ) -> tuple[list[int], int]:
     """The sizes of a model's parameters, and the peak bytes of its activations."""
     import torch

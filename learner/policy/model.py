@@ -25,6 +25,7 @@ from common.log import get_logger
 from common.model import check_model_folder, download_failure
 from common.model_files import HEAD, lacks, listed
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
+from learner.policy.checkpointing import recompute_layers
 from learner.policy.kernels import IMPLEMENTATIONS, Choice, apply_liger, choose_attention, choose_kernels
 from learner.policy.logprobs import LogitTransform, LogprobHead
 from learner.policy.lora import adapter_weights, add_adapter
@@ -261,8 +262,7 @@ def load_model(
         raise UserError(f"{key} = {path!r} cannot be loaded: {first_line(error)}") from error
     if layers.name == "liger":
         apply_liger(model)
-    if config.learner.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model, config.learner.gradient_checkpointing)
     return model, {"attention": attention, "kernels": layers}, missing
 
 
