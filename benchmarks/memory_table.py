@@ -14,6 +14,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeCon
 from benchmarks import options
 from common.errors import reports_user_errors
 from learner.memory_model import Micro, RankMemory, Zero, rank_memory, with_critic
+from learner.policy.checkpointing import SELECTIVE
 
 CARD_GB = 80.0
 # CUDA's context, NCCL's buffers, and what the allocator cannot use.
@@ -85,15 +86,16 @@ class RankLayout:
 TOO_LONG = 131_072, 1  # tokens that one rank alone cannot hold
 PACKED_8B, PACKED_70B = Micro((4096,) * 5, on_gpu=True), Micro((4096,) * 2, on_gpu=True)
 LAYOUTS = (
-    RankLayout("8B", QWEN3_8B, Zero(2, 4), PACKED_8B),
-    RankLayout("8B", QWEN3_8B, Zero(2, 4), replace(PACKED_8B, checkpointing=False), fits=False),
+    RankLayout("8B", QWEN3_8B, Zero(2, 4, overlap=True), PACKED_8B),
+    RankLayout("8B", QWEN3_8B, Zero(2, 4, overlap=True), replace(PACKED_8B, checkpointing=False), fits=False),
     RankLayout("70B", LLAMA3_70B, Zero(3, 32), PACKED_70B),
     RankLayout("70B", LLAMA3_70B, Zero(3, 32), replace(PACKED_70B, checkpointing=False), fits=False),
     RankLayout("30B-A3B", QWEN3_30B_A3B, Zero(3, 16), PACKED_8B),
     RankLayout("30B-A3B", QWEN3_30B_A3B, Zero(3, 8), PACKED_8B, fits=False),
     RankLayout("30B-A3B, optimizer on the host", QWEN3_30B_A3B, Zero(3, 8, host_optimizer=True), PACKED_8B),
-    RankLayout("8B", QWEN3_8B, Zero(2, 8), PACKED_8B, critic=CRITIC, fits=False),
-    RankLayout("8B", QWEN3_8B, Zero(2, 8), PACKED_8B, critic=FROZEN, fits=False),
+    RankLayout("8B", QWEN3_8B, Zero(3, 8), replace(PACKED_8B, checkpointing=SELECTIVE)),
+    RankLayout("8B", QWEN3_8B, Zero(2, 8, overlap=True), PACKED_8B, critic=CRITIC, fits=False),
+    RankLayout("8B", QWEN3_8B, Zero(2, 8, overlap=True), PACKED_8B, critic=FROZEN, fits=False),
     RankLayout("8B", QWEN3_8B, Zero(3, 8), PACKED_8B, critic=CRITIC),
     RankLayout("8B", QWEN3_8B, Zero(3, 8), PACKED_8B, critic=FROZEN),
     # One long sequence in a micro-batch, which more and more of eight ranks divide among them.
@@ -114,7 +116,7 @@ LAYOUTS = (
 def row(layout: RankLayout, memory: RankMemory) -> str:
     """One line of the table."""
     figures = (f"{getattr(memory, name) / 1e9:.1f}" for name in HEADINGS)
-    checkpointing = "yes" if layout.micro.checkpointing else "no"
+    checkpointing = {True: "yes", False: "no", SELECTIVE: SELECTIVE}[layout.micro.checkpointing]
     room = CARD_GB - RESERVED_GB - memory.peak / 1e9
     ranks, micro = f"{layout.zero.stage}, {layout.zero.ranks}", layout.micro
     name = f"{layout.name}, {layout.critic}" if layout.critic else layout.name

@@ -23,6 +23,7 @@ from common.streams.steps import STEPS_KEPT, StepReader, latest
 from common.weights.server import SentStats
 from learner.batch.left_out import LeftOut
 from learner.checkpoint.checkpoint import Checkpoints
+from learner.policy.communication import choices
 from learner.publish.publisher import Publisher, RankCopies, scored_prompt
 from learner.publish.weight_copy import WeightCopy
 from learner.publish.weight_server import WeightServer
@@ -80,9 +81,8 @@ class Learner:
         self.stop, self.sent, self.heap = threading.Event(), SentStats(), Heap()
         self.timeline = Timeline(config.run.folder if world.is_main else None, "learner")
         self.trainer = Trainer(config, world)
-        attention = self.trainer.policy.attention
-        if world.is_main and attention is not None:
-            log.info("attention", kind=attention.name, because=attention.reason)
+        if world.is_main:
+            self._log_choices()
         self.folder = HeldFolder(config.run.folder)
         self.checkpoints = Checkpoints(config, self.trainer, self.timeline, self._check)
         self.version = self.saved = self.checkpoints.load(self._usable())
@@ -95,6 +95,12 @@ class Learner:
         self.publisher = Publisher()
         self.copies = RankCopies(config, world)
         self.most_weight = torch.finfo(getattr(torch, config.model.dtype)).max
+
+    def _log_choices(self) -> None:
+        for name, choice in self.trainer.policy.choices.items():
+            self.log.info(name, kind=choice.name, because=choice.reason)
+        for setting in choices(self.config.learner, self.world.device.type == "cuda", self.world.size):
+            self.log.info("deepspeed", key=setting.key, value=setting.value, because=setting.reason)
 
     def run(self) -> bool:
         """Run from the first weights to the end.

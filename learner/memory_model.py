@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from learner.critic import attention_parameters
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
+from learner.policy.checkpointing import recompute_layers
 from learner.policy.kernels import varlen_lacks
 from learner.policy.logprobs import LogprobHead
 from learner.policy.model import Policy, own_slice
@@ -46,7 +47,7 @@ class Micro:
     prompt: int = 128
     sequence_parallel: int = 1
     chunk: int = 1024
-    checkpointing: bool = True
+    checkpointing: bool | Literal["selective"] = True
     on_gpu: bool = False
 
     @property
@@ -61,6 +62,7 @@ class Zero:
     Attributes:
         frozen: only an adapter is trained, whose gradients and optimizer are small enough to ignore.
         host_optimizer, host_weights: whether they are in the host's memory.
+        overlap: whether a bucket is reduced while the next one is filled, at stages 1 and 2.
     """
 
     stage: int
@@ -73,6 +75,7 @@ class Zero:
     reduce_bucket: int = REDUCE_BUCKET
     prefetch: int = PREFETCH_BUCKET
     max_live: int = MAX_LIVE_PARAMETERS
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,8 @@ def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int =
         buckets = zero.reduced_bytes * zero.reduce_bucket + 4 * min(zero.reduce_bucket, count) + 4 * largest
     else:
         # Gradients pass a bucket in fp32, beside a copy in the type that is reduced.
-        buckets = 4 * (zero.reduce_bucket + bucket) + (zero.reduced_bytes * bucket if zero.reduced_bytes < 4 else 0)
+        filled = zero.reduce_bucket * (2 if zero.overlap else 1)
+        buckets = 4 * (filled + bucket) + (zero.reduced_bytes * bucket if zero.reduced_bytes < 4 else 0)
     return RankMemory(held, gradients, optimizer, layers, buckets, activations, 4 * part)
 
 
@@ -217,8 +221,7 @@ def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> P
     """The learner's policy with random weights, or fake ones under a `FakeTensorMode`."""
     attention = PACKED_VARLEN if micro.on_gpu and varlen_lacks(config) is None else PACKED_SDPA
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    if micro.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model, micro.checkpointing)
     # A GPU writes float32 logits of 16-bit operands at once: as much as rounding them and converting them back takes.
     policy = Policy(model.train(), micro.chunk, 1.0, float32_head=not micro.on_gpu)
     for parameter in policy.parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from learner.policy.engine import (
 from learner.policy.forward_check import check_policy
 from learner.policy.lora import merged_weights
 from learner.policy.model import Policy
+from learner.policy.operations import Operations, operations_of
 from learner.policy.routers import Routing, routing_statistics
 from learner.precompute import compare_all, precompute
 from learner.ranks.world import World
@@ -77,6 +79,11 @@ class Trainer:
     def policy(self) -> Policy:
         return self.engine.module
 
+    @cached_property
+    def operations(self) -> Operations:
+        """Operations that the policy needs for the forward pass of a sequence."""
+        return operations_of(self.policy.model.config, self.config.model.trust_remote_code)
+
     def engines(self) -> dict[str, Any]:
         """All engines that are trained, by the folder of their state in a checkpoint."""
         return {TAG: self.engine} | ({} if self.critic is None else {CRITIC_TAG: self.critic.engine})
@@ -88,7 +95,8 @@ class Trainer:
         experts = None if routers is None else routers.shape
         # Flash attention cannot read shared prefixes, slices of sequences hold each row whole, and replayed experts are
         # recorded for each row.
-        reads_trees = policy.attention is None or policy.attention.name != "flash_attention_2"
+        attention = policy.choices.get("attention")
+        reads_trees = attention is None or attention.name != "flash_attention_2"
         is_shared = reads_trees and world.sequence is None and experts is None
         return Packer(
             vocabulary=policy.vocabulary,
@@ -97,6 +105,7 @@ class Trainer:
             top_k=None if self.teacher is None else self.teacher.top_k,
             share_prefixes=is_shared,
             together=config.algorithm.together,
+            operations=self.operations.of,
         )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -123,16 +123,20 @@ class LearnerConfig(Section):
         description="What is kept in host memory: the state of the `optimizer` (ZeRO 1 to 3), or `all`, which is the "
         "parameters too (ZeRO 3).",
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    gradient_checkpointing: bool | Literal["selective"] = Field(
+        False,
+        description="Recompute activations in the backward pass; `selective` keeps the results of attention and of "
+        "matrix products that are no wider than their input, which are half of the operations (docs/gpu.md).",
+    )
     attention: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = Field(
         "auto",
         description="Attention over packed sequences; `auto` takes the first that can be used of `varlen` (torch's "
         "own, on a GPU), `flash_attention_2` (if flash-attn is installed) and `sdpa`. The log says which, and why.",
     )
-    kernels: Literal["torch", "liger"] = Field(
-        "torch",
-        description="Implementation of norms, rotary positions and gated layers; `liger`: fused kernels on a GPU "
-        "(extra `liger`).",
+    kernels: Literal["auto", "torch", "liger"] = Field(
+        "auto",
+        description="Implementation of norms, rotary positions and gated layers; `auto` takes `liger`, fused kernels "
+        "(extra `liger`), on a GPU if it has them for the model, and `torch` otherwise. The log says which, and why.",
     )
     router_replay: Literal["none", "rollout"] = Field(
         "none",

@@ -57,8 +57,10 @@ def _changes(needs: Needs, ranks: int) -> Iterator[dict[str, int | bool | str]]:
     """Settings of the learner that save memory and are not set yet; those that cost the least time come first."""
     learner = needs.config.learner
     checkpointing: dict[str, int | bool | str] = (
-        {} if learner.gradient_checkpointing else {"gradient_checkpointing": True}
+        {} if learner.gradient_checkpointing is True else {"gradient_checkpointing": True}
     )
+    if learner.gradient_checkpointing is False:
+        yield {"gradient_checkpointing": "selective"}
     if checkpointing:
         yield checkpointing
     for stage in range(max(1, learner.zero_stage), 4):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from common.checks.check import PARALLEL_SIZES
 from common.config import Config
@@ -44,6 +44,7 @@ class Needs:
             config: another configuration of the same model.
         """
         from learner.memory_model import Zero, divided, with_critic  # imports torch
+        from learner.policy.communication import OVERLAP, choices
 
         config = config or self.config
         learner = config.learner
@@ -54,6 +55,7 @@ class Needs:
             frozen=learner.lora is not None,
             host_optimizer=learner.offload != "none",
             host_weights=learner.offload == "all",
+            overlap=OVERLAP in [choice.key for choice in choices(learner, True, ranks)],
         )
         sizes, activations = _measured(
             config.model.path,
@@ -159,7 +161,7 @@ def _shape(path: str) -> PreTrainedConfig:
 
 @functools.cache
 def _measured(
-    path: str, tokens: tuple[int, ...], sequence_parallel: int, checkpointing: bool, dtype: str
+    path: str, tokens: tuple[int, ...], sequence_parallel: int, checkpointing: bool | Literal["selective"], dtype: str
 ) -> tuple[list[int], int]:
     """The sizes of a model's parameters, and the peak bytes of its activations."""
     import torch

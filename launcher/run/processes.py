@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from common.checks.computing import cpu_build
 from common.config import Config, dump_config
 from common.config.load import ENV_PREFIX
 from common.config.redis_url import check_queue
@@ -18,6 +19,7 @@ from common.config.shared import SECRETS, secrets
 from common.errors import UserError
 from common.files import rewrite
 from common.held_folder import FolderGone
+from common.process import Role
 from common.streams.broker import Broker, connect
 from launcher.layout.layout import Placement
 from launcher.run.embedded_redis import EmbeddedRedis
@@ -131,7 +133,7 @@ def secret_environment(config: Config) -> dict[str, str]:
 
 
 def thread_limits(name: str, processes: int, all_cores: bool = False) -> dict[str, str]:
-    """Variables that give each rank, generator and teacher an equal share of the cores, unless the user has set it.
+    """Variables that give each rank, and each engine on CPUs, an equal share of the cores, unless the user has set it.
 
     Args:
         processes: number of ranks, generators and teachers.
@@ -139,6 +141,8 @@ def thread_limits(name: str, processes: int, all_cores: bool = False) -> dict[st
     """
     if not name.startswith(COMPUTING) or "OMP_NUM_THREADS" in os.environ:
         return {}
+    if name != "learner" and not cpu_build(Role.GENERATOR):
+        return {}  # on GPUs vLLM chooses the number of threads
     cores = len(os.sched_getaffinity(0))
     threads = cores if all_cores and name == "learner" else max(1, cores // processes)
     # There are then more threads than cores: a thread that waits must not occupy a core.

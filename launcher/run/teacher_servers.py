@@ -85,7 +85,7 @@ def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
 def _variables(config: Config, server: TeacherServer) -> dict[str, str]:
     """The environment variables of a server: defaults, which the user's own replace, and fixed ones."""
     defaults = vllm_environment(str(server.teacher.model))
-    del defaults["OMP_NUM_THREADS"]  # see `thread_limits`
+    defaults.pop("OMP_NUM_THREADS", None)  # see `thread_limits`
     if cpu_build(Role.GENERATOR):
         # One process less, and no compiler for the one function that ranks tokens.
         defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}

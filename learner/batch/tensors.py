@@ -112,6 +112,7 @@ class Packer:
         top_k: a teacher's likeliest tokens at each model token, 0 if it scores the sampled one; None without a teacher.
         share_prefixes: pack common prefixes once; not with `experts`, which are recorded for each row.
         together: number of consecutive samples that answer one prompt, with `prompt-mean`; otherwise 1.
+        operations: of a row with this many tokens, see `plan_micro_batches`.
     """
 
     vocabulary: int
@@ -120,6 +121,7 @@ class Packer:
     top_k: int | None = None
     share_prefixes: bool = False
     together: int = 1
+    operations: Callable[[int], float] = float
 
     def own_share(
         self, batch: Batch, fetch: Callable[[list[str]], list[Payload | None]], config: LearnerConfig, world: World
@@ -131,7 +133,7 @@ class Packer:
         """
         of_samples = batch.row_tokens or [[]] * len(batch.tokens)
         row_tokens = [rows or [tokens] for rows, tokens in zip(of_samples, batch.tokens, strict=True)]
-        plan = plan_micro_batches(row_tokens, config.mini_batches, world.shares, config.token_budget)
+        plan = plan_micro_batches(row_tokens, config.mini_batches, world.shares, config.token_budget, self.operations)
         places = plan.of_rank(world.share)
         samples = sorted({sample for micro_batches in places for held in micro_batches for sample, _ in held})
         payloads = fetch([batch.sample_ids[sample] for sample in samples])

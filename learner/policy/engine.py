@@ -18,6 +18,7 @@ from torch import nn
 from common.config import Config, LearnerConfig
 from common.errors import UserError
 from common.model import check_model_folder
+from learner.policy.communication import choices, sets
 from learner.policy.model import Policy, load_policy
 from learner.ranks.world import World
 
@@ -33,9 +34,7 @@ OWN_KEYS = {
     "scheduler": "learner.schedule",
 }
 
-# From this many ranks on, bfloat16 gradients are summed in fp32, which takes twice the bytes: bfloat16 rounds each
-# partial sum, and is 0.3% off with 8 ranks and 1.5% with 224.
-MANY_RANKS = 8
+GATHERED = 250_000_000  # elements that are whole at the same time while weights are copied: those of a large layer
 
 # Exceptions by which DeepSpeed refuses a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError)
@@ -132,8 +131,9 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dic
     }
     if in_bf16:
         settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        if ranks >= MANY_RANKS:
-            settings["communication_data_type"] = "fp32"
+    for choice in choices(config, on_gpu, ranks):
+        section, _, key = choice.key.rpartition(".")
+        (settings[section] if section else settings)[key] = choice.value
     if "optimizer" in config.deepspeed:
         del settings["optimizer"]
     return _merged(settings, config.deepspeed)
@@ -191,15 +191,33 @@ def optimizer_step(engine: Any, config: LearnerConfig, factor: float = 1.0) -> f
 
 
 def full_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter that training changes, gathered whole, one at a time. All ranks must consume this together."""
+    """Each parameter that training changes, whole. All ranks must consume this together.
+
+    At stage 3 several parameters are gathered together, because GPUs wait for each other after each gathering.
+    """
     import deepspeed
 
-    for name, parameter in engine.module.named_weights():
-        if engine.zero_optimization_stage() == 3:
-            with deepspeed.zero.GatheredParameters([parameter]):
+    is_divided = engine.zero_optimization_stage() == 3
+    for group in gathering_groups(engine.module.named_weights()):
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in group], enabled=is_divided):
+            for name, parameter in group:
                 yield name, parameter.detach()
-        else:
-            yield name, parameter.detach()
+
+
+def gathering_groups(
+    weights: Iterable[tuple[str, nn.Parameter]], limit: int = GATHERED
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Consecutive parameters that are whole at the same time: at most `limit` elements, or a single larger one."""
+    group, held = list[tuple[str, nn.Parameter]](), 0
+    for name, parameter in weights:
+        size = getattr(parameter, "ds_numel", parameter.numel())  # divided parameters themselves are empty
+        if group and held + size > limit:
+            yield group
+            group, held = [], 0
+        group.append((name, parameter))
+        held += size
+    if group:
+        yield group
 
 
 def _clips_itself(config: LearnerConfig) -> bool:
@@ -209,10 +227,7 @@ def _clips_itself(config: LearnerConfig) -> bool:
 
 def _check_own_keys(settings: Mapping[str, Any]) -> None:
     for key, own in OWN_KEYS.items():
-        value: Any = settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None:
+        if sets(settings, key):
             raise UserError(f"learner.deepspeed: set {own} instead of {key}")
 
 

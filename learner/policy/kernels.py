@@ -6,13 +6,14 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.config import LearnerConfig
-from common.errors import UserError
+from common.errors import UserError, first_line
 from learner.policy import attention
 from learner.policy.attention import CHUNKED, PACKED_SDPA, PACKED_VARLEN
 
@@ -25,34 +26,52 @@ SOFT_CAPS = "soft caps"
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionChoice:
-    """An implementation of attention.
+class Choice:
+    """An implementation of attention, or of other layers.
 
     Attributes:
-        name: as in `learner.attention`.
+        name: as in `learner.attention` or `learner.kernels`.
         reason: why it was chosen.
     """
 
     name: str
     reason: str
 
-    @property
-    def implementation(self) -> str:
-        return IMPLEMENTATIONS[self.name]
+
+class Flash(NamedTuple):
+    """An implementation of torch's flash attention: the module, the GPU and the heads that it needs."""
+
+    name: str
+    module: str
+    capability: int
+    widest_head: int
 
 
-def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> AttentionChoice:
+FLASH = Flash("FA4", "flash_attn.cute.interface", 10, 128), Flash("FA3", "flash_attn_interface", 9, 256)
+
+
+def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
     """The implementation that `learner.attention` names; with `auto` the first of `IMPLEMENTATIONS` that works here.
+
+    For `varlen`, torch's flash attention is set to the implementation in `FLASH` for this GPU, if it is installed.
 
     Raises:
         UserError: the implementation cannot be used; the message says why.
     """
-    asked = config.attention
-    if asked != "auto":
-        hindrance = _hindrance(asked, config, model)
-        if hindrance:
-            raise UserError(f"learner.attention = {asked!r} cannot be used: {hindrance}; use auto or sdpa")
-        return AttentionChoice(asked, "learner.attention names it")
+    choice = _first_usable(config, model) if config.attention == "auto" else _named(config, model)
+    if choice.name != "varlen":
+        return choice
+    return replace(choice, reason=f"{choice.reason}; by {_activate_flash(_head_width(model))}")
+
+
+def _named(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
+    hindrance = _hindrance(config.attention, config, model)
+    if hindrance:
+        raise UserError(f"learner.attention = {config.attention!r} cannot be used: {hindrance}; use auto or sdpa")
+    return Choice(config.attention, "learner.attention names it")
+
+
+def _first_usable(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
     names_by_hindrance: dict[str, list[str]] = {}
     for name in IMPLEMENTATIONS:
         hindrance = _hindrance(name, config, model)
@@ -60,34 +79,59 @@ def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Attentio
             break
         names_by_hindrance.setdefault(hindrance, []).append(name)
     reasons = [f"{', '.join(names)}: {hindrance}" for hindrance, names in names_by_hindrance.items()]
-    return AttentionChoice(name, "; ".join(reasons) or "the first choice can be used")
+    return Choice(name, "; ".join(reasons) or "the first choice can be used")
 
 
-def apply_kernels(model: PreTrainedModel, kernels: str) -> None:
-    """Replace norms, rotary positions and gated layers of a model, in place, by the kernels of `learner.kernels`.
+def _activate_flash(head_width: int) -> str:
+    """Have torch's flash attention use the implementation in `FLASH` for this GPU; returns which it uses, and why."""
+    major, _ = torch.cuda.get_device_capability()
+    flash = next((one for one in FLASH if one.capability == major and head_width <= one.widest_head), None)
+    if flash is None:
+        return "torch's own FA2"
+    try:
+        torch.nn.attention.activate_flash_attention_impl(flash.name)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"torch's own FA2, because {flash.name} cannot be used: {first_line(error)}"
+    return f"{flash.name} of {flash.module}"
 
-    The output layer stays: `learner.policy.logprobs` never holds all logits either, and computes what the loss needs.
+
+def choose_kernels(asked: str, model: PreTrainedConfig) -> Choice:
+    """The kernels of norms, rotary positions and gated layers: with `auto` Liger's if they can be used here.
 
     Raises:
-        UserError: the kernels are not installed, there is no GPU, or there are none for this model.
+        UserError: Liger's are asked for, and cannot be used; the message says why.
     """
-    if kernels == "torch":
-        return
+    if asked == "torch":
+        return Choice("torch", "learner.kernels names it")
+    hindrance = _liger_hindrance(model)
+    if hindrance is None:
+        return Choice("liger", "the first choice can be used" if asked == "auto" else "learner.kernels names it")
+    if asked == "liger":
+        raise UserError(f"learner.kernels = 'liger' cannot be used: {hindrance}; use auto or torch")
+    return Choice("torch", f"liger: {hindrance}")
+
+
+def _liger_hindrance(model: PreTrainedConfig) -> str | None:
+    """Why Liger's kernels cannot be used here; None if they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
     for package in ("liger_kernel", "triton"):
         if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"learner.kernels = {kernels!r} needs the package {package}: pip install 'spo-trainer[liger]', or set "
-                "it to torch"
-            )
-    if not torch.cuda.is_available():
-        raise UserError(f"learner.kernels = {kernels!r} needs a GPU, and torch sees none; set it to torch")
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+            return f"the package {package} is not installed (pip install 'spo-trainer[liger]')"
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    model_type = model.config.model_type
-    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UserError(
-            f"learner.kernels = {kernels!r}: Liger has none for models of type {model_type}; set it to torch"
-        )
+    if model.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return f"Liger has none for models of type {model.model_type}"
+    return None
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Replace norms, rotary positions and gated layers of a model, in place, by Liger's kernels.
+
+    The output layer stays: `learner.policy.logprobs` never holds all logits either, and computes what the loss needs.
+    """
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from common.log import get_logger
 from common.model import check_model_folder, download_failure
 from common.model_files import HEAD, lacks, listed
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
+from learner.policy.checkpointing import recompute_layers
 from learner.policy.disk_names import rename_as_stored
-from learner.policy.kernels import AttentionChoice, apply_kernels, choose_attention
+from learner.policy.kernels import IMPLEMENTATIONS, Choice, apply_liger, choose_attention, choose_kernels
 from learner.policy.language_part import language_part
 from learner.policy.logprobs import LogitTransform, LogprobHead
 from learner.policy.lora import adapter_weights, add_adapter
@@ -42,6 +43,7 @@ class Policy(nn.Module):
 
     Attributes:
         group: ranks that divide the packed tokens; all call `forward` together, with the same arguments.
+        choices: the implementations of its `attention` and its other layers (`kernels`), if `load_policy` made it.
     """
 
     group: SequenceGroup | None = None
@@ -54,14 +56,14 @@ class Policy(nn.Module):
         *,
         has_adapter: bool = False,
         float32_head: bool = True,
-        attention: AttentionChoice | None = None,
+        choices: Mapping[str, Choice] = {},
     ) -> None:
         super().__init__()
         self.model = model
         self.packing = Packing(model)
         self.routers = Routers.of(model)
         self.has_adapter = has_adapter
-        self.attention = attention
+        self.choices = choices
         transform = LogitTransform.of(model.config.get_text_config())
         LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature, float32_head, transform)
 
@@ -194,7 +196,7 @@ def load_policy(config: Config, weights: bool = True, key: str = "model.path") -
         UserError: it cannot be read, or has a part that the learner would not compute as vLLM does.
     """
     path = config.model.path
-    model, attention, missing = load_model(config, AutoModelForCausalLM, path, key, weights)
+    model, choices, missing = load_model(config, AutoModelForCausalLM, path, key, weights)
     if missing:
         raise UserError(f"{key} = {path!r}: {lacks(missing)}")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -210,7 +212,7 @@ def load_policy(config: Config, weights: bool = True, key: str = "model.path") -
         config.generator.temperature,
         has_adapter=lora is not None,
         float32_head=config.model.head_dtype == "float32",
-        attention=attention,
+        choices=choices,
     )
     check_routers(policy.routers, config.learner, path, type(model).__name__)
     check_division(policy.packing, config.learner, key, path)
@@ -223,7 +225,7 @@ def load_policy(config: Config, weights: bool = True, key: str = "model.path") -
 
 def load_model(
     config: Config, kind: Any, path: str, key: str, weights: bool = True
-) -> tuple[PreTrainedModel, AttentionChoice, list[str]]:
+) -> tuple[PreTrainedModel, dict[str, Choice], list[str]]:
     """Load a model for training, with the learner's attention and kernels.
 
     Args:
@@ -233,7 +235,7 @@ def load_model(
         weights: see `load_policy`.
 
     Returns:
-        The model, its attention, and the names of parameters that the folder does not have.
+        The model, the choices of its attention and kernels, and the names of parameters that the folder does not have.
 
     Raises:
         UserError: see `load_policy`.
@@ -251,7 +253,9 @@ def load_model(
             _check_heads(model_config, config.learner.sequence_parallel)
         _without_noise(model_config)
         attention = choose_attention(config.learner, model_config)
-        options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}
+        layers = choose_kernels(config.learner.kernels, model_config)
+        implementation = IMPLEMENTATIONS[attention.name]
+        options = {"dtype": dtype, "attn_implementation": implementation, "trust_remote_code": trust}
         if weights:
             # `_check_loaded` refuses weights of another shape, and names them.
             options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "key_mapping": dict(part.renamed)}
@@ -277,10 +281,10 @@ def load_model(
             model=path,
             trained=type(model).__name__,
         )
-    apply_kernels(model, config.learner.kernels)
-    if config.learner.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model, attention, missing
+    if layers.name == "liger":
+        apply_liger(model)
+    recompute_layers(model, config.learner.gradient_checkpointing)
+    return model, {"attention": attention, "kernels": layers}, missing
 
 
 def _check_loaded(model: PreTrainedModel, loading: dict[str, Any], others: frozenset[str], path: str, key: str) -> None:

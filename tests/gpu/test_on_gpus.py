@@ -101,7 +101,7 @@ def test_float32_logits_and_gradients_are_those_of_a_copy() -> None:
 
 def test_a_forward_and_backward_pass_never_waits_for_the_gpu(model: Path, tmp_path: Path) -> None:
     policy, arguments = policy_and_batch(model, tmp_path, SHAPE)
-    assert policy.attention.name == "varlen"
+    assert policy.choices["attention"].name == "varlen"
 
     def train() -> None:
         logprobs, entropies = policy(*arguments, entropy=True)

@@ -34,7 +34,8 @@ class StandInGpus:
         (folder / "nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr("launcher.layout.layout.cpu_build", lambda role: None)
+        for module in ("launcher.layout.layout", "launcher.run.processes"):
+            monkeypatch.setattr(f"{module}.cpu_build", lambda role: None)
 
     def are(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from common.errors import UserError
 from learner.batch.prefixes import PackedRows, pack_rows, tree_places
 from learner.policy import kernels
 from learner.policy.attention import PACKED_VARLEN, across_ranks, pack_sequences, packed_sdpa, packed_varlen
-from learner.policy.kernels import apply_kernels, choose_attention
+from learner.policy.kernels import apply_liger, choose_attention, choose_kernels
 from learner.policy.model import Policy, load_policy, own_slice
 from learner.ranks.ulysses import SequenceGroup
 from tests.support.learner import VOCABULARY, learner_config
@@ -222,6 +223,33 @@ def test_auto_takes_the_first_that_can_be_used_and_says_why(monkeypatch, machine
 
 
 @pytest.mark.parametrize(
+    ("capability", "model", "installed", "expected"),
+    [
+        ((8, 0), QWEN3, {"FA3", "FA4"}, "by torch's own FA2"),
+        ((9, 0), QWEN3, {"FA3", "FA4"}, "by FA3 of flash_attn_interface"),
+        ((10, 0), QWEN3, {"FA3", "FA4"}, "by FA4 of flash_attn.cute.interface"),
+        ((10, 0), Qwen3Config(head_dim=256), {"FA3", "FA4"}, "by torch's own FA2"),
+        ((9, 0), QWEN3, {}, "by torch's own FA2, because FA3 cannot be used: No module named 'flash_attn_interface'"),
+    ],
+)
+def test_varlen_uses_the_newest_flash_attention_that_the_gpu_and_the_packages_allow(
+    monkeypatch, capability, model, installed, expected
+):
+    """Without the package torch's own function is called, which imports it."""
+    pretend(monkeypatch, capability=capability)
+    activate, active = torch.nn.attention.activate_flash_attention_impl, []
+    monkeypatch.setattr(
+        torch.nn.attention,
+        "activate_flash_attention_impl",
+        lambda name: active.append(name) if name in installed else activate(name),
+    )
+    for asked in ("auto", "varlen"):
+        choice = choose_attention(LearnerConfig(dtype="bfloat16", attention=asked), model)
+        assert choice.reason.endswith(expected)
+    assert [name for name in active if name in expected] == active
+
+
+@pytest.mark.parametrize(
     ("asked", "machine", "settings", "why"),
     [
         ("varlen", {"gpu": False}, {}, "no GPU"),
@@ -243,29 +271,47 @@ def test_an_attention_that_is_named_is_taken_or_refused(monkeypatch, asked, mach
         assert choose_attention(config, QWEN3).name == asked
 
 
-@pytest.mark.parametrize(
-    ("machine", "known", "why"),
-    [
-        ({"packages": ("triton",)}, "qwen3", "needs the package liger_kernel"),
-        ({"packages": ("liger_kernel",)}, "qwen3", "needs the package triton"),
-        ({"packages": BOTH, "gpu": False}, "qwen3", "needs a GPU"),
-        ({"packages": BOTH}, "llama", "none for models of type qwen3"),
-        ({"packages": BOTH}, "qwen3", None),
-    ],
-)
-def test_liger_leaves_the_output_layer_alone_or_is_refused(monkeypatch, machine, known, why):
-    pretend(monkeypatch, **machine)
-    calls: list[Any] = []
+LIGER = [
+    ({"packages": ("triton",)}, "qwen3", "the package liger_kernel is not installed"),
+    ({"packages": ("liger_kernel",)}, "qwen3", "the package triton is not installed"),
+    ({"packages": BOTH, "gpu": False}, "qwen3", "torch sees no GPU"),
+    ({"packages": BOTH}, "llama", "Liger has none for models of type qwen3"),
+    ({"packages": BOTH}, "qwen3", None),
+]
+
+
+@pytest.fixture
+def liger(monkeypatch) -> ModuleType:
+    """A stand-in for the module of Liger that replaces layers; `calls` are what it was asked to replace."""
     module: Any = ModuleType("liger_kernel.transformers.monkey_patch")
-    module.MODEL_TYPE_TO_APPLY_LIGER_FN = {known: print}
-    module._apply_liger_kernel_to_instance = lambda model, **options: calls.append((model, options))
+    module.calls = []
+    module._apply_liger_kernel_to_instance = lambda model, **options: module.calls.append((model, options))
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+@pytest.mark.parametrize("asked", ["auto", "liger", "torch"])
+@pytest.mark.parametrize(("machine", "known", "why"), LIGER)
+def test_liger_is_taken_where_it_can_be_and_refused_by_name_where_it_cannot(
+    monkeypatch, liger, machine, known, why, asked
+):
+    pretend(monkeypatch, **machine)
+    liger.MODEL_TYPE_TO_APPLY_LIGER_FN = {known: print}
+    if asked == "liger" and why:
+        with pytest.raises(UserError, match=re.escape(f"learner.kernels = 'liger' cannot be used: {why}")):
+            choose_kernels(asked, QWEN3)
+        return
+    choice = choose_kernels(asked, QWEN3)
+    assert choice.name == ("torch" if asked == "torch" or why else "liger")
+    assert asked != "auto" or (why or "first choice") in choice.reason
+
+
+def test_liger_leaves_the_output_layer_alone(liger):
     model: Any = SimpleNamespace(config=QWEN3)
-    with pytest.raises(UserError, match=f"learner.kernels = 'liger'.*{why}") if why else nullcontext():
-        apply_kernels(model, "liger")
-        assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
+    apply_liger(model)
+    assert liger.calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
 
 
 SINKS = torch.linspace(-2, 2, 8, dtype=torch.float64)  # of eight heads

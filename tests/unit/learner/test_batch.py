@@ -20,6 +20,7 @@ from common.messages import Batch
 from common.payload import NO_EXPERTS, Payload
 from learner.batch.plan import plan_micro_batches
 from learner.batch.tensors import Packer, RolloutBatch
+from learner.policy.operations import Operations
 from learner.policy.routers import ExpertShape
 from learner.ranks.ulysses import SequenceGroup
 from learner.ranks.world import World
@@ -229,10 +230,10 @@ def test_a_sample_is_left_out_whole_and_counted_once(sample, row_tokens):
 ROWS = st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=0, max_size=40)
 
 
-@given(ROWS, st.integers(1, 4), st.integers(1, 4), st.integers(8, 400))
-@example([[3]] * 5, 1, 1, 8)  # two even bins would exceed the budget by one
-def test_every_row_has_one_place_within_the_budget(rows, mini_batches, ranks, budget):
-    places = plan_micro_batches(rows, mini_batches, ranks, budget).rows
+@given(ROWS, st.integers(1, 4), st.integers(1, 4), st.integers(8, 400), st.sampled_from([0.0, 0.1]))
+@example([[3]] * 5, 1, 1, 8, 0.0)  # two even bins would exceed the budget by one
+def test_every_row_has_one_place_within_the_budget(rows, mini_batches, ranks, budget, quadratic):
+    places = plan_micro_batches(rows, mini_batches, ranks, budget, Operations(1.0, quadratic).of).rows
     assert len(places) == mini_batches
     placed = []
     for micros in places:
@@ -258,6 +259,22 @@ def test_ranks_of_one_micro_batch_have_like_amounts_of_work():
     for by_rank in micros:
         loads = [sum(lengths[sample] for sample, _ in held) for held in by_rank]
         assert max(loads) - min(loads) <= max(lengths)
+
+
+@pytest.mark.parametrize("longest", [32_768, 65_536])
+@pytest.mark.parametrize("ranks", [8, 32])
+@pytest.mark.parametrize("budget", [1, 2], ids=["one longest row", "two longest rows"])
+def test_the_slowest_rank_is_nearer_to_the_mean_than_if_ranks_had_equal_tokens(longest, ranks, budget):
+    of_8b = Operations(1.5e10, 2.9e5)
+    lengths = np.random.default_rng(0).lognormal(np.log(longest / 6), 1, 512).clip(16, longest).astype(int).tolist()
+
+    def excess(operations):
+        """Time that the other ranks of each micro-batch wait for its slowest one, as a share of their work."""
+        (micros,) = plan_micro_batches([[length] for length in lengths], 1, ranks, budget * longest, operations).rows
+        loads = np.array([[sum(of_8b.of(lengths[i]) for i, _ in held) for held in by_rank] for by_rank in micros])
+        return loads.max(1).sum() / loads.mean(1).sum() - 1
+
+    assert excess(of_8b.of) < excess(float) / 2
 
 
 def test_b05_advantages_are_broadcast_to_model_tokens_only():

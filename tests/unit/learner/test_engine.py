@@ -10,7 +10,7 @@ import torch
 
 from common.config import LearnerConfig, load_config
 from common.errors import UserError
-from learner.policy.engine import OWN_KEYS, deepspeed_config, learning_rate
+from learner.policy.engine import OWN_KEYS, deepspeed_config, gathering_groups, learning_rate
 from learner.policy.kernels import deterministic
 
 SGD = {"type": "SGD", "params": {"momentum": 0.9}}
@@ -18,6 +18,7 @@ OFFLOADED = {"zero_stage": 3, "offload": "all"}
 TO_CPU = {"device": "cpu", "pin_memory": True}
 BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
 PARAMS = "optimizer.params"
+REDUCES, OVERLAPS = "zero_optimization.use_multi_rank_bucket_allreduce", "zero_optimization.overlap_comm"
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,19 @@ PARAMS = "optimizer.params"
         ({"dtype": "bfloat16"}, 7, {"communication_data_type": None}),
         ({"dtype": "bfloat16"}, 8, {"communication_data_type": "fp32"}),
         ({"deepspeed": {"communication_data_type": "bf16"}}, 64, {"communication_data_type": "bf16"}),
+        # Each rank receives its own gradients, during the backward pass, where this is of use.
+        ({"zero_stage": 2}, 2, {REDUCES: False, OVERLAPS: True}),
+        ({"zero_stage": 1, "dtype": "float32"}, 2, {REDUCES: False, OVERLAPS: True}),
+        ({"zero_stage": 1, "dtype": "bfloat16"}, 2, {REDUCES: None, OVERLAPS: None}),
+        ({"zero_stage": 2, "offload": "optimizer"}, 2, {REDUCES: False, OVERLAPS: None}),
+        ({"zero_stage": 2, "lora": {"rank": 8}}, 2, {REDUCES: None, OVERLAPS: None}),
+        ({"zero_stage": 2}, 1, {REDUCES: None, OVERLAPS: None}),
+        ({"zero_stage": 3}, 2, {REDUCES: None, OVERLAPS: None}),
+        (
+            {"zero_stage": 2, "deepspeed": {"zero_optimization": {"overlap_comm": False}}},
+            2,
+            {REDUCES: False, OVERLAPS: False},
+        ),
     ],
     ids=str,
 )
@@ -49,6 +63,16 @@ def test_settings_of_deepspeed(learner, ranks, expected):
         for part in key.split("."):
             setting = setting.get(part)
         assert setting == value, key
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(6, [[0, 1], [2], [3, 4]]), (100, [[0, 1, 2, 3, 4]]), (1, [[0], [1], [2], [3], [4]])]
+)
+def test_parameters_are_gathered_together_up_to_a_limit(limit, expected):
+    sizes = [4, 2, 9, 1, 5]
+    weights = [(str(number), torch.nn.Parameter(torch.zeros(size))) for number, size in enumerate(sizes)]
+    groups = gathering_groups(iter(weights), limit)
+    assert [[int(name) for name, _ in group] for group in groups] == expected
 
 
 def test_on_a_cpu_offloading_keeps_torchs_adam():
