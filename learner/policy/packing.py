@@ -108,6 +108,11 @@ def layers_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]
             yield name, module, False
 
 
+def attentions(model: nn.Module) -> list[nn.Module]:
+    """The layers whose attention transformers dispatches."""
+    return [module for module in model.modules() if _takes_cache(module) and _dispatches(module)]
+
+
 def _takes_cache(module: nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters.keys()
     is_block = isinstance(module, GradientCheckpointingLayer)  # of a mixer and a feed-forward layer, or of one of them
