@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from learner.correction.statistics import age_buckets
 from learner.critic import Critic, with_explained_variance
 from learner.losses import Denominators, load_loss
 from learner.past_versions import PastVersions, exact_statistics
+from learner.peak import mfu, total_peak
 from learner.policy.disk_names import DiskNames
 from learner.policy.engine import (
     build_engine,
@@ -30,6 +32,7 @@ from learner.policy.engine import (
 from learner.policy.forward_check import check_policy
 from learner.policy.lora import merged_weights
 from learner.policy.model import Policy
+from learner.policy.operations import Operations, operations_of
 from learner.policy.routers import Routing, routing_statistics
 from learner.precompute import compare_all, precompute
 from learner.ranks.world import World
@@ -51,9 +54,11 @@ class Trainer:
         not_finite: optimizer steps in a row that were skipped because loss or gradient was not finite.
         past: earlier versions, if `learner.exact_every` has stale tokens scored by the versions that sampled them.
         critic: the value model, if `algorithm.baseline` has one.
+        peak: operations a second of all ranks' GPUs at best; 0 if not known.
     """
 
     not_finite = 0
+    peak = 0.0
     past: PastVersions | None = None
     critic: Critic | None = None
 
@@ -69,6 +74,7 @@ class Trainer:
             self.critic = Critic(config, world, self.policy.vocabulary)
         self.reference = load_reference(config, world, self.engine)
         self.disk_names = DiskNames(self.policy.model)
+        self.peak = total_peak(world)
         # Called before each optimizer step: a copy of the weights may still be running.
         self.before_update: Callable[[], None] = lambda: None
         self.log = get_logger()
@@ -76,6 +82,11 @@ class Trainer:
     @property
     def policy(self) -> Policy:
         return self.engine.module
+
+    @cached_property
+    def operations(self) -> Operations:
+        """Operations that the policy needs for the forward pass of a sequence."""
+        return operations_of(self.policy.model.config, self.config.model.trust_remote_code)
 
     def engines(self) -> dict[str, Any]:
         """All engines that are trained, by the folder of their state in a checkpoint."""
@@ -149,6 +160,9 @@ class Trainer:
             with phases("exact"):
                 self.past.advance()
         batch_statistics(batch, stats)
+        if self.peak:
+            share = mfu(self.operations, batch.lengths, phases.seconds["train"], self.peak)
+            stats.total("gpu/mfu", share)  # of this rank's rows
         metrics = stats.reduce(self.world) | exact
         if self.critic is not None:
             with phases("critic"):
@@ -164,6 +178,8 @@ class Trainer:
             with phases("drift"):
                 metrics["actor/drift"] = self._drift(batch.mini_batches[0][0], before)
         metrics["tokens/per_second"] = metrics["tokens/total"] / (time.perf_counter() - started)
+        if self.world.device.type == "cuda":
+            metrics["tokens/per_second_per_gpu"] = metrics["tokens/per_second"] / self.world.size
         return metrics
 
     def _exact(self, batch: RolloutBatch, phases: Phases) -> dict[str, float]:
