@@ -87,8 +87,8 @@ def _low_mfu(metrics: Metrics) -> Iterator[Problem]:
     if len(values) and (mean := float(values.mean())) < LOW_MFU:
         yield Problem(
             "low MFU",
-            f"Training reached {mean:.0%} of the learner's GPUs' peak: raise learner.token_budget, "
-            "or set learner.kernels to liger",
+            f"Training reached {mean:.0%} of the learner's GPUs' peak: raise learner.token_budget "
+            "(tokens that are computed together)",
         )
 
 

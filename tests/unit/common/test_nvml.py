@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from common.nvml import GpuReader
+from common.streams.broker import Broker
+from common.streams.presence import Presence
 from tests.support.gpus import StandInNvml
 
 FOUR = (90, 70, 10, 50)
@@ -38,6 +40,16 @@ def test_a_figure_is_the_mean_of_the_newest_readings(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(nvml, "_utilisations", (percent,))
         reader.read()
     assert reader.figures()["gpu/utilisation"] == pytest.approx(0.3)
+
+
+def test_heartbeats_carry_the_figures(fake_broker: Broker) -> None:
+    reader, presence = GpuReader(1, {}, StandInNvml(60)), Presence(fake_broker, "generator-1", "generator")
+    presence.measured = reader.figures
+    reader.read()
+    presence.status(metrics={"generator/slots": 3})
+    presence.beat()
+    metrics = fake_broker.processes()["generator-1"]["metrics"]
+    assert (metrics["gpu/utilisation"], metrics["generator/slots"]) == (0.6, 3)
 
 
 def no_driver() -> None:
