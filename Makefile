@@ -44,7 +44,7 @@ test-slow: setup ## Run the tests that make test leaves out: more whole runs, an
 
 test-all: test test-slow ## Run all tests but test-gpu and test-compose
 
-test-gpu: ## Measure on one GPU and on two, with the GPU packages in PYTHON's environment; skips missing GPUs
+test-gpu: ## Measure on one GPU and on two, in at most ten minutes, with PYTHON's GPU packages; ARGS=--on-cpu tries what a CPU can
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu -s -n 0 $(ARGS)
 
 test-compose: setup ## Build the images and test whole runs in containers; needs a Docker engine with Compose

@@ -83,33 +83,39 @@ def _config(folder: Path, concurrency: int) -> Config:
     )
 
 
-async def _engine(folder: Path, concurrency: int, waves: int) -> dict[str, float]:
+async def _engine(config: Config, waves: int) -> dict[str, float]:
     from generator.engine.engine import Engine
 
     began = time.perf_counter()
-    engine = await Engine.start(_config(folder, concurrency), get_logger())
+    engine = await Engine.start(config, get_logger())
     start = time.perf_counter() - began
-
-    async def one(prompt: list[int]) -> int:
-        return len((await engine.generate(prompt, max_tokens=RESPONSE)).token_ids)
-
-    rate = await _rate(one, concurrency, waves)
-    pauses = await _pauses(engine, folder, [asyncio.ensure_future(one(_prompt(i))) for i in range(concurrency)])
+    rate = await engine_rate(engine, config.generator.most_episodes, waves)
+    pauses = await _pauses(engine, config)
     await engine.close()
     return {"rate": rate, "start": start, "pause": float(np.median(pauses))}
 
 
-async def _pauses(engine: Any, folder: Path, requests: list[asyncio.Future[int]]) -> list[float]:
-    """Load the same weights again and again while the requests are in flight."""
+async def engine_rate(engine: Any, concurrency: int, waves: int) -> float:
+    """Tokens per second of an `Engine`; see `_rate`."""
+
+    async def one(prompt: list[int]) -> int:
+        return len((await engine.generate(prompt, max_tokens=RESPONSE)).token_ids)
+
+    return await _rate(one, concurrency, waves)
+
+
+async def _pauses(engine: Any, config: Config) -> list[float]:
+    """Load the same weights again and again while as many requests as may be are in flight."""
     from transformers import AutoModelForCausalLM
 
     from generator.weights.weight_client import WeightClient
     from learner.publish.weight_server import WeightServer
 
-    config = _config(folder, 1).learner.weights
-    server = WeightServer(config)
-    client = WeightClient(server.endpoint, config)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompts = [_prompt(i) for i in range(config.generator.most_episodes)]
+    requests = [asyncio.ensure_future(engine.generate(prompt, max_tokens=RESPONSE)) for prompt in prompts]
+    server = WeightServer(config.learner.weights)
+    client = WeightClient(server.endpoint, config.learner.weights)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path)
     pauses = []
     for version in range(UPDATES):
         server.serve(server.copy(version, model.named_parameters(), "float32"))
@@ -122,11 +128,11 @@ async def _pauses(engine: Any, folder: Path, requests: list[asyncio.Future[int]]
     return pauses
 
 
-async def _bare(folder: Path, concurrency: int, waves: int) -> dict[str, float]:
+async def bare(config: Config, waves: int) -> dict[str, float]:
+    """The rate of an `AsyncLLM` as vLLM starts it, in tokens per second (see `_rate`), and its start in seconds."""
     from generator.engine.arguments import engine_arguments, prepare_environment
 
     began = time.perf_counter()
-    config = _config(folder, concurrency)
     prepare_environment(config)
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -144,7 +150,7 @@ async def _bare(folder: Path, concurrency: int, waves: int) -> dict[str, float]:
             tokens = len(output.outputs[0].token_ids)
         return tokens
 
-    rate = await _rate(one, concurrency, waves)
+    rate = await _rate(one, config.generator.most_episodes, waves)
     llm.shutdown()
     return {"rate": rate, "start": start}
 
@@ -171,8 +177,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=options.positive, default=64, help="requests in flight")
     args = parser.parse_args()
     if args.side:
-        run = _engine if args.side == "engine" else _bare
-        print(json.dumps(asyncio.run(run(args.model, args.concurrency, args.waves))))
+        run = _engine if args.side == "engine" else bare
+        print(json.dumps(asyncio.run(run(_config(args.model, args.concurrency), args.waves))))
         return
     result = measure(args.concurrency, waves=args.waves)
     print(

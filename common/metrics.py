@@ -14,6 +14,7 @@ from common.messages import Ending
 REWARD, LENGTHS, ENDINGS = "Reward and accuracy", "Lengths and cut-offs", "Endings, tool errors and skipped tasks"
 STALENESS, TRACKER, CORRECTION = "Staleness", "Value tracker", "Correction by age"
 OPTIMIZATION, THROUGHPUT, QUEUES, PROCESSES = "Optimization", "Throughput", "Queues", "Processes"
+GPUS = "GPUs and engines"
 
 
 class Metric(NamedTuple):
@@ -141,6 +142,8 @@ STEP = (
     Metric("tokens/total", "tokens", "tokens of the batch", THROUGHPUT),
     Metric("tokens/model", "tokens", "tokens of the batch that the model sampled"),
     Metric("tokens/per_second", "tokens/s", "tokens of the batch by the time of training"),
+    Metric("tokens/per_second_per_gpu", "tokens/s", "the same by the number of ranks, on GPUs", GPUS),
+    Metric("gpu/mfu", "share", "operations of training, in [the cards' peak](gpu.md#what-a-gpu-does)", GPUS),
     Metric("tokens/shared", "tokens", "tokens of common prefixes, computed once for several rows"),
     Metric("seconds/wait", "s", "waiting for the batch", THROUGHPUT),
     Metric("seconds/payload", "s", "fetching and packing the batch's tokens", THROUGHPUT),
@@ -174,6 +177,7 @@ TIME = (
     Metric("generator/refused", "", "refused requests of agents, also of failed attempts and with a wrong key"),
     Metric("generator/tokens", "tokens", "sampled tokens", REWARD),
     Metric("generator/tokens_per_second", "tokens/s", "tokens sampled in the last 5 seconds", THROUGHPUT),
+    Metric("generator/tokens_per_second_per_gpu", "tokens/s", "the same by the engine's GPUs", GPUS),
     Metric("generator/seconds", "s", "time since the generator was ready"),
     Metric("generator/slots", "", "running episodes"),
     Metric("generator/slots_awaiting_weights", "", "running episodes that wait for newer weights"),
@@ -186,8 +190,18 @@ TIME = (
     Metric("generator/pause_ms_per_update", "ms", "mean pause per load of new weights", THROUGHPUT),
     Metric("generator/pull_seconds", "s", "transfer of weights, during which generation continues"),
     Metric("generator/pull_ms_per_update", "ms", "mean duration of a transfer of weights"),
+    Metric("engine/batch_size", "", "running requests in a step of vLLM, mean of the last 5 seconds", GPUS),
+    Metric("engine/cache_used", "share", "used part of vLLM's KV cache, mean of the last 5 seconds", GPUS),
+    Metric("engine/prefix_hits", "share", "prompt tokens found in the prefix cache in the last 5 seconds", GPUS),
+    Metric("engine/preemptions", "", "requests that lost their place in the KV cache and were computed again", GPUS),
     Metric("relay/sent_mb", "MB", "weights sent by a relay"),
     Metric("relay/pull_seconds", "s", "transfer of weights to a relay"),
+    Metric("gpu/count", "", "GPUs of a process on its machine, by NVML; the following are means over them"),
+    Metric("gpu/utilisation", "share", "time in which a GPU computed, over the last 5 seconds", GPUS),
+    Metric("gpu/least_utilisation", "share", "the same of the least busy GPU", GPUS),
+    Metric("gpu/memory_gb", "GB", "used memory of a GPU, by all processes", GPUS),
+    Metric("gpu/memory_share", "share", "the same as a share of its memory"),
+    Metric("gpu/watts", "W", "power of a GPU", GPUS),
     Metric("process/cpu_seconds", "s", "CPU time of a process, without the processes that it has started", PROCESSES),
     Metric("process/memory_mb", "MB", "memory of a process, without the processes that it has started", PROCESSES),
 )

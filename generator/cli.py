@@ -16,6 +16,7 @@ from common.config import Config, load_config
 from common.config.warnings import episode_warnings
 from common.errors import UserError
 from common.log import Timeline
+from common.nvml import GpuReader
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree, agree_on_download
@@ -97,7 +98,8 @@ async def _serve(config: Config, name: str) -> int:
             weights = WeightClient(
                 lambda: broker.endpoint("weights"), settings, relays=lambda: nearby(broker, machine), log=log
             )
-        metrics = GeneratorMetrics(Timeline(config.run.folder, name))
+        metrics = GeneratorMetrics(Timeline(config.run.folder, name), engine.counts, engine.gpus)
+        presence.measured = GpuReader(engine.gpus).start()
         loop = asyncio.get_running_loop()
         # For tools and simulated users that block; one that hangs keeps its thread for ever.
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.most_episodes, "blocking"))

@@ -1,30 +1,39 @@
-"""A generator's own metrics: tokens per second, waits by cause, pauses for weights."""
+"""A generator's own metrics: tokens per second, waits by cause, pauses for weights, and what its engine counts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from common.log import Timeline
+from generator.engine.counts import EngineCounts
 
 WINDOW = 5.0  # seconds over which rates are computed
 SHORTEST_SLICE = 0.05  # seconds; the timeline shows no shorter wait for tasks
 
 
 class GeneratorMetrics:
-    """Episodes, and the time spent on new weights: counts since the start, and rates over the last `WINDOW`."""
+    """Episodes, and the time spent on new weights: counts since the start, and rates over the last `WINDOW`.
 
-    def __init__(self, timeline: Timeline | None = None) -> None:
+    Args:
+        engine: the counts of the engine, which it goes on adding to.
+        gpus: number of GPUs of the engine.
+    """
+
+    def __init__(self, timeline: Timeline | None = None, engine: EngineCounts | None = None, gpus: int = 0) -> None:
         self.timeline = timeline or Timeline(None, "")
+        self._engine, self._gpus = engine or EngineCounts(), gpus
         self.updates = 0
         self.pull_seconds = self.pause_seconds = 0.0
         self._started = time.monotonic()
         self.episodes = self.sampled = self.failed = 0
         self.idle_seconds = 0.0
         self._idle_since: float | None = None
-        self._marks: list[tuple[float, int, float]] = [(self._started, 0, 0.0)]  # when, tokens, idle seconds
+        # When, tokens, idle seconds, and the engine's counts.
+        self._marks: list[tuple[float, int, float, EngineCounts]] = [(self._started, 0, 0.0, EngineCounts())]
 
     def finished(self, sampled: int) -> None:
         """Count an episode and its model tokens."""
@@ -65,8 +74,8 @@ class GeneratorMetrics:
         now, updates = time.monotonic(), max(self.updates, 1)
         idle = self.idle(now)
         self._marks = [mark for mark in self._marks if mark[0] > now - WINDOW] or self._marks[-1:]
-        then, sampled, idle_before = self._marks[0]
-        self._marks.append((now, self.sampled, idle))
+        then, sampled, idle_before, engine_before = self._marks[0]
+        self._marks.append((now, self.sampled, idle, replace(self._engine)))
         seconds = max(now - then, 1e-3)
         rate = (self.sampled - sampled) / seconds
         metrics = {
@@ -86,6 +95,8 @@ class GeneratorMetrics:
             "generator/updates": self.updates,
             "generator/pause_ms_per_update": 1000 * self.pause_seconds / updates,
             "generator/pull_ms_per_update": 1000 * self.pull_seconds / updates,
+            **self._engine.since(engine_before),
+            **({"generator/tokens_per_second_per_gpu": rate / self._gpus} if self._gpus else {}),
         }
         return {
             "episodes": self.episodes,

@@ -16,6 +16,7 @@ from common.held_folder import HeldFolder
 from common.log import Timeline
 from common.masking import METRIC, RECENT, advice, recent_warning
 from common.messages import Batch, Step
+from common.nvml import GpuReader
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
@@ -78,6 +79,8 @@ class Learner:
         """
         self.config, self.broker, self.inbox, self.world = config, broker, inbox, world
         self.presence, self.log = presence, log
+        if presence is not None and world.device.type == "cuda":
+            presence.measured = GpuReader(min(world.size, torch.cuda.device_count())).start()
         self.stop, self.sent, self.heap = threading.Event(), SentStats(), Heap()
         self.timeline = Timeline(config.run.folder if world.is_main else None, "learner")
         self.trainer = Trainer(config, world)

@@ -19,6 +19,7 @@ from learner.correction.statistics import age_buckets
 from learner.critic import Critic, with_explained_variance
 from learner.losses import Denominators, load_loss
 from learner.past_versions import PastVersions, exact_statistics
+from learner.peak import mfu, total_peak
 from learner.policy.disk_names import DiskNames
 from learner.policy.engine import (
     build_engine,
@@ -53,9 +54,11 @@ class Trainer:
         not_finite: optimizer steps in a row that were skipped because loss or gradient was not finite.
         past: earlier versions, if `learner.exact_every` has stale tokens scored by the versions that sampled them.
         critic: the value model, if `algorithm.baseline` has one.
+        peak: operations a second of all ranks' GPUs at best; 0 if not known.
     """
 
     not_finite = 0
+    peak = 0.0
     past: PastVersions | None = None
     critic: Critic | None = None
 
@@ -71,6 +74,7 @@ class Trainer:
             self.critic = Critic(config, world, self.policy.vocabulary)
         self.reference = load_reference(config, world, self.engine)
         self.disk_names = DiskNames(self.policy.model)
+        self.peak = total_peak(world)
         # Called before each optimizer step: a copy of the weights may still be running.
         self.before_update: Callable[[], None] = lambda: None
         self.log = get_logger()
@@ -158,6 +162,9 @@ class Trainer:
             with phases("exact"):
                 self.past.advance()
         batch_statistics(batch, stats)
+        if self.peak:
+            share = mfu(self.operations, batch.lengths, phases.seconds["train"], self.peak)
+            stats.total("gpu/mfu", share)  # of this rank's rows
         metrics = stats.reduce(self.world) | exact
         if self.critic is not None:
             with phases("critic"):
@@ -173,6 +180,8 @@ class Trainer:
             with phases("drift"):
                 metrics["actor/drift"] = self._drift(batch.mini_batches[0][0], before)
         metrics["tokens/per_second"] = metrics["tokens/total"] / (time.perf_counter() - started)
+        if self.world.device.type == "cuda":
+            metrics["tokens/per_second_per_gpu"] = metrics["tokens/per_second"] / self.world.size
         return metrics
 
     def _exact(self, batch: RolloutBatch, phases: Phases) -> dict[str, float]:

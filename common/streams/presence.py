@@ -24,7 +24,13 @@ WARN_AFTER = 3  # times `dead_after`: by then a supervisor has had time to start
 
 
 class Presence:
-    """A background thread that renews this process's entry every `interval` seconds."""
+    """A background thread that renews this process's entry every `interval` seconds.
+
+    Attributes:
+        measured: returns metrics that each heartbeat adds to those of the status.
+    """
+
+    measured: Callable[[], dict[str, float]] = dict
 
     def __init__(self, broker: Broker, process_id: str, role: str, interval: float = 1.0) -> None:
         self.process_id = process_id
@@ -46,7 +52,7 @@ class Presence:
     def beat(self) -> None:
         broker = self._broker
         keys = [broker.key("processes"), broker.key("alive")]
-        values = self._values | {"metrics": {**self._values.get("metrics", {}), **_usage()}}
+        values = self._values | {"metrics": {**self._values.get("metrics", {}), **_usage(), **self.measured()}}
         forget_ms = int(1000 * FORGET_AFTER * broker.dead_after)
         broker.script("present")(keys, [self.process_id, msgpack.packb(values), forget_ms])
 

@@ -27,6 +27,7 @@ from common.errors import UserError, first_line
 from common.files import socket_folder
 from common.model import cached_folder, check_model_folder, download_failure
 from common.process import Role
+from generator.engine.counts import EngineCounts, stat_logger
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
@@ -99,8 +100,11 @@ def engine_names() -> frozenset[str]:
     )
 
 
-def start_llm(config: Config) -> Any:
+def start_llm(config: Config, counts: EngineCounts) -> Any:
     """Make vLLM's `AsyncLLM`; takes seconds.
+
+    Args:
+        counts: the engine's steps are added to it.
 
     Raises:
         UserError: vLLM would not find our plugin, cannot read the model, or refuses its arguments.
@@ -112,11 +116,15 @@ def start_llm(config: Config) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    loggers: list[Any] = [stat_logger(counts)]
     try:
         if current_platform.is_cpu():
-            return start_cpu_engine(arguments, fit_kv_cache=not KV_CACHE & config.generator.engine.keys())
+            fits = not KV_CACHE & config.generator.engine.keys()
+            return start_cpu_engine(arguments, fit_kv_cache=fits, stat_loggers=loggers)
         # Throughput counts, not the time to the first token: up to 16,384 tokens of prompts a step, by the GPU.
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers
+        )
     except Exception as error:
         raise _refused(config, error) from error
 

@@ -21,7 +21,7 @@ TWO_PROCESSES = "VLLM_ENABLE_V1_MULTIPROCESSING"
 PARALLEL = ("distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
-def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
+def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool, stat_loggers: list[Any]) -> Any:
     """Make an `AsyncLLM`; its engine arguments and the environment take precedence over the choices made here.
 
     With `fit_kv_cache`, the KV cache is no larger than a model of this size can use: filling it takes time.
@@ -56,6 +56,7 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
         with eager:
             return AsyncLLM.from_vllm_config(
                 config,
+                stat_loggers=stat_loggers,
                 enable_log_requests=engine_args.enable_log_requests,
                 disable_log_stats=engine_args.disable_log_stats,
             )

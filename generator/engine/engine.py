@@ -17,6 +17,7 @@ from common.config import Config
 from common.messages import Failure
 from generator.engine.adapters import AdapterFiles, Adapters, LoadedAdapter
 from generator.engine.arguments import check_updates, start_llm
+from generator.engine.counts import EngineCounts
 from generator.engine.reading import Reading
 
 SHUTDOWN_TIMEOUT = 3.0  # seconds until vLLM's processes are killed
@@ -74,10 +75,12 @@ class Engine:
     Attributes:
         version: version of the weights, or of the adapter, that new requests use.
         llm: the `AsyncLLM`, for code that reads its configuration; requests go through this class.
+        counts: what its scheduler has counted.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, counts: EngineCounts) -> None:
         self.version = 0
+        self.counts = counts
         self.tokenizer = llm.get_tokenizer()
         self.llm = llm
         self.max_model_len: int = llm.model_config.max_model_len
@@ -100,7 +103,8 @@ class Engine:
         """
         began = time.monotonic()
         # No local variable for the LLM: vLLM keeps a reference to this frame, and so to its variables, after `close`.
-        engine = cls(start_llm(config))
+        counts = EngineCounts()
+        engine = cls(start_llm(config, counts), counts)
         await engine.llm.update_weight_version("0")
         if config.run.has_learner:
             await check_updates(engine.llm, config.model.path)
@@ -108,6 +112,14 @@ class Engine:
         await engine.llm.get_supported_tasks()
         log.info("engine started", seconds=time.monotonic() - began)
         return engine
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs that it computes on; 0 on a CPU."""
+        config = self.llm.vllm_config
+        parallel = config.parallel_config
+        on_gpus = config.device_config.device_type == "cuda"
+        return int(parallel.world_size * parallel.data_parallel_size) if on_gpus else 0
 
     async def generate(
         self,

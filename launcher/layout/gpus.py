@@ -1,4 +1,4 @@
-"""Reads which GPUs this process may use and how busy they are, and parses lists of GPUs that users write.
+"""Reads which GPUs this process may use, and parses lists of GPUs that users write.
 
 The figures come from nvidia-smi, because a process that starts others must not initialise CUDA. GPUs are numbered as
 torch numbers them: from 0, in the order of CUDA_VISIBLE_DEVICES if that is set.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import re
 import subprocess
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from common.checks.computing import visible_gpus
 from common.errors import UserError, one_line
 
-QUERY = "index,uuid,name,memory.total,memory.used,utilization.gpu,mig.mode.current"
+QUERY = "index,uuid,name,memory.total,memory.used,mig.mode.current"
 SECONDS = 60
-EVERY = 2.0  # seconds between two looks at the load
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HIDDEN = ("-1", "NoDevFiles")  # as the first name in CUDA_VISIBLE_DEVICES, they hide all GPUs
 # By default CUDA puts the fastest GPU first, so its numbers would differ from those of nvidia-smi and schedulers.
@@ -36,7 +33,6 @@ class Gpu:
         number: its number in torch.
         name: its name in CUDA_VISIBLE_DEVICES.
         total, used: bytes of its memory; the driver does not report what is used of a slice.
-        load: share of the last sampling period in which it computed; None if unknown.
     """
 
     number: int
@@ -45,7 +41,6 @@ class Gpu:
     product: str
     total: int
     used: int = 0
-    load: float | None = None
     is_slice: bool = False
 
 
@@ -73,36 +68,6 @@ def read_gpus(environ: Mapping[str, str]) -> list[Gpu]:
     if names is not None:
         gpus = [_named(name, gpus) for name in names]
     return [replace(gpu, number=number) for number, gpu in enumerate(gpus)]
-
-
-@contextmanager
-def watching(environ: Mapping[str, str], used: Iterable[Gpu]) -> Iterator[Callable[[], Sequence[Gpu]]]:
-    """During the block, read every few seconds how busy the GPUs of a run are.
-
-    Yields:
-        A function that returns the newest readings; empty without GPUs, and while the driver does not answer.
-    """
-    uuids = {gpu.uuid for gpu in used if not gpu.is_slice} - {""}
-    newest: list[Gpu] = []
-    over = threading.Event()
-
-    def follow() -> None:
-        while not over.is_set():
-            try:
-                newest[:] = [gpu for gpu in read_gpus(environ) if gpu.uuid in uuids]
-            except UserError:
-                newest.clear()
-            over.wait(EVERY)
-
-    thread = threading.Thread(target=follow, name="gpus", daemon=True)
-    if uuids:
-        thread.start()
-    try:
-        yield lambda: tuple(newest)
-    finally:
-        over.set()
-        if uuids:
-            thread.join(EVERY)
 
 
 def environment(gpus: Sequence[Gpu]) -> dict[str, str]:
@@ -164,7 +129,7 @@ def _ask(arguments: list[str], environ: Mapping[str, str]) -> str:
 
 
 def _parsed(line: str) -> Gpu:
-    index, uuid, product, total, used, load, slices = (value.strip() for value in line.split(","))
+    index, uuid, product, total, used, slices = (value.strip() for value in line.split(","))
     return Gpu(
         int(index),
         index,
@@ -172,7 +137,6 @@ def _parsed(line: str) -> Gpu:
         product,
         _mebibytes(total),
         _mebibytes(used),
-        int(load) / 100 if load.isdecimal() else None,
         slices == "Enabled",
     )
 

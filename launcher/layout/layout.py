@@ -80,11 +80,9 @@ class Placement:
         return max(1, len(self.learner)) + len(self.generators) + len(self.teachers)
 
     @property
-    def gpus(self) -> list[Gpu]:
-        """All GPUs in use, by number."""
-        groups = (self.learner, *self.generators, *(one.gpus for one in self.teachers))
-        used = {gpu.number: gpu for gpus in groups for gpu in gpus}
-        return [used[number] for number in sorted(used)]
+    def teacher_gpus(self) -> list[Gpu]:
+        """The GPUs of all teachers."""
+        return list(dict.fromkeys(gpu for one in self.teachers for gpu in one.gpus))
 
     def split(self, group: int) -> Split | None:
         """How many GPUs each side has; None if they share one, or one side has none.

@@ -66,7 +66,7 @@ def lines(
     Args:
         name: the same in all runs, since charts with the same name are drawn together.
         missing: see `panel`.
-        unit: `share`, `tokens`, `tokens/s`, `s`, `ms`, `versions`, `MB`, `nats/token` or "".
+        unit: `share`, `tokens`, `tokens/s`, `s`, `ms`, `versions`, `MB`, `GB`, `W`, `nats/token` or "".
         x: `step`, `time` (seconds) or `value` (0 to 1).
     """
     some = [one for one in drawn if one["x"]]

@@ -19,7 +19,7 @@ from rich.text import Text
 from common.errors import one_line, visible
 from common.masking import METRIC
 from launcher.folder.time_budget import moved_gpus
-from launcher.layout.gpus import Gpu
+from launcher.run.gpu_rows import engine_rows, gpu_rows
 from launcher.run.notices import Notice
 from launcher.run.progress import PhaseTimer, Progress, duration
 from launcher.run.supervisor import RunProcess, Supervisor
@@ -109,11 +109,16 @@ class PlainView:
         self.every = every
         self._next = 0.0
         self._shown: tuple[Any, ...] = ()
+        self._warned: set[str] = set()  # names of the problems that were logged
 
     def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
         while supervisor.notices.unseen:
             notice = supervisor.notices.unseen.popleft()
             self.log.warning(notice.line, process=notice.process)
+        for problem in progress.gpu_problems:
+            if problem.name not in self._warned:
+                self._warned.add(problem.name)
+                self.log.warning(problem.line)
         now = time.monotonic()
         counters = progress.counters
         evaluated = progress.evaluated
@@ -134,7 +139,7 @@ class PlainView:
             "masked": progress.metric(METRIC),
             "left_out": progress.samples_left_out[0] or None,
             "tokens_per_second": progress.tokens_per_second() or None,
-            "gpus": gpu_figures(progress.gpus)[0] if progress.gpus else None,
+            "gpus": "; ".join(f"{name.removeprefix('GPUs, ')} {busy}" for name, busy, _ in gpu_rows(progress)) or None,
             "processes": len(supervisor.alive()),
         }
         self.log.info("progress", **{name: value for name, value in values.items() if value is not None})
@@ -228,12 +233,18 @@ def figures(progress: Progress) -> Table:
         whole = f"by the correction; {percent(progress.masked_share)} over all steps"
         table.add_row("tokens masked", Text(percent(last), style), whole)
     table.add_row("baseline", saving(progress.variance_ratio), "")
+    for row in (*gpu_rows(progress), *engine_rows(progress)):
+        table.add_row(*row)
+    wasted = progress.gpu_problems
+    for problem in wasted:
+        table.add_row("fix first", Text(problem.name, "yellow"), problem.line)
     if slow := progress.bottleneck:
         waits = f"learner waits {slow.wait:.0%}, generators {slow.idle:.0%} of the last {slow.steps} steps"
         waits += f", {slow.scoring:.0%} of the episodes for scores" if slow.side == "teachers" else ""
         table.add_row("bottleneck", slow.side, waits)
-        if progress.split and (gain := moved_gpus(slow, progress.split)):
-            table.add_row("GPUs", f"{progress.split.learner} + {progress.split.generators}", gain)
+        # Moving GPUs is no answer while they are wasted: the times are then not those of a sound run.
+        if not wasted and progress.split and (gain := moved_gpus(slow, progress.split)):
+            table.add_row("GPUs, split", f"{progress.split.learner} + {progress.split.generators}", gain)
     table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
     counted, dispatched = progress.counters.get("counted", 0), progress.counters.get("dispatched", 0)
     table.add_row("samples counted", f"{counted:,}", f"of {dispatched:,} dispatched")
@@ -246,22 +257,11 @@ def figures(progress: Progress) -> Table:
         )
     if progress.scoring is not None:
         table.add_row("waiting for scores", f"{progress.scoring:,}", "episodes, of teachers")
-    if progress.gpus:
-        table.add_row("GPUs", *gpu_figures(progress.gpus))
     if progress.memory.limit:
         table.add_row("Redis' memory", percent(progress.memory.share), f"of {data_size(progress.memory.limit)}")
     if progress.counters.get("grouped"):
         table.add_row("degenerate groups", percent(degenerate_share(progress.counters)), "all rewards of a group equal")
     return table
-
-
-def gpu_figures(gpus: Sequence[Gpu]) -> tuple[str, str]:
-    """The mean load of the GPUs, the load of each (as figures if few, else as bars), and the share of memory used."""
-    loads = [math.nan if gpu.load is None else gpu.load for gpu in gpus]
-    each = " ".join(f"{gpu.number}: {load:.0%} " for gpu, load in zip(gpus, loads, strict=True))
-    held = sum(gpu.used for gpu in gpus) / max(1, sum(gpu.total for gpu in gpus))
-    shown = sparkline(loads) if len(gpus) > MANY else each.strip()
-    return f"{percent(sum(loads) / len(loads))} busy", f"{shown}, {held:.0%} of their memory"
 
 
 def _curve(values: list[float], ends: tuple[float, float], shown: Callable[[float | None], str], what: str) -> Text:

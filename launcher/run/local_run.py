@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -17,10 +16,11 @@ from common.config.load import read_values
 from common.errors import UserError
 from common.files import checkpoint, checkpoint_versions
 from common.held_folder import FolderGone
+from common.nvml import GpuReader
 from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
-from launcher.layout.gpus import Gpu, watching
+from launcher.layout.gpus import environment
 from launcher.layout.layout import NOTHING_ASKED, Choice, Placement, lay_out
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
@@ -128,11 +128,13 @@ def _run(
                     from launcher.run.teacher_servers import start_teachers
 
                     start_teachers(config, layout, supervisor)
+                    gpus = layout.teacher_gpus
+                    progress.teacher_gpus = GpuReader(len(gpus), environment(gpus)).start()
                 start_all(config, path, commands, layout, supervisor)
                 teachers = [server.name for server in layout.teachers]
                 roles = ("sampler", "learner", *(["generator"] if layout.generators else []), *teachers)
-                with closing(view()) as opened, watching(os.environ, layout.gpus) as gpus:
-                    _watch(config, supervisor, progress, phases, opened, roles, gpus)
+                with closing(view()) as opened:
+                    _watch(config, supervisor, progress, phases, opened, roles)
             finally:
                 phases.enter("shutdown")
     except FolderGone:
@@ -180,13 +182,11 @@ def _watch(
     phases: PhaseTimer,
     view: View,
     roles: Sequence[str],
-    gpus: Callable[[], Sequence[Gpu]],
 ) -> None:
     """Watch until the run is over and its processes, except the servers of teachers, have exited.
 
     Args:
         roles: the roles of the processes that were started; their names begin with them.
-        gpus: returns the GPUs that they use.
     """
     leave_by: float | None = None
     while True:
@@ -195,7 +195,6 @@ def _watch(
             phase = progress.phase()
             if phase != phases.current:
                 phases.enter(phase)
-        progress.gpus = gpus()
         view.update(progress, supervisor, phases)
         if progress.finished:
             if phases.current != "shutdown":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +17,9 @@ from common.masking import METRIC, MOST, advice, recent_warning
 from common.messages import Step
 from common.streams.broker import Broker, Memory
 from common.streams.steps import StepReader
+from launcher.folder.gpu_health import Problem, problems
 from launcher.folder.metrics import Metrics
 from launcher.folder.time_budget import Bottleneck, Pace, Split, bottleneck
-from launcher.layout.gpus import Gpu
 
 RECENT = 60  # newest rewards that are shown
 MEASURED = 2048  # newest values of each metric: at least some hours of a run
@@ -39,7 +39,7 @@ class Progress:
 
     Attributes:
         folder: the run folder; it may be on another machine, and then there are no metrics.
-        gpus: the newest readings of the GPUs that processes started here use.
+        teacher_gpus: returns the metrics of the GPUs of teachers' servers that were started here.
         has_teacher: whether a teacher scores episodes.
         split: how many GPUs each side has here; None if that is not known, or they share one.
         left_out: by version, the samples that could not be trained on, and all samples of the batch.
@@ -69,7 +69,7 @@ class Progress:
     has_generated: bool = False
     variance_ratio: float | None = None
     left_out: dict[int, tuple[int, int]] = field(default_factory=dict)
-    gpus: Sequence[Gpu] = ()
+    teacher_gpus: Callable[[], dict[str, float]] = dict
     split: Split | None = None
     metrics: Metrics | None = field(init=False)
 
@@ -139,6 +139,11 @@ class Progress:
         return None if self.metrics is None else bottleneck(self.metrics)
 
     @property
+    def gpu_problems(self) -> list[Problem]:
+        """What wastes GPUs over the newest steps."""
+        return [] if self.metrics is None else problems(self.metrics)
+
+    @property
     def masked_warning(self) -> str | None:
         """A sentence if too many tokens are masked, over all steps or over the newest; else None."""
         share = self.masked_share
@@ -156,6 +161,10 @@ class Progress:
 
     def of_role(self, role: str) -> list[dict[str, Any]]:
         return [process for process in self.processes.values() if process.get("role") == role]
+
+    def measured(self, role: str) -> list[dict[str, float]]:
+        """The newest metrics of each process of a role."""
+        return [process.get("metrics", {}) for process in self.of_role(role)]
 
     def tokens_per_second(self) -> float:
         return sum(float(process.get("tokens_per_second", 0.0)) for process in self.of_role("generator"))

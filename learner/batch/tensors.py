@@ -81,7 +81,7 @@ class RolloutBatch:
         version: weight version that trains on it.
         mini_batches: micro-batches of each optimizer step; all ranks have equally many.
         samples: samples of the whole batch, over all ranks.
-        tokens: prompt and response tokens of this rank's rows.
+        lengths: prompt and response tokens of each of this rank's rows.
         left_out: samples without a usable payload whose first row is this rank's.
         reason: why one of this rank's samples cannot be used; empty if each is usable or has no payload.
         rewards: of the whole batch.
@@ -90,10 +90,15 @@ class RolloutBatch:
     version: int
     mini_batches: list[list[MicroBatch]]
     samples: int
-    tokens: int
+    lengths: Sequence[int]
     left_out: int = 0
     reason: str = ""
     rewards: Sequence[float] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens of this rank's rows."""
+        return sum(self.lengths)
 
     @property
     def shared_tokens(self) -> int:
@@ -215,7 +220,7 @@ class Packer:
             version=version,
             mini_batches=[[packed(held) for held in micro_batches] for micro_batches in places],
             samples=len(advantages),
-            tokens=sum(len(rows[place][0].token_ids) for place in placed if place in rows),
+            lengths=[len(rows[place][0].token_ids) for place in placed if place in rows],
             left_out=sum(number == 0 and (sample, number) not in rows for sample, number in placed),
             reason=reason,
             rewards=rewards,

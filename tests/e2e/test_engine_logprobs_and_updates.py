@@ -118,6 +118,9 @@ def test_an_update_leaves_no_prefix_of_the_old_weights(running: Running) -> None
     running.generate(prompt, max_tokens=10)
     again = running.generate(prompt, max_tokens=1)
     assert again.cached_tokens == 2 * BLOCK  # so there is something stale to find
+    counts = running.engine.counts
+    assert (counts.cached % BLOCK, counts.queried >= 2 * len(prompt)) == (0, True)
+    assert 0 < counts.cached < counts.queried
     model = running.load(4)
     assert error_of(running.generate(prompt, max_tokens=30), prompt, model) < TOLERANCE
     assert np.abs(running.score(prompt) - reference_logprobs(model, prompt)).mean() < TOLERANCE

@@ -1,9 +1,10 @@
-"""Stand-ins for GPUs: an `nvidia-smi` that tells of those a test makes up, for a process that has none."""
+"""Stand-ins for GPUs: an `nvidia-smi` and an NVML that tell of those a test makes up, for a process that has none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,7 +50,7 @@ class StandInGpus:
         """Make up so many GPUs.
 
         Args:
-            used: MiB that other processes hold, by GPU; each also computes half of the time.
+            used: MiB that other processes hold, by GPU.
             slices: profiles of the slices that each GPU is divided into.
             visible: CUDA_VISIBLE_DEVICES.
         """
@@ -57,7 +58,7 @@ class StandInGpus:
         for i in range(count):
             held = (used or {}).get(i, 4)
             state = "Enabled" if profiles else "Disabled"
-            rows.append(f"{i}, GPU-{i:04d}, {product}, {mebibytes}, {held}, {50 if held > 4 else 0}, {state}")
+            rows.append(f"{i}, GPU-{i:04d}, {product}, {mebibytes}, {held}, {state}")
             lines.append(f"GPU {i}: {product} (UUID: GPU-{i:04d})")
             lines += [f"  MIG {name}     Device  {n}: (UUID: MIG-{i}{n}aa)" for n, name in enumerate(profiles)]
         (self.folder / "query").write_text("\n".join(rows) + "\n")
@@ -68,3 +69,43 @@ class StandInGpus:
     def fail(self, message: str) -> None:
         """From now on the driver fails."""
         (self.folder / "broken").write_text(message)
+
+
+class StandInNvml:
+    """NVML of a machine with these utilisations [percent], by GPU; each uses 20 of 80 GB and 500 W.
+
+    Args:
+        fails: names of the functions that this driver does not support.
+    """
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *utilisations: int, fails: Iterable[str] = ()) -> None:
+        self._utilisations, self._fails = utilisations, set(fails)
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self._utilisations)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index >= len(self._utilisations):
+            raise self.NVMLError("Invalid Argument")
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return self.nvmlDeviceGetHandleByIndex(int(uuid.removeprefix("GPU-")))
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:
+        self._supports("utilisation")
+        return SimpleNamespace(gpu=self._utilisations[gpu])
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(used=20_000_000_000, total=80_000_000_000)
+
+    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
+        self._supports("power")
+        return 500_000
+
+    def _supports(self, name: str) -> None:
+        if name in self._fails:
+            raise self.NVMLError("Not Supported")

@@ -18,10 +18,14 @@ from tests.support.episode_rows import CONVERSATION, TOKENS, keep, keep_trained
 
 BEGAN = 1_700_000_000.0
 COUNTERS = {"dispatched": 60, "counted": 60, "finished": 60, "evaluated": 12, "rewarded": 48, "batched": 48}
+GPU = {
+    "gpu/count": 1.0, "gpu/utilisation": 0.9, "gpu/least_utilisation": 0.9, "gpu/memory_gb": 60.0,
+    "gpu/memory_share": 0.7, "gpu/watts": 600.0,
+}  # fmt: skip
 PASSWORD = {"url": "redis://user:hunter2@10.0.0.1:6379/0"}
 PANELS = (
-    "summary", "reward", "before-and-after", "throughput", "time", "staleness", "tracker", "correction", "optimization",
-    "lengths", "endings", "queues", "processes", "counts", "configuration",
+    "summary", "reward", "before-and-after", "gpus", "throughput", "time", "staleness", "tracker", "correction",
+    "optimization", "lengths", "endings", "queues", "processes", "counts", "configuration",
 )  # fmt: skip
 
 
@@ -135,14 +139,16 @@ def write_step(folder: Path, step: int, reward: float | None = None) -> None:
         "rollout_corr/masked_fraction": 0.02, "rollout_corr/seq_masked_fraction": 0.01, "staleness/age_0": 0.4,
         "staleness/age_1": 0.6, **{f"rollout_corr/age_{age}/{name}": 0.9 for age in (0, 1) for name in
         ("k3_kl", "fraction", "ratio_mean", "truncated_fraction", "weight_mean", "masked_fraction", "eff_sample_size")},
-        "process/memory_mb": 900.0,
+        "process/memory_mb": 900.0, "tokens/per_second_per_gpu": 45.0, "gpu/mfu": 0.4, **GPU,
     }  # fmt: skip
     write_metrics(folder, step, learner, "learner", time + 1)
     for name in ("generator-1", "generator-2"):
         generator = {
             "generator/tokens_per_second": 300.0, "generator/episodes": 50.0 * step, "generator/seconds": 30.0 * step,
             "generator/waiting_for_tasks_seconds": 18.0 * step, "generator/waiting_for_tasks_fraction": 0.6,
-            "generator/pause_ms_per_update": 80.0, "process/memory_mb": 2000.0,
+            "generator/pause_ms_per_update": 80.0, "process/memory_mb": 2000.0, **GPU, "engine/batch_size": 60.0,
+            "engine/cache_used": 0.7, "engine/prefix_hits": 0.5, "engine/preemptions": 2.0,
+            "generator/tokens_per_second_per_gpu": 300.0,
         }  # fmt: skip
         write_metrics(folder, step, generator, name, time + 2)
     if step % 5 == 0:

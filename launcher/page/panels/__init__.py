@@ -7,6 +7,7 @@ from typing import Any
 from launcher.folder.run import Run
 from launcher.page.panels.configuration import configuration_panel
 from launcher.page.panels.counts import counts_panel
+from launcher.page.panels.gpus import gpus_panel
 from launcher.page.panels.learning import pairs_panel, reward_panel, summary_panel
 from launcher.page.panels.speed import processes_panel, queues_panel, throughput_panel, time_panel
 from launcher.page.panels.tracker import tracker_panel
@@ -27,6 +28,7 @@ def panels(run: Run) -> list[dict[str, Any]]:
             summary_panel(run, evaluated),
             reward_panel(metrics, evaluated),
             pairs_panel(run, evaluated),
+            gpus_panel(metrics),
             throughput_panel(metrics),
             time_panel(run),
             staleness_panel(metrics),

@@ -55,7 +55,7 @@ function axes(kind, unit) {
 function yRange(unit, isHistogram) {
   return (_, low, high) => {
     if (low === null || low === undefined) return [0, 1];
-    if (isHistogram || unit === "share" || unit === "tokens/s" || unit === "s" || unit === "MB" || unit === "versions" || unit === "tokens") {
+    if (isHistogram || unit === "share" || unit === "tokens/s" || unit === "s" || unit === "MB" || unit === "GB" || unit === "W" || unit === "versions" || unit === "tokens") {
       const top = unit === "share" && high > 0.5 && high <= 1 ? 1 : high * 1.08 || 1;
       return [Math.min(0, low), top];
     }

@@ -80,6 +80,6 @@ export function decimals(value) {
 export function withUnit(value, unit) {
   if (value === null || value === undefined) return "–";
   if (unit === "share") return share(value);
-  if (["s", "ms", "MB", "tokens/s", "nats/token"].includes(unit)) return `${number(value)} ${unit}`;
+  if (["s", "ms", "MB", "GB", "W", "tokens/s", "nats/token"].includes(unit)) return `${number(value)} ${unit}`;
   return number(value);
 }

@@ -206,7 +206,7 @@ def test_a_lock_leaves_out_what_is_not_needed(role: str) -> None:
 def test_every_direct_dependency_is_pinned_and_allowed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    cpu = [name for name in extras if name not in ("generator", "learner", "liger", "gpu")]
+    cpu = [name for name in extras if name not in ("generator", "learner", "liger", "nvml", "gpu")]
     locked = pins("cpu")
     for text in [*project["dependencies"], *(text for name in cpu for text in extras[name])]:
         requirement = Requirement(text)

@@ -15,6 +15,7 @@ from common.errors import UserError
 from common.messages import Failure, SampleHeader
 from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
+from generator.engine.counts import EngineCounts
 from generator.engine.engine import Engine, EngineDied, EngineFailed
 from tests.support.episode import TOKENIZER, call
 from tests.support.generator import Rig, failing, one, results, saying, story, stuck
@@ -101,7 +102,7 @@ def test_vllm_that_hangs_ends_the_process_and_hands_back(fake_broker: Broker, mo
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0")
     rig.dispatch(3)
     llm = {"get_tokenizer": lambda: TOKENIZER, "model_config": SimpleNamespace(max_model_len=512), "errored": False}
-    rig.engine.watch = Engine(SimpleNamespace(**llm, is_sleeping=is_sleeping)).watch  # type: ignore[method-assign]
+    rig.engine.watch = Engine(SimpleNamespace(**llm, is_sleeping=is_sleeping), EngineCounts()).watch  # type: ignore[method-assign]
     with pytest.raises(EngineDied, match="vLLM hangs: it has given no answer for 0 s"):
         rig.play(stuck)
     assert len(TaskInbox(fake_broker, "g2").take(3, 0)) == 3

@@ -25,14 +25,13 @@ from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher import status as inspection
 from launcher.folder.time_budget import Split
-from launcher.layout.gpus import Gpu
 from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import LiveView, PlainView, data_size, figures, process_rows, render, sparkline
 from launcher.run.notices import AT_ONCE, DIFFERENT, MAX_IN_VIEW, Notices
 from launcher.run.progress import PhaseTimer, Progress, duration
 from launcher.run.summary import next_steps, summarize, table
 from launcher.run.supervisor import Supervisor
-from tests.support.run_folder import full_run
+from tests.support.run_folder import BEGAN, GPU, full_run, write_metrics
 
 LOG = structlog.get_logger()
 
@@ -167,14 +166,38 @@ def test_the_live_frame_shows_the_figures_and_every_process(run: Seen) -> None:
     assert "from relay-1" in rows["generator-7"]
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"), [(2, r"GPUs +50\.0% busy +0: 0% +1: 100%, 50% of their memory"), (16, r"50\.0% busy +▁█▁█")]
-)
-def test_the_load_of_each_gpu_is_shown(run: Seen, count: int, shown: str) -> None:
+def test_gpus_and_engines_are_shown_by_side(run: Seen) -> None:
+    assert not {"GPU", "vLLM"} & set(re.split(r"\W+", run.live()))
+    run.beat("learner", metrics=GPU | {"gpu/count": 4.0, "gpu/least_utilisation": 0.25})
+    engine = {"engine/batch_size": 60.0, "engine/cache_used": 0.7, "engine/preemptions": 1.0}
+    run.beat("generator-1", metrics={"gpu/count": 1.0, "gpu/memory_gb": 70.0} | engine)  # a slice has no utilisation
+    run.beat("generator-2", metrics=GPU | {"gpu/count": 3.0, "engine/prefix_hits": 0.5} | engine)
+    run.announce(1, **{"gpu/mfu": 0.41, "tokens/per_second_per_gpu": 5300.0})
     progress = run.read()
-    assert "GPU" not in run.live(progress)
-    progress.gpus = [Gpu(n, str(n), f"GPU-{n}", "H100", 80 << 30, 40 << 30, load=n % 2) for n in range(count)]
-    assert re.search(shown, run.live(progress))
+    progress.teacher_gpus = lambda: GPU
+    words = " ".join(run.live(progress).replace("│", "").split())  # whatever is wrapped
+    assert "learner 90% busy 4, the least busy 25%, 60 GB, 600 W, 5,300 tokens/s each, MFU 41% GPUs" in words
+    assert "GPUs, generators 90% busy 4, the least busy 90%, 62 GB, 600 W GPUs" in words
+    assert "GPUs, teachers 90% busy 1, 60 GB, 600 W vLLM" in words
+    assert "vLLM 60.0 at once KV cache 70% full, prefix hits 50%, 2 preemptions" in words
+
+
+def test_what_wastes_gpus_is_shown_instead_of_a_better_split(run: Seen) -> None:
+    folder = full_run(run.folder / "mine", steps=24)
+    progress = run.read(folder=folder)
+    progress.split = Split(4, 4)
+    assert "moving one GPU" in run.live(progress)
+    for step in range(25, 45):
+        write_metrics(folder, step, {"gpu/mfu": 0.01, "seconds/train": 20.0}, "learner", BEGAN + 30.0 * step)
+    progress.refresh()
+    frame = run.live(progress)
+    assert re.search(r"fix first +low MFU", frame)
+    assert "moving one GPU" not in frame
+    plain = PlainView(LOG)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(2):
+            plain.update(progress, run.supervisor, run.phases)
+    assert len([line for line in logs if "learner.token_budget" in line["event"]]) == 1
 
 
 def test_frames_have_one_width_and_the_time_left_once_known(run: Seen) -> None:
@@ -317,7 +340,7 @@ def test_status_and_live_view_name_the_page_s_bottleneck(run: Seen, monkeypatch:
     progress = run.read(folder=folder)
     progress.split = Split(4, 4)
     words = " ".join(run.live(progress).replace("│", "").split())  # whatever is wrapped
-    assert "GPUs 4 + 4 moving one GPU from generators to learner would make a step take" in words
+    assert "GPUs, split 4 + 4 moving one GPU from generators to learner would make a step take" in words
 
 
 def test_numbers_read_as_people_say_them() -> None:

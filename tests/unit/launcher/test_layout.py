@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from common.errors import UserError
 from common.log import get_logger
 from launcher.folder.time_budget import Split
 from launcher.layout import layout as layouts
-from launcher.layout.gpus import watching
 from launcher.layout.layout import Choice, Placement, lay_out
 from launcher.run import processes
 from launcher.run.local_run import worker_commands
@@ -193,18 +191,6 @@ def test_builds_for_the_cpu_use_no_gpu(gpus: StandInGpus, monkeypatch: pytest.Mo
     assert devices(lay_out(config_of(), Choice(2))) == ("", [])
     with pytest.raises(UserError, match="learner-build 1 and generator-build 1 compute on the CPU only"):
         lay_out(config_of(), Choice(None, "0"))
-
-
-def test_gpus_are_watched_until_the_driver_fails(
-    laid_out: LayOut, gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("launcher.layout.gpus.EVERY", 0.01)
-    used = laid_out(4, Choice(None, "0", "2"), **ADAPTER).gpus
-    with watching(os.environ, used) as newest:
-        gpus.are(4, used={2: 70_000})
-        eventually(lambda: [(gpu.number, gpu.load) for gpu in newest()] == [(0, 0.0), (2, 0.5)])
-        gpus.fail("it fell off the bus")
-        eventually(lambda: not newest())
 
 
 @pytest.mark.parametrize(("asked", "share"), [(Choice(), "2"), (Choice(1), "4"), (Choice(7), "1")])

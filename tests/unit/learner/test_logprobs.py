@@ -250,4 +250,4 @@ def batch_of(version: int, rows: list[Payload]) -> RolloutBatch:
         PACKER.micro_batch([(row, 0.0) for row in rows[:2]]),
         PACKER.micro_batch([(row, 0.0) for row in rows[2:]]),
     ]
-    return RolloutBatch(version, [micros], len(rows), 0, rewards=[0.0] * len(rows))
+    return RolloutBatch(version, [micros], len(rows), [], rewards=[0.0] * len(rows))

@@ -16,10 +16,12 @@ import torch
 from common.payload import Payload
 from learner.batch.plan import plan_micro_batches
 from learner.losses import PolicyTokens, TokenLoss, TokenLosses, load_loss
+from learner.peak import peak_of
 from learner.policy.model import Policy, load_policy
+from learner.policy.operations import TRAINING, operations_of
 from learner.ranks.world import World
 from learner.reference import _logprobs_by
-from learner.stats import Stats
+from learner.stats import Phases, Stats
 from learner.trainer import Trainer
 from tests.support import other_device
 from tests.support.learner import ALONE, KEEPS_ALL, learner_config, make_samples, with_scores
@@ -86,6 +88,8 @@ def trained(
     teacher: dict[str, Any] | None = None,
     budget: int = 96,
     share_prefixes: bool = False,
+    peak: float = 0.0,
+    phases: Phases | None = None,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics of one batch of several micro-batches, and the weights after it; `teacher` is its section."""
     settings: dict[str, Any] = {"teacher": teacher or {}}
@@ -100,14 +104,14 @@ def trained(
         held: dict[int, Any] = dict(enumerate(payloads))
         trainer = Trainer.__new__(Trainer)
         trainer.config, trainer.world, trainer.engine = config, world, DescentEngine(policy)
-        trainer.teacher = config.teacher if config.teacher.is_set else None
+        trainer.teacher, trainer.peak = config.teacher if config.teacher.is_set else None, peak
         rewards = [0.5] * len(payloads)
         packer = replace(trainer.packer(), share_prefixes=share_prefixes)
         batch = packer.rollout_batch(4, places, held, advantages, rewards)
         trainer.token_loss = loss or load_loss(config.algorithm)
         trainer.reference = _logprobs_by(policy) if config.algorithm.kl_coef else None
         trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)
-        metrics = trainer.train(batch)
+        metrics = trainer.train(batch, phases)
     del metrics["tokens/per_second"]
     return metrics, dict(policy.named_weights())
 
@@ -127,6 +131,24 @@ def test_sharing_prefixes_changes_nothing_but_the_tokens_computed(model, samples
     assert metrics_of_tree.pop("tokens/shared") > 30
     assert metrics_of_tree == pytest.approx(metrics, rel=1e-4, abs=1e-6)
     torch.testing.assert_close(weights_of_tree, weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [ALONE, Twins(0, 2, ALONE.device)], ids=["one rank", "two ranks"])
+def test_mfu_is_what_training_needs_of_all_that_the_gpus_could_compute(model, samples, world):
+    phases, peak = Phases(), 1e12
+    metrics, _ = trained(model, {}, world, samples, peak=peak, phases=phases)
+    config = load_policy(learner_config(model, "runs")).model.config
+    needed = TRAINING * sum(operations_of(config).of(len(payload.token_ids)) for payload in samples[0])
+    assert metrics["gpu/mfu"] == pytest.approx(world.size * needed / (peak * phases.seconds["train"]))
+
+
+@pytest.mark.parametrize(
+    ("card", "teraflops"),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H20", 148), ("NVIDIA H200", 989),
+     ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 0), ("GPU", 0)],
+)  # fmt: skip
+def test_the_peak_is_the_cards_own(card: str, teraflops: int) -> None:
+    assert peak_of(card) == teraflops * 1e12
 
 
 @pytest.fixture(scope="module")
