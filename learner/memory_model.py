@@ -22,13 +22,14 @@ from learner.critic import attention_parameters
 from learner.policy.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
 from learner.policy.checkpointing import recompute_layers
 from learner.policy.kernels import varlen_lacks
-from learner.policy.logprobs import LogprobHead
+from learner.policy.logprobs import CHUNK, LogprobHead, chunk_of
 from learner.policy.model import Policy, own_slice
 from learner.ranks.ulysses import SequenceGroup
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET, MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
+CARD_BYTES = 80 << 30  # of the GPU that chunks of the log-prob head are made for
 FEW_CHUNKS = 3  # of the log-prob head; every later chunk takes as much memory as the second
 FEW_LAYERS = 2  # the fewest with activations between layers
 
@@ -39,14 +40,15 @@ class Micro:
 
     Attributes:
         sequence_parallel: ranks that divide the tokens among them; the memory is that of the last one.
-        on_gpu: the policy computes as on a GPU: attention by `varlen`, the first choice of `learner.kernels`, and no
+        chunk: tokens of a chunk of the log-prob head; on a GPU those of a card of 80 GB.
+        on_gpu: the policy computes as on a GPU: attention by `varlen`, the first choice of `learner.attention`, and no
             float32 copy of the output layer.
     """
 
     lengths: tuple[int, ...]
     prompt: int = 128
     sequence_parallel: int = 1
-    chunk: int = 1024
+    chunk: int = CHUNK
     checkpointing: bool | Literal["selective"] = True
     on_gpu: bool = False
 
@@ -223,7 +225,8 @@ def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> P
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     recompute_layers(model, micro.checkpointing)
     # A GPU writes float32 logits of 16-bit operands at once: as much as rounding them and converting them back takes.
-    policy = Policy(model.train(), micro.chunk, 1.0, float32_head=not micro.on_gpu)
+    chunk = chunk_of(config.get_text_config().vocab_size, CARD_BYTES) if micro.on_gpu else micro.chunk
+    policy = Policy(model.train(), chunk, 1.0, float32_head=not micro.on_gpu)
     for parameter in policy.parameters():
         parameter.requires_grad_()  # torch's tracker of memory refuses frozen ones; an indexer's are few
         # As ZeRO 2 and 3 do: a gradient is reduced and freed as soon as it is computed.

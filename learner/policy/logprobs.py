@@ -10,6 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+CHUNK = 1024  # the fewest tokens whose logits exist at the same time
+LOGITS_SHARE = 64  # of a GPU's memory, one part for a chunk's float32 logits; there are three such tensors
+
+
+def chunk_of(vocabulary: int, gpu_bytes: int) -> int:
+    """Tokens whose logits exist at the same time, by the memory of the GPU; 0 bytes: there is none.
+
+    Each chunk costs a pass over the gradient of the output layer's weight, so fewer of them are faster.
+    """
+    return max(1, gpu_bytes // LOGITS_SHARE // (4 * vocabulary * CHUNK)) * CHUNK
+
 
 class LogitTransform(NamedTuple):
     """What a model does with its logits z: softcap * tanh(z / softcap), then times `scale`, as vLLM computes it."""

@@ -29,13 +29,11 @@ from learner.policy.checkpointing import recompute_layers
 from learner.policy.disk_names import rename_as_stored
 from learner.policy.kernels import IMPLEMENTATIONS, Choice, apply_liger, choose_attention, choose_kernels
 from learner.policy.language_part import language_part
-from learner.policy.logprobs import LogitTransform, LogprobHead
+from learner.policy.logprobs import LogitTransform, LogprobHead, chunk_of
 from learner.policy.lora import adapter_weights, add_adapter
 from learner.policy.packing import Packing, check_division
 from learner.policy.routers import Routers, Routing, check_routers
 from learner.ranks.ulysses import SequenceGroup
-
-LOGPROB_CHUNK = 1024  # tokens whose logits exist at the same time
 
 
 class Policy(nn.Module):
@@ -184,6 +182,11 @@ def own_slice(
     return ids, positions, sequences.divided(group, padding), predict[mine] - start, targets[mine], counts
 
 
+def gpu_bytes() -> int:
+    """Memory of this process' GPU; 0 without one."""
+    return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else 0
+
+
 def load_policy(config: Config, weights: bool = True, key: str = "model.path") -> Policy:
     """Load the model at `model.path`, for training.
 
@@ -208,7 +211,7 @@ def load_policy(config: Config, weights: bool = True, key: str = "model.path") -
     model.train()
     policy = Policy(
         model,
-        LOGPROB_CHUNK,
+        chunk_of(model.config.get_text_config().vocab_size, gpu_bytes()),
         config.generator.temperature,
         has_adapter=lora is not None,
         float32_head=config.model.head_dtype == "float32",

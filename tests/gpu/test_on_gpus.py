@@ -190,8 +190,17 @@ def test_logprobs_do_not_depend_on_what_computes_them(
         pytest.importorskip(package)
     logprobs = []
     # Plain torch first: Liger stays in transformers' modules.
-    for settings in ({"attention": "sdpa"}, learner):
+    for settings in ({"attention": "sdpa", "kernels": "torch"}, learner):
         policy, arguments = policy_and_batch(small[0], tmp_path, small[1], **settings)
         with torch.no_grad():
             logprobs.append(policy(*arguments)[0])
     assert (logprobs[0] - logprobs[1]).abs().mean() < CLOSE
+
+
+def test_selective_recomputation_has_the_gradient_of_none(small: tuple[Path, Shape], tmp_path: Path) -> None:
+    gradients = []
+    for how in (False, "selective"):
+        policy, arguments = policy_and_batch(small[0], tmp_path, small[1], gradient_checkpointing=how)
+        policy(*arguments)[0].sum().backward()
+        gradients.append(policy.model.get_input_embeddings().weight.grad.float().flatten())
+    assert torch.nn.functional.cosine_similarity(*gradients, 0) > 0.999

@@ -92,7 +92,7 @@ SMALL = {"count": 2, "product": "NVIDIA RTX 4080", "mebibytes": 16_376}
 REFUSED: list[tuple[str, int | dict[str, Any], dict[str, Any], Choice]] = [
     ("GPU 0 has 85.5 GB, of which a rank of the learner needs ", 1, {}, Choice()),
     ("set -o learner.zero_stage=3 -o learner.offload=", 2, {}, Choice()),
-    ("set -o learner.gradient_checkpointing=true", 8, WHOLE, Choice()),
+    ("set -o learner.gradient_checkpointing=selective", 8, WHOLE, Choice()),
     ("set -o learner.zero_stage=3 -o learner.sequence_parallel=4", 8, LONG, Choice(None, "0-3")),
     ("--learner-gpus = '8' names GPU 8, but GPUs here are 0 to 7", 8, {}, Choice(None, "8")),
     ("must be numbers of GPUs, such as 0-3 or 0,2", 8, {}, Choice(None, "0-x")),

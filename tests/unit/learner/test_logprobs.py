@@ -14,7 +14,7 @@ from common.payload import Payload
 from learner import memory_model
 from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.past_versions import PastVersions, exact_statistics, in_own_turn
-from learner.policy.logprobs import LogitTransform, LogprobHead
+from learner.policy.logprobs import LogitTransform, LogprobHead, chunk_of
 from learner.policy.model import Policy, load_policy
 from tests.support.learner import ALONE, PACKER, learner_config, make_payload
 
@@ -125,6 +125,14 @@ def test_bfloat16_weights_give_nearly_exact_float32_logprobs(bias, in_float32, t
     torch.testing.assert_close((logprobs, entropy), exact, rtol=0, atol=tolerance)
     # Rounded logits are far from what float32 ones are near to.
     assert in_float32 or (logprobs - exact[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "gpu_gb", "tokens"),
+    [(151_936, 0, 1024), (151_936, 24, 1024), (151_936, 80, 2048), (32_000, 80, 9216)],
+)
+def test_a_large_gpu_computes_more_tokens_at_once(vocabulary, gpu_gb, tokens):
+    assert chunk_of(vocabulary, gpu_gb * 10**9) == tokens
 
 
 def test_the_memory_model_finds_the_peak_of_all_chunks_in_a_few(model, monkeypatch):
