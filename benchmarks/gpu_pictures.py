@@ -52,7 +52,9 @@ def write_run(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
                 statuses[name] = _gpus(rng, 1, 0.97, 68.0, 610) | _engine(rng, step + part / 6, at - BEGAN + SECONDS)
             for name, metrics in statuses.items():
                 write_metrics(folder, step, metrics, name, at)
-    processes = {name: {"role": name.split("-")[0], "metrics": metrics} for name, metrics in statuses.items()}
+    processes: dict[str, dict[str, Any]] = {
+        name: {"role": name.split("-")[0], "metrics": metrics} for name, metrics in statuses.items()
+    }
     for number, (name, process) in enumerate(processes.items()):
         process |= {"pid": 4_711 + number, "host": "node-1", "state": "running", "version": STEPS}
         if name != "learner":

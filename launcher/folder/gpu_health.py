@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from launcher.folder.metrics import Metrics
-from launcher.folder.time_budget import RECENT, SHORTEST, WAITS, accumulated, bottleneck
+from launcher.folder.time_budget import WAITS, accumulated, bottleneck, newest_steps
 
 IDLE = 0.1  # utilisation below which a card counts as idle
 PREEMPTED = 0.05  # preemptions by finished episodes, from which they cost time
@@ -28,12 +28,11 @@ class Problem(NamedTuple):
 
 def problems(metrics: Metrics) -> list[Problem]:
     """What wastes GPUs over the newest steps; nothing before two steps of both sides were measured."""
-    slow = bottleneck(metrics)
-    if slow is None:
+    slow, steps = bottleneck(metrics), newest_steps(metrics)
+    if slow is None or steps is None:
         return []
-    steps = metrics.series("seconds/train", "learner").times
-    newest = Newest(metrics, max(steps[0], steps[-1] - SHORTEST), steps[-1])
-    found = [*_idle(newest), *_preempted(newest), *_low_mfu(metrics)]
+    newest = Newest(metrics, steps.times[0], steps.times[-1])
+    found = [*_idle(newest), *_preempted(newest), *_low_mfu(newest)]
     return found if slow.idle >= WAITS else [*found, *_empty_cache(newest)]
 
 
@@ -69,7 +68,7 @@ def _idle(newest: Newest) -> Iterator[Problem]:
                 if process == "learner"
                 else "raise generator.max_concurrency, or give GPUs to the learner (run.learner_gpus)"
             )
-            yield Problem("idle GPU", f"{process} has a GPU that computed {share:.0%} of the last minute: {helps}")
+            yield Problem("idle GPU", f"{process} has a GPU that computed {share:.0%} of the time: {helps}")
 
 
 def _preempted(newest: Newest) -> Iterator[Problem]:
@@ -82,9 +81,9 @@ def _preempted(newest: Newest) -> Iterator[Problem]:
         )
 
 
-def _low_mfu(metrics: Metrics) -> Iterator[Problem]:
-    values = metrics.series("gpu/mfu", "learner").values[-RECENT:]
-    if len(values) and (mean := float(values.mean())) < LOW_MFU:
+def _low_mfu(newest: Newest) -> Iterator[Problem]:
+    mean = newest.means("gpu/mfu").get("learner", 1.0)
+    if mean < LOW_MFU:
         yield Problem(
             "low MFU",
             f"Training reached {mean:.0%} of the learner's GPUs' peak: raise learner.token_budget "

@@ -112,21 +112,17 @@ def bottleneck(metrics: Metrics) -> Bottleneck | None:
     step of the learner's newest start is left out, because it waits for engines and for the evaluation before training;
     so is what generators do after the last step.
     """
-    steps = metrics.series("seconds/train", "learner")
-    known = max((metrics.timeline("generator/seconds", name).times[-1] for name in _generators(metrics)), default=0.0)
-    ends = np.flatnonzero((steps.times > _newest_start(metrics)) & (steps.times <= known))
-    if len(ends) < 3:
+    steps = newest_steps(metrics)
+    if steps is None:
         return None
-    long_ago = np.searchsorted(steps.times[ends], steps.times[ends[-1]] - SHORTEST, side="right") - 1
-    ends = ends[max(0, min(len(ends) - 1 - RECENT, long_ago)) :]
-    (after, last), (begin, end) = steps.versions[ends[[0, -1]]], steps.times[ends[[0, -1]]]
+    (after, last), (begin, end), count = steps.versions[[0, -1]], steps.times[[0, -1]], len(steps.times) - 1
     learner, generators = learner_seconds(metrics, after, last), generator_times(metrics, begin, end)
     if not learner or not generators:
         return None
     wait = learner.get(LEARNER["wait"], 0.0) / sum(learner.values())
     idle = sum(one.idle * one.seconds for one in generators) / sum(one.seconds for one in generators)
     facts = (
-        f"over the last {len(ends) - 1} steps the learner waited {wait:.0%} of its time for a batch, and the "
+        f"over the last {count} steps the learner waited {wait:.0%} of its time for a batch, and the "
         f"generators {idle:.0%} of theirs for tasks"
     )
     most = max(learner, key=lambda name: learner[name])
@@ -151,7 +147,19 @@ def bottleneck(metrics: Metrics) -> Bottleneck | None:
             f"The learner is the bottleneck: {facts}. Most of its step is {most} "
             f"({learner[most] / sum(learner.values()):.0%}); more generators would not help."
         )
-    return Bottleneck(side, len(ends) - 1, wait, idle, words, scoring, float(end - begin) / (len(ends) - 1))
+    return Bottleneck(side, count, wait, idle, words, scoring, float(end - begin) / count)
+
+
+def newest_steps(metrics: Metrics) -> Series | None:
+    """The ends of the steps that `bottleneck` judges, and of the one before them; None if there are too few."""
+    steps = metrics.series("seconds/train", "learner")
+    known = max((metrics.timeline("generator/seconds", name).times[-1] for name in _generators(metrics)), default=0.0)
+    ends = np.flatnonzero((steps.times > _newest_start(metrics)) & (steps.times <= known))
+    if len(ends) < 3:
+        return None
+    long_ago = np.searchsorted(steps.times[ends], steps.times[ends[-1]] - SHORTEST, side="right") - 1
+    ends = ends[max(0, min(len(ends) - 1 - RECENT, long_ago)) :]
+    return Series(steps.versions[ends], steps.times[ends], steps.values[ends])
 
 
 def moved_gpus(slow: Bottleneck, split: Split) -> str | None:

@@ -189,6 +189,7 @@ def test_what_wastes_gpus_is_shown_instead_of_a_better_split(run: Seen) -> None:
     assert "moving one GPU" in run.live(progress)
     for step in range(25, 45):
         write_metrics(folder, step, {"gpu/mfu": 0.01, "seconds/train": 20.0}, "learner", BEGAN + 30.0 * step)
+        write_metrics(folder, step, {"generator/seconds": 30.0 * step}, "generator-1", BEGAN + 30.0 * step + 1)
     progress.refresh()
     frame = run.live(progress)
     assert re.search(r"fix first +low MFU", frame)
