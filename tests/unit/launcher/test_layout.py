@@ -341,10 +341,10 @@ def test_one_gpu_is_shared_by_all_three(laid_out: LayOut, config: Callable[..., 
     assert alone.utilization is not None
     assert layout.utilization == pytest.approx(alone.utilization - teacher.utilization, abs=0.011)
     assert option("--gpu-memory-utilization", config(**taught), layout) == str(teacher.utilization)
-    taught["teacher"] = OWN | {"engine": {"gpu_memory_utilization": 0.4}}
+    taught["teacher"] = OWN | {"engine": {"gpu_memory_utilization": 0.35}}
     configured = laid_out(1, **taught)
-    assert configured.utilization == pytest.approx(alone.utilization - 0.4, abs=0.011)
-    assert option("--gpu-memory-utilization", config(**taught), configured) == "0.4"
+    assert configured.utilization == pytest.approx(alone.utilization - 0.35, abs=0.011)
+    assert option("--gpu-memory-utilization", config(**taught), configured) == "0.35"
     taught["teacher"] = OWN | {"engine": {"gpu_memory_utilization": 0.9}}
     with pytest.raises(UserError, match=r"on a GPU of \d+.\d GB that the teachers leave: "):
         laid_out(1, Choice(0), **taught)
