@@ -18,6 +18,8 @@ from common.errors import UserError
 ADAPTER = "default"  # peft's name of a model's only adapter
 PREFIX = "base_model.model."  # what peft puts before the names of an adapter's tensors
 BASE, A, B = "base_layer", "lora_A", "lora_B"  # peft's parts of a layer that has an adapter
+# Kernels for Mamba multiply by this layer's weight without calling it, so peft refuses it in models of these types.
+FUSED, FUSED_IN = "out_proj", {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) -> None:
@@ -123,6 +125,8 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, path: str) -> list[str]:
     """The last parts of the names of all layers that get an adapter."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if model.config.model_type in FUSED_IN:
+        linear = [name for name in linear if not name.endswith(f".{FUSED}")]
     present = sorted({name.rpartition(".")[2] for name in linear})
     if not present:
         raise UserError(f"learner.lora: {type(model).__name__} (model.path = {path!r}) has no linear layers to adapt")
