@@ -37,7 +37,9 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) 
     settings = _peft_config(lora, _targets(model, lora, path), path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model, ADAPTER)
+        # In a list peft does not see the model's type, for some of which it would adapt the experts too: their files
+        # have names that end as those of other layers.
+        inject_adapter_in_model(settings, nn.ModuleList([model]), ADAPTER)
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
