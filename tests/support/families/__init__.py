@@ -60,14 +60,18 @@ class Family:
         layers: the kinds of its layers, for the table.
         own: its own settings beside `SHAPE`.
         dtype: the type in which vLLM computes it on a CPU.
+        why: why engine and learner, or learner and export, do not agree, if they do not.
     """
 
     type: str
     layers: str
     own: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    why: str = ""
 
 
+NEEDS_TRITON = "vLLM computes it with Triton's kernels, which a CPU lacks"
+NOT_IN_VLLM = "vLLM 0.32 has no class for it any more"
 DENSE, MIXTURE, LINEAR_ATTENTION = "attention", "attention, experts", "linear attention, attention"
 SLIDING = "sliding and full attention"
 FAMILIES: dict[str, Family] = {
@@ -104,13 +108,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "Hunyuan": Family("hunyuan_v1_dense", DENSE),
     "Nemotron": Family("nemotron", DENSE),
-    "Apertus": Family("apertus", DENSE),
+    "Apertus": Family("apertus", DENSE, why="the export lacks two constants of the activation, which its files hold"),
     "Cohere": Family("cohere", "attention, scale", {"logit_scale": 0.25, "tie_word_embeddings": True}),
     "Cohere 2": Family(
         "cohere2",
         f"{SLIDING}, scale",
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "logit_scale": 0.25}
         | {"tie_word_embeddings": True},
+        why="vLLM's sliding window holds one token more than transformers'; shorter sequences agree",
     ),
     "Qwen2-MoE": Family("qwen2_moe", MIXTURE, EXPERTS | {"shared_expert_intermediate_size": 64}),
     "Qwen3-MoE": Family("qwen3_moe", MIXTURE, EXPERTS | {"norm_topk_prob": True}),
@@ -164,7 +169,7 @@ FAMILIES: dict[str, Family] = {
         LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
         "bfloat16",
     ),
-    "OLMo hybrid": Family("olmo_hybrid", LINEAR_ATTENTION, LINEAR, "bfloat16"),
+    "OLMo hybrid": Family("olmo_hybrid", LINEAR_ATTENTION, LINEAR, "bfloat16", NEEDS_TRITON),
     "Kimi-Linear": Family(
         "kimi_linear",
         "linear and latent attention, experts",
@@ -172,11 +177,13 @@ FAMILIES: dict[str, Family] = {
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
         | {"linear_num_heads": 2, "linear_head_dim": 64, "layer_types": ["linear_attention", "full_attention"]},
         "bfloat16",
+        "for latent attention on a CPU vLLM turns prefix caching off after it has chosen block sizes for it",
     ),
     "MiniMax": Family(
         "minimax",
         f"{LINEAR_ATTENTION}, experts",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["linear_attention", "full_attention"]},
+        why=NOT_IN_VLLM,
     ),
     "LFM2": Family(
         "lfm2",
@@ -198,16 +205,20 @@ FAMILIES: dict[str, Family] = {
         {"hybrid_override_pattern": "M*-", "num_hidden_layers": 3, "mamba_num_heads": 4, "mamba_head_dim": 32}
         | {"ssm_state_size": 32, "n_groups": 1},
     ),
-    "Bamba": Family("bamba", "Mamba, attention", MAMBA | {"attn_layer_indices": [1], "mamba_expand": 2}),
+    "Bamba": Family(
+        "bamba", "Mamba, attention", MAMBA | {"attn_layer_indices": [1], "mamba_expand": 2}, why=NOT_IN_VLLM
+    ),
     "DeepSeek-V3.2": Family(
         "deepseek_v32",
         "indexed attention, experts",
         LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 128},
+        why=NEEDS_TRITON,
     ),
     "GLM-5": Family(
         "glm_moe_dsa",
         "indexed attention, experts",
         LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 128},
+        why=NEEDS_TRITON,
     ),
 }
 
