@@ -71,6 +71,7 @@ class Family:
 
 
 NEEDS_TRITON = "vLLM computes it with Triton's kernels, which a CPU lacks"
+NO_SPARSE = "vLLM has no sparse attention on a CPU"
 NOT_IN_VLLM = "vLLM 0.32 has no class for it any more"
 DENSE, MIXTURE, LINEAR_ATTENTION = "attention", "attention, experts", "linear attention, attention"
 SLIDING = "sliding and full attention"
@@ -212,13 +213,13 @@ FAMILIES: dict[str, Family] = {
         "deepseek_v32",
         "indexed attention, experts",
         LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 128},
-        why=NEEDS_TRITON,
+        why=NO_SPARSE,
     ),
     "GLM-5": Family(
         "glm_moe_dsa",
         "indexed attention, experts",
         LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 128},
-        why=NEEDS_TRITON,
+        why=NO_SPARSE,
     ),
 }
 

@@ -29,7 +29,8 @@ def fill(page: str, figures: dict[str, Any]) -> str:
     """The page with the tables of these figures in the place of older ones."""
     rows = [name for name in FAMILIES if name in figures]
     agree = [name for name in rows if agrees(name, figures[name])]
-    lines = [f"{len(agree)} of {len(rows)} families agree.", ""]
+    counts = [sum("bfloat16" not in name for name in names) for names in (agree, rows)]  # twice measured count once
+    lines = ["{} of {} families agree.".format(*counts), ""]
     lines += ["| family | layers | learner | export | engine | LoRA merged | beside |", "|---|---|---|---|---|---|---|"]
     lines += [_row(name, figures[name]) for name in rows]
     lines += ["", "### Families that do not agree", "", "| family | why | what SPO does |", "|---|---|---|"]
@@ -52,7 +53,11 @@ def _cell(result: list[float] | str) -> str:
 
 def _refusal(figures: dict[str, Any]) -> str:
     reasons = [_plain(figures[part]) for part in ("learner", "engine") if isinstance(figures[part], str)]
-    return reasons[0] if reasons else "starts; the log-prob check ends it if the difference is above the tolerance"
+    if reasons:
+        return reasons[0]
+    if not within(figures["export"], LEARNER):
+        return "trains it; the export is not the model that was trained"
+    return "trains it; the check of log-probs ends the run only above `generator.logprob_tolerance`"
 
 
 def _adapters(rows: list[str], figures: dict[str, Any]) -> dict[str, list[str]]:
