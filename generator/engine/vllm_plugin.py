@@ -26,8 +26,8 @@ def register() -> None:
     """Register our weight transfer engine; vLLM may call this several times.
 
     It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
-    generator that is killed could do neither itself. On a CPU it fixes sampling with seeds and rotary embeddings,
-    and reports the experts that a mixture chose. In a teacher's server it divides the logits by the policy's
+    generator that is killed could do neither itself. On a CPU it fixes sampling with seeds, rotary embeddings and
+    routers, and reports the experts that a mixture chose. In a teacher's server it divides the logits by the policy's
     temperature.
     """
     torchvision.stand_in()
@@ -35,6 +35,7 @@ def register() -> None:
     _unlink_mapped_memory()
     _hold_generators()
     _flatten_rotated()
+    _group_experts()
     report_experts()
     _divide_logits()
     _name_kernels()
@@ -115,6 +116,29 @@ def _flatten_rotated() -> None:
         return tuple(one if one is None else one.view(shape) for one, shape in zip(rotated, shapes, strict=True))
 
     owner.forward_cpu = flat
+
+
+def _group_experts() -> None:
+    """Give routers for CPUs a group of all experts if their choice has a bias, or scores that are no softmax.
+
+    Without groups the router for CPUs leaves the bias out (ERNIE 4.5) and refuses the scores (MiniMax-M2).
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    owner: Any = CPURouter
+    start = owner.__init__
+    if hasattr(start, "__wrapped__"):
+        return
+
+    @functools.wraps(start)
+    def grouped(router: Any, *arguments: Any, **named: Any) -> None:
+        start(router, *arguments, **named)
+        scores = router.scoring_func
+        is_plain = scores == "softmax" and router.e_score_correction_bias is None
+        if not (router.use_grouped_topk or router.custom_routing_function or is_plain or scores == "sqrtsoftplus"):
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+    owner.__init__ = grouped
 
 
 def _divide_logits() -> None:

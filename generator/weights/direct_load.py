@@ -36,7 +36,7 @@ class DirectLoad:
     @classmethod
     def of(cls, model: nn.Module, model_config: Any) -> Self | None:
         """Plan a load; None if vLLM has changed the weights in a way that only layerwise reloading can repeat."""
-        if model_config.quantization is not None or model_config.use_mla:
+        if model_config.quantization is not None or (model_config.use_mla and not current_platform.is_cpu()):
             return None
         packed: list[nn.Module] = []
         for layer in model.modules():

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
 
 from common.errors import UserError
 from learner.ranks.ulysses import SequenceGroup
 
 varlen_attn: Any = None  # not every torch has it; `kernels.py` then does not choose it
 with contextlib.suppress(ImportError):
-    from torch.nn.attention.varlen import varlen_attn
+    pass
 
 PACKED_SDPA = "spo_packed_padded"  # transformers would refuse a name with "sdpa" for models with sinks
 PACKED_VARLEN = "spo_packed_varlen"
@@ -355,53 +354,3 @@ def across_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
         return group.own_tokens(output), None
 
     return attention
-
-
-def _of_packing(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention of a model's layer, whose `packing` (`learner.policy.packing`) says where the sequences are."""
-
-    @wraps(attend)
-    def attention(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        **named: Any,
-    ) -> tuple[torch.Tensor, None]:
-        packing = module.packing
-        if packing.in_rows:
-            return _attention_in_rows(query, key, value, mask, **named), None
-        return attend(module, query, key, value, mask, sequences=packing.sequences, **named)  # type: ignore[no-any-return]
-
-    return attention
-
-
-def _attention_in_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    indices: torch.Tensor | None = None,
-    **others: Any,
-) -> torch.Tensor:
-    """Attention over padded rows; [R, H, L, D] in, [R, L, H, D] out.
-
-    Args:
-        mask: tokens that each token sees, bool [R, 1, L, L].
-        indices: tokens that an indexer chose for each token [R, L, topk]; those it does not see count for nothing.
-    """
-    if indices is not None and mask is not None:
-        chosen = torch.zeros_like(mask[:, 0]).contiguous().scatter(-1, indices.long(), True)
-        mask = mask & chosen[:, None]
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return output.transpose(1, 2)
-
-
-AttentionInterface.register(PACKED_SDPA, _of_packing(across_ranks(packed_sdpa)))
-AttentionInterface.register(PACKED_VARLEN, _of_packing(across_ranks(partial(packed_varlen, varlen_attn))))

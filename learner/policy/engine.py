@@ -64,11 +64,10 @@ def build_frozen_engine(policy: Policy, config: LearnerConfig, world: World) -> 
     return _initialize(policy.requires_grad_(False), settings, world, None)
 
 
-def _initialize(
-    policy: nn.Module, settings: dict[str, Any], world: World, trained: Iterable[nn.Parameter] | None
-) -> Any:
+def _initialize(policy: Any, settings: dict[str, Any], world: World, trained: Iterable[nn.Parameter] | None) -> Any:
     """Wrap the policy in DeepSpeed's engine, and keep its buffers as they are."""
     deepspeed = join_deepspeed(world)
+    policy.packing.in_step = settings["zero_optimization"]["stage"] == 3
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     with _refusals():
         engine, *_ = deepspeed.initialize(

@@ -19,6 +19,8 @@ BODY, PART = "model.", "model.language_model."  # prefixes of a model of text, a
 ADAPTER = "default"  # peft's name of a model's only adapter
 PREFIX = "base_model.model."  # what peft puts before the names of an adapter's tensors
 BASE, A, B = "base_layer", "lora_A", "lora_B"  # peft's parts of a layer that has an adapter
+# Kernels for Mamba multiply by this layer's weight without calling it, so peft refuses it in models of these types.
+FUSED, FUSED_IN = "out_proj", {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) -> None:
@@ -36,7 +38,9 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) 
     settings = _peft_config(lora, _targets(model, lora, path), path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model, ADAPTER)
+        # In a list peft does not see the model's type, for some of which it would adapt the experts too: their files
+        # have names that end as those of other layers.
+        inject_adapter_in_model(settings, nn.ModuleList([model]), ADAPTER)
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -128,6 +132,8 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, path: str) -> list[str]:
     """The last parts of the names of all layers that get an adapter."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if model.config.model_type in FUSED_IN:
+        linear = [name for name in linear if not name.endswith(f".{FUSED}")]
     present = sorted({name.rpartition(".")[2] for name in linear})
     if not present:
         raise UserError(f"learner.lora: {type(model).__name__} (model.path = {path!r}) has no linear layers to adapt")

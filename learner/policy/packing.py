@@ -10,18 +10,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.config import LearnerConfig
 from common.errors import UserError
 from common.model_files import listed
-from learner.policy.attention import PackedSequences, PaddedGroup, repeated
+from learner.policy.attention import (
+    PACKED_SDPA,
+    PACKED_VARLEN,
+    PackedSequences,
+    PaddedGroup,
+    across_ranks,
+    packed_sdpa,
+    packed_varlen,
+    repeated,
+    varlen_attn,
+)
 
 # Names under which transformers' layers take what earlier tokens leave to later ones.
 CACHES = {"cache_params", "past_key_values", "past_key_value", "layer_past", "state", "cache"}
@@ -37,12 +48,15 @@ class Packing:
     Attributes:
         sequences: the packed sequences; None while the model computes rows as transformers does.
         in_rows: whether a layer is computed on padded rows at the moment.
+        in_step: whether all ranks call such a layer equally often, as ZeRO 3 needs: each call gathers its parameters.
         states: names of the layers that are computed on padded rows.
         indexers: names of the layers that choose the tokens which an attention reads; choosing has no gradient.
     """
 
     sequences: PackedSequences | None = None
     in_rows = False
+    in_step = False
+    _groups: tuple[PackedSequences, list[PaddedGroup]] | None = None
 
     def __init__(self, model: nn.Module) -> None:
         """Attach to a model; its layers with a state compute rows from now on."""
@@ -73,7 +87,7 @@ class Packing:
         results = []
         self.in_rows = True
         try:
-            for group in sequences.padded:
+            for group in self._groups_of(sequences):
                 call = signature.bind(*arguments, **named)
                 for name, value in call.arguments.items():
                     call.arguments[name] = _laid_out(value, group, tokens)
@@ -85,6 +99,20 @@ class Packing:
         finally:
             self.in_rows = False
         return _packed(results, sequences)
+
+    def _groups_of(self, sequences: PackedSequences) -> list[PaddedGroup]:
+        """The padded groups, and as many groups of one token as this rank has fewer of them than others.
+
+        Results of the latter are not gathered back, and so have no gradient.
+        """
+        if not (self.in_step and torch.distributed.is_initialized()):
+            return sequences.padded
+        if self._groups is None or self._groups[0] is not sequences:
+            most = torch.tensor(len(sequences.padded), device=sequences.unpad_indices.device)
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+            one = PaddedGroup((1, 1), sequences.unpad_indices.new_zeros(1))
+            self._groups = sequences, [*sequences.padded, *[one] * (int(most) - len(sequences.padded))]
+        return self._groups[1]
 
 
 def layers_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -156,6 +184,52 @@ def _causal(group: PaddedGroup, device: torch.device) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(rows, 1, -1, -1)
 
 
+def _of_packing(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention of a model's layer, whose `packing` says where the sequences are."""
+
+    @wraps(attend)
+    def attention(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **named: Any,
+    ) -> tuple[torch.Tensor, None]:
+        packing = module.packing
+        if packing.in_rows:
+            return _attention_in_rows(query, key, value, mask, **named), None
+        return attend(module, query, key, value, mask, sequences=packing.sequences, **named)  # type: ignore[no-any-return]
+
+    return attention
+
+
+def _attention_in_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    indices: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Attention over padded rows; [R, H, L, D] in, [R, L, H, D] out.
+
+    Args:
+        mask: tokens that each token sees, bool [R, 1, L, L].
+        indices: tokens that an indexer chose for each token [R, L, topk]; those it does not see count for nothing.
+    """
+    if indices is not None and mask is not None:
+        chosen = torch.zeros_like(mask[:, 0]).contiguous().scatter(-1, indices.long(), True)
+        mask = mask & chosen[:, None]
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2)
+
+
 def check_division(packing: Packing, config: LearnerConfig, key: str, path: str) -> None:
     """Refuse to divide sequences among ranks for a model whose layers pass a state along them.
 
@@ -167,3 +241,7 @@ def check_division(packing: Packing, config: LearnerConfig, key: str, path: str)
             f"learner.sequence_parallel = {config.sequence_parallel}: {key} = {path!r} has layers with a state "
             f"({listed(packing.states)}), which need sequences whole; set it to 1"
         )
+
+
+AttentionInterface.register(PACKED_SDPA, _of_packing(across_ranks(packed_sdpa)))
+AttentionInterface.register(PACKED_VARLEN, _of_packing(across_ranks(partial(packed_varlen, varlen_attn))))

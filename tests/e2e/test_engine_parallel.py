@@ -11,7 +11,7 @@ import pytest
 from generator.engine.engine import Completion, Engine
 from launcher.quickstart.tiny_model import build_tokenizer, save
 from tests.support.engine import load, random_prompt, reference_logprobs, start_engine, tiny_model
-from tests.support.mixtures import tiny_mixture
+from tests.support.families import tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -27,7 +27,7 @@ def test_every_part_of_the_engine_goes_on_with_the_new_weights(
     tmp_path: Path, size: str, is_mixture: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # its processes need not import all of it again
-    older, newer = (tiny_mixture("Qwen3-MoE", seed) if is_mixture else tiny_model(seed) for seed in (0, 5))
+    older, newer = (tiny("Qwen3-MoE", seed) if is_mixture else tiny_model(seed) for seed in (0, 5))
     save(older, build_tokenizer(), tmp_path)
 
     async def play() -> tuple[list[Completion], list[Completion]]:

@@ -13,7 +13,7 @@ import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from common.config import BrokerConfig, Config, parse_config
+from common.config import BrokerConfig
 from common.payload import Payload, decode_payload, encode_payload
 from common.streams.broker import connect
 from generator.engine.engine import Completion, Engine
@@ -22,9 +22,9 @@ from learner.policy.routers import Routing
 from learner.ranks.world import start
 from learner.trainer import Trainer
 from tests.conftest import RedisServer
-from tests.e2e.test_logprobs_agree import MOVED, Update, move, with_engine
+from tests.support.agreement import MOVED, Update, both_sides, move, with_engine
 from tests.support.engine import load, random_prompt, start_engine
-from tests.support.mixtures import save_mixture, tiny_mixture
+from tests.support.families import save_tiny, tiny
 from tests.support.waiting import PATIENCE
 from tests.support.whole_run import json_lines, kill, settled_counters, started, wait_for_version, write_run
 
@@ -32,18 +32,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SAME = 1e-4  # mean |difference| of log-probs in float32
 FEW = 1e-3  # share of choices that rounding changes
-
-
-def replaying(folder: Path, **model: Any) -> Config:
-    return parse_config(
-        {
-            "run": {"output_dir": str(folder)},
-            "model": {"path": str(folder / "model"), "dtype": "float32", "max_model_len": 256} | model,
-            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
-            "generator": {"max_concurrency": 16},
-            "learner": {"dtype": "float32", "router_replay": "rollout"},
-        }
-    )
 
 
 async def two_turns(engine: Engine, seed: int) -> Payload:
@@ -88,7 +76,7 @@ def others(model: Any, ids: list[int], experts: np.ndarray) -> float:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixture")
-    save_mixture(folder, "Qwen3-MoE")
+    save_tiny(folder, "Qwen3-MoE")
     return folder
 
 
@@ -102,7 +90,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_the_engine_tells_the_experts_of_every_token(kind: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference, preempted = tiny_mixture("Qwen3-MoE", 0), multiprocessing.Value("i", 0)
+    reference, preempted = tiny("Qwen3-MoE", 0), multiprocessing.Value("i", 0)
     preempt: Any = Scheduler._preempt_request
 
     def counting(*arguments: Any, **named: Any) -> Any:
@@ -140,7 +128,7 @@ def test_the_engine_tells_the_experts_of_every_token(kind: str, model: Path, mon
 
 
 def test_a_request_keeps_the_experts_that_older_weights_chose(model: Path) -> None:
-    before, after = tiny_mixture("Qwen3-MoE", 0), tiny_mixture("Qwen3-MoE", 1)
+    before, after = tiny("Qwen3-MoE", 0), tiny("Qwen3-MoE", 1)
 
     async def scene() -> None:
         engine = await start_engine(model, 4, enable_return_routed_experts=True)
@@ -192,8 +180,8 @@ async def sample(engine: Engine, prompt: list[int], tokens: int = 280, experts_f
 
 @pytest.mark.parametrize("family", ["Qwen2-MoE", "gpt-oss"])
 def test_replayed_experts_give_the_engines_logprobs(family: str, tmp_path: Path) -> None:
-    save_mixture(tmp_path / "model", family)
-    config = replaying(tmp_path)
+    save_tiny(tmp_path / "model", family)
+    config = both_sides(tmp_path, router_replay="rollout")
     trainer = Trainer(config, start())
 
     async def scene(update: Update) -> None:
@@ -224,7 +212,7 @@ def test_a_run_replays_every_token_of_two_turns_and_goes_on_after_its_learner_is
         | {"zero_stage": 3, "checkpoint_every": 1},
     }
     path = write_run(tmp_path, "replay", sections)
-    save_mixture(tmp_path / "model", "Qwen3-MoE")
+    save_tiny(tmp_path / "model", "Qwen3-MoE")
     broker = connect(BrokerConfig(url=redis_server.url, dead_after=3.0), "replay")
     with started(tmp_path / "log", "run", path, "--plain", "--redis", redis_server.url) as process:
         wait_for_version(broker, 2, process)

@@ -33,6 +33,9 @@ KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # Defaults of a job of the rank program.
 JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
 SECTIONS = ("algorithm", "critic", "sampler", "generator", "run", "model", "broker", "teacher")
+# By default DeepSpeed keeps a billion gathered parameters, which are all of a model as small as this.
+LIMITS = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold")
+NOTHING_KEPT = {"zero_optimization": {f"stage3_{name}": 1 for name in LIMITS}}
 RANK_MODULE = "tests.integration.learner.rank_program"
 
 

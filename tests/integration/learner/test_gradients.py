@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.learner import job_batch, learner_config, make_batch, run_ranks, save_tiny_model
+from tests.support.families import save_tiny
+from tests.support.learner import NOTHING_KEPT, job_batch, learner_config, make_batch, run_ranks, save_tiny_model
 from tests.support.learner_reference import Gradients, assert_close_gradients, plain_training
-from tests.support.mixtures import save_mixture
 
 pytestmark = pytest.mark.integration
 
@@ -38,6 +38,8 @@ SKYRL = {
 }
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_allow_untested_optimizer": True}
 PLAIN_SGD = {"lr": 1.0, "deepspeed": SGD}
+GATHERED = PLAIN_SGD | {"deepspeed": SGD | NOTHING_KEPT}
+UNEVEN = 6  # the seed of a batch whose rows make two padded groups on one rank, and one on the other
 TWO_STEPS = {"mini_batches": 2, **PLAIN_SGD}
 PENALTIES = {"entropy_coef": 0.3, "kl_coef": 0.5, "kl_estimator": "k2"}
 GEOMETRIC = {"preset": "bypass_pg_geo_rs_seq_tis", "rollout_rs_threshold": "0.7_1.5"}
@@ -93,23 +95,40 @@ def share_of(model: str, rank: int) -> list[int]:
     return sorted({int(value) for micro in batch.mini_batches[0] for value in micro.advantages})
 
 
-def mixture_jobs(mixture: str, budget: int) -> dict[str, Job]:
-    """A step of a mixture of experts in every ZeRO stage."""
-    sections = {stage: {"token_budget": budget, "zero_stage": stage, **PLAIN_SGD} for stage in STAGES}
-    taken = {"gradients_only": False, "watch": True}
-    return {f"mixture {stage}": job(mixture, section, **taken) for stage, section in sections.items()}
+def staged(kind: str, model: str, budget: int, learner: Job = PLAIN_SGD, **batch: Any) -> dict[str, Job]:
+    """Steps in every ZeRO stage."""
+    sections = {stage: {"token_budget": budget, "zero_stage": stage, **learner} for stage in STAGES}
+    taken = {"gradients_only": False, "watch": True} | batch
+    return {f"{kind} {stage}": job(model, section, **taken) for stage, section in sections.items()}
+
+
+def model_jobs(mixture: str, hybrid: str, budget: int) -> dict[str, Job]:
+    """Steps of a mixture of experts, and of a model with a state, whose adapter is seen to change in a second step."""
+    return (
+        staged("mixture", mixture, budget)
+        | staged("hybrid", hybrid, budget, GATHERED, seed=UNEVEN)
+        | staged("adapter", hybrid, budget, GATHERED | {"lora": {"rank": 4, "alpha": 8}}, seed=UNEVEN, steps=2)
+    )
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     """A mixture with so many experts that a short batch leaves some without a token."""
     folder = tmp_path_factory.mktemp("mixture")
-    save_mixture(folder, "Qwen3-MoE", num_experts=32)
+    save_tiny(folder, "Qwen3-MoE", num_experts=32)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
-def pair(model, mixture, tmp_path_factory):
+def hybrid(tmp_path_factory):
+    """A model of short convolutions and attention."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    save_tiny(folder, "LFM2")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(model, mixture, hybrid, tmp_path_factory):
     """Jobs of two ranks, and what they left; steps are taken with plain SGD, as the reference does."""
     other = save_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
     todo = {}
@@ -129,14 +148,14 @@ def pair(model, mixture, tmp_path_factory):
         todo[name] = job(model, {"token_budget": 100, "algorithm": {"aggregation": mode}}, rows=True)
     todo |= {f"stage {stage}": job(model, {"token_budget": 160, "zero_stage": stage}) for stage in STAGES}
     todo |= {f"lonely mixture {stage}": job(mixture, {"zero_stage": stage}, samples=1) for stage in STAGES}
-    return done(2, todo | mixture_jobs(mixture, 160), tmp_path_factory.mktemp("pair"))
+    return done(2, todo | model_jobs(mixture, hybrid, 160), tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
-def alone(model, mixture, tmp_path_factory):
+def alone(model, mixture, hybrid, tmp_path_factory):
     """Jobs of one rank, and what they left."""
     todo = {name: job(model, learner, turns=name == "turns") for name, learner in ALONE.items()}
-    return done(1, todo | mixture_jobs(mixture, 4096), tmp_path_factory.mktemp("alone"))
+    return done(1, todo | model_jobs(mixture, hybrid, 4096), tmp_path_factory.mktemp("alone"))
 
 
 def done(ranks: int, jobs: dict[str, Job], folder: Path) -> dict[str, Job]:
@@ -195,12 +214,14 @@ def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
     assert {name: result["metrics"][0][name] for name in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["mixture", "hybrid", "adapter"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_experts_take_the_same_step_in_every_zero_stage(alone, pair, stage):
-    name = f"mixture {stage}"
-    for run in (alone[name], pair[name]):
-        assert_close_gradients(run["gradients"], expected(run)[0][0])
-        for key, weight in alone["mixture 0"]["weights"].items():
+def test_experts_and_layers_with_a_state_take_the_same_step_in_every_zero_stage(alone, pair, kind, stage):
+    whole = alone[f"{kind} 0"]
+    gradients = whole["gradients"] if kind == "adapter" else expected(whole)[0][0]  # the reference has no adapters
+    for run in (alone[f"{kind} {stage}"], pair[f"{kind} {stage}"]):
+        assert_close_gradients(run["gradients"], gradients)
+        for key, weight in whole["weights"].items():
             torch.testing.assert_close(run["weights"][key], weight, rtol=1e-5, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.learner import learner_config, make_batch, make_samples, save_tiny_model
+from tests.support.learner import NOTHING_KEPT, learner_config, make_batch, make_samples, save_tiny_model
 from tests.support.ranks import on_ranks
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 RANKS = 2
-# By default DeepSpeed keeps a billion gathered parameters, which are all of a model as small as this.
-LIMITS = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold")
-NOTHING_KEPT = {"zero_optimization": {f"stage3_{name}": 1 for name in LIMITS}}
 
 
 def peak_bytes(act: Callable[[], Any]) -> tuple[Any, int]:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from common.config import Config, parse_config
 from common.errors import UserError
 from learner.checkpoint.export import export_checkpoint
+from tests.support.families import save_tiny
 from tests.support.learner import Call, assert_same_weights, run_ranks, save_tiny_model, without_export
-from tests.support.mixtures import save_mixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, str]:
     """A dense model with tied weights, and sizes that three ranks do not divide evenly; and a mixture of experts."""
-    save_mixture(folder / "mixture of experts", "Qwen3-MoE")
+    save_tiny(folder / "mixture of experts", "Qwen3-MoE")
     return {"mixture": str(folder / "mixture of experts"), "": save_tiny_model(folder / "model", hidden=40)}
 
 

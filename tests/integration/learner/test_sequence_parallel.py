@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.families import save_tiny
 from tests.support.learner import JOB, assert_same_weights, run_ranks, save_tiny_model
 from tests.support.learner_reference import Gradients
-from tests.support.mixtures import save_mixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -75,7 +75,7 @@ def results(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequences")
     other = save_tiny_model(folder / "other", seed=1)
     for family in set(MIXTURES.values()):
-        save_mixture(folder / family, family, num_attention_heads=4, num_key_value_heads=2)
+        save_tiny(folder / family, family, num_attention_heads=4, num_key_value_heads=2)
 
     def job(name: str, size: int, case: tuple[Job, Job]) -> Job:
         learner, batch = case

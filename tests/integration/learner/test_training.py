@@ -16,8 +16,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.families import save_tiny
 from tests.support.learner import assert_same_weights, job, run_ranks, save_tiny_model
-from tests.support.mixtures import save_mixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixture(folder):
-    save_mixture(folder / "mixture", "Qwen3-MoE")
+    save_tiny(folder / "mixture", "Qwen3-MoE")
     return str(folder / "mixture")
 
 

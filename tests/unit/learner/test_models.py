@@ -31,8 +31,8 @@ from learner.policy.lora import adapter_off, adapter_weights, add_adapter, merge
 from learner.policy.model import Policy, load_policy
 from learner.policy.prompt_states import prompt_states
 from learner.reference import load_reference
+from tests.support.families import tiny
 from tests.support.learner import ALONE, PACKER, VOCABULARY, learner_config, make_payload, save_tiny_model
-from tests.support.mixtures import tiny_mixture
 
 Weights = dict[str, torch.Tensor]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -221,7 +221,7 @@ ROUTED = "it has k_proj, o_proj, q_proj, v_proj, and experts get no adapter$"
     [
         (None, ["q_proj", "lm_head"], f"has no linear layers called lm_head; {DENSE}"),
         (None, ["proj"], f"Qwen3ForCausalLM .* has no linear layers called proj; {DENSE}"),
-        (lambda: tiny_mixture("Qwen3-MoE", 0), ["q_proj", "gate_up_proj"], f"called gate_up_proj; {ROUTED}"),
+        (lambda: tiny("Qwen3-MoE", 0), ["q_proj", "gate_up_proj"], f"called gate_up_proj; {ROUTED}"),
         (tiny_gpt2, None, "GPT2LMHeadModel .* has no linear layers to adapt"),
     ],
     ids=["output layer", "part of a name", "experts", "none"],

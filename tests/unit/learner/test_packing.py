@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from common.config import LoraConfig
 from common.errors import UserError
-from learner.batch.prefixes import pack_rows
-from learner.policy.attention import PACKED_SDPA, pack_sequences
-from learner.policy.forward_check import as_transformers, check_critic, check_policy
+from learner.policy.attention import PACKED_SDPA
+from learner.policy.forward_check import check_critic, check_policy
+from learner.policy.lora import adapter_weights, add_adapter
 from learner.policy.model import Policy, load_policy
 from learner.policy.packing import Packing
 from tests.support.families import save_tiny, tiny
 from tests.support.learner import learner_config
+from tests.support.packed_rows import alone, packed, some_rows
 
 # One family for each kind of layer.
 KINDS = [
@@ -39,47 +42,17 @@ STATES = ["Qwen3.5", "LFM2", "Nemotron-H"]
 LENGTHS = [9, 66, 5]  # linear attention computes chunks of 64 tokens
 
 
-def policy_of(family: str, checkpointing: bool = False) -> Policy:
+def policy_of(family: str, checkpointing: bool = False, has_adapter: bool = False) -> Policy:
     model = tiny(family)
+    if has_adapter:
+        add_adapter(model, LoraConfig(rank=4, alpha=8), family, seed=0)
+        for name, weight in adapter_weights(model):
+            torch.nn.init.normal_(weight, 0, 0.15, torch.Generator().manual_seed(len(name)))
     model.set_attn_implementation(PACKED_SDPA)
     model.config._attn_implementation_internal = PACKED_SDPA  # some classes refuse to change theirs
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return Policy(model.train(), chunk=16, temperature=1.0)
-
-
-def some_rows(policy: Policy, lengths: list[int]) -> list[np.ndarray]:
-    tokens = np.random.default_rng(1).integers(0, policy.vocabulary, sum(lengths))
-    return np.split(tokens, np.cumsum(lengths)[:-1])
-
-
-def packed(policy: Policy, rows: list[np.ndarray], share: bool = False) -> torch.Tensor:
-    """Log-probs of every token but the first of each row, packed."""
-    tokens = pack_rows([row.astype(np.uint32) for row in rows], share)
-    lengths = [len(row) for row in rows]
-    assert (tokens.places is not None) == share
-    sequences = pack_sequences(lengths, places=tokens.places)
-    places = np.arange(sum(lengths)) if tokens.places is None else tokens.places
-    ends = np.cumsum(lengths)
-    predict = torch.from_numpy(
-        np.concatenate([places[end - n : end - 1] for end, n in zip(ends, lengths, strict=True)])
-    )
-    targets = torch.from_numpy(np.concatenate([row[1:] for row in rows]))
-    ids, positions = torch.from_numpy(tokens.tokens)[None], torch.from_numpy(tokens.positions)[None]
-    order = torch.argsort(predict, stable=True)
-    logprobs, _ = policy(ids, positions, sequences, predict[order], targets[order])
-    return logprobs[torch.argsort(order)]
-
-
-def alone(policy: Policy, rows: list[np.ndarray]) -> torch.Tensor:
-    """The same by transformers' own forward pass, one row at a time."""
-    parts = []
-    policy.packing.sequences = None
-    with as_transformers(policy.model):
-        for row in map(torch.from_numpy, rows):
-            logits = policy.model(input_ids=row[None], use_cache=False).logits[0, :-1]
-            parts.append(logits.log_softmax(-1).gather(1, row[1:, None])[:, 0])
-    return torch.cat(parts)
+    return Policy(model.train(), chunk=16, temperature=1.0, has_adapter=has_adapter)
 
 
 def gradients(policy: Policy, logprobs: torch.Tensor) -> list[torch.Tensor | None]:
@@ -101,15 +74,16 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", STATES)
-@pytest.mark.parametrize("way", ["computed again in the backward pass", "with a common beginning"])
+@pytest.mark.parametrize("way", ["computed again in the backward pass", "with a common beginning", "with an adapter"])
 def test_layers_with_a_state_do_so(family: str, way: str) -> None:
-    policy, shares = policy_of(family), way.endswith("beginning")
+    shares, has_adapter = way.endswith("beginning"), way.endswith("adapter")
+    policy = policy_of(family, has_adapter=has_adapter)
     rows = some_rows(policy, LENGTHS)
     if shares:
         rows = [np.concatenate([rows[1][:60], row]) for row in rows]
     expected = alone(policy, rows)
     of_expected = gradients(policy, expected)
-    policy = policy_of(family, checkpointing=not shares)
+    policy = policy_of(family, checkpointing=way.startswith("computed"), has_adapter=has_adapter)
     together = packed(policy, rows, share=shares)
     torch.testing.assert_close(together, expected, atol=2e-5, rtol=0)
     torch.testing.assert_close(gradients(policy, together), of_expected, atol=2e-4, rtol=2e-3)
@@ -199,14 +173,23 @@ def test_a_start_refuses_what_is_not_computed_exactly(change, line: str) -> None
         check_policy(Engine(policy), "here")
 
 
-def test_too_little_memory_is_not_the_models_fault() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "error"),
+    [
+        (1, torch.OutOfMemoryError("CUDA out of memory")),
+        (2, RuntimeError("Connection closed by peer [10.0.0.2]:51162")),
+    ],
+)
+def test_neither_too_little_memory_nor_a_lost_rank_is_the_models_fault(ranks, error, monkeypatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     policy = policy_of("Qwen3")
 
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
 
-    policy.model.base_model.forward = full
-    with pytest.raises(torch.OutOfMemoryError):
+    policy.model.base_model.forward = fail
+    with pytest.raises(type(error), match=re.escape(str(error))):
         check_policy(Engine(policy), "here")
 
 

@@ -16,8 +16,8 @@ from learner.policy.attention import PACKED_SDPA, pack_sequences
 from learner.policy.model import Policy, load_policy
 from learner.policy.routers import ROUTERS, Routing, routing_statistics
 from learner.stats import Stats
+from tests.support.families import save_tiny, tiny
 from tests.support.learner import learner_config
-from tests.support.mixtures import FAMILIES, save_mixture, tiny_mixture
 
 LENGTHS, TOKENS, LAYERS, CHOSEN = [9, 5], 14, 2, 2
 POSITIONS = torch.tensor([2, 3, 4, 9, 12])  # that predict model tokens
@@ -25,7 +25,7 @@ EXPERTS = {"Qwen3-MoE": 8, "Qwen2-MoE": 8, "Mixtral": 4, "gpt-oss": 8}
 
 
 def policy_of(family: str, checkpointing: bool = False) -> Policy:
-    model = tiny_mixture(family, seed=0)
+    model = tiny(family, seed=0)
     model.set_attn_implementation("eager" if family == "gpt-oss" else PACKED_SDPA)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -63,7 +63,7 @@ def some_experts(family: str, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.array(ids, np.uint8))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXPERTS)
 def test_the_routers_own_choice_changes_nothing_if_replayed(family):
     policy = policy_of(family)
     plain = Routing(POSITIONS)
@@ -77,7 +77,7 @@ def test_the_routers_own_choice_changes_nothing_if_replayed(family):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXPERTS)
 def test_replayed_experts_get_the_routers_own_weights(family):
     policy = policy_of(family)
     experts, known = some_experts(family), torch.arange(TOKENS) % 5 != 4
@@ -207,7 +207,7 @@ def test_settings_about_routers_need_known_ones(name, value, model):
     ],
 )
 def test_a_mixture_that_is_not_as_its_file_says_is_refused(key, value, line, tmp_path):
-    save_mixture(tmp_path, "Qwen3-MoE")
+    save_tiny(tmp_path, "Qwen3-MoE")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(UserError, match=f"model.path = '{tmp_path}'.*{line}"):

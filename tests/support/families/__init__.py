@@ -34,9 +34,10 @@ ROUTED: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
-LATENT: dict[str, Any] = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16} | {
-    "v_head_dim": 32,
-    "head_dim": 16,
+# vLLM's latent attention on a CPU has one size, 512 + 64.
+LATENT: dict[str, Any] = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64} | {
+    "v_head_dim": 64,
+    "head_dim": 64,
     "num_key_value_heads": 2,
 }
 # vLLM's linear attention on a CPU computes in bfloat16, with heads that are 128 wide.
@@ -59,14 +60,19 @@ class Family:
         layers: the kinds of its layers, for the table.
         own: its own settings beside `SHAPE`.
         dtype: the type in which vLLM computes it on a CPU.
+        why: why engine and learner, or learner and export, do not agree, if they do not.
     """
 
     type: str
     layers: str
     own: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    why: str = ""
 
 
+NEEDS_TRITON = "vLLM computes it with Triton's kernels, which a CPU lacks"
+NO_SPARSE = "vLLM has no sparse attention on a CPU"
+NOT_IN_VLLM = "vLLM 0.32 has no class for it any more"
 DENSE, MIXTURE, LINEAR_ATTENTION = "attention", "attention, experts", "linear attention, attention"
 SLIDING = "sliding and full attention"
 FAMILIES: dict[str, Family] = {
@@ -74,6 +80,7 @@ FAMILIES: dict[str, Family] = {
     "Mistral": Family("mistral", DENSE),
     "Qwen2": Family("qwen2", DENSE),
     "Qwen3": Family("qwen3", DENSE),
+    "Qwen3 in bfloat16": Family("qwen3", DENSE, {}, "bfloat16"),
     "Phi-3": Family("phi3", DENSE),
     "OLMo 2": Family("olmo2", DENSE),
     "OLMo 3": Family("olmo3", SLIDING, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}),
@@ -102,15 +109,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "Hunyuan": Family("hunyuan_v1_dense", DENSE),
     "Nemotron": Family("nemotron", DENSE),
-    "Apertus": Family("apertus", DENSE),
+    "Apertus": Family("apertus", DENSE, why="the export lacks two constants of the activation, which its files hold"),
     "Cohere": Family("cohere", "attention, scale", {"logit_scale": 0.25, "tie_word_embeddings": True}),
     "Cohere 2": Family(
         "cohere2",
         f"{SLIDING}, scale",
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "logit_scale": 0.25}
         | {"tie_word_embeddings": True},
+        why="vLLM's sliding window holds one token more than transformers'; shorter sequences agree",
     ),
-    "Qwen3-MoE": Family("qwen3_moe", MIXTURE, EXPERTS),
+    "Qwen2-MoE": Family("qwen2_moe", MIXTURE, EXPERTS | {"shared_expert_intermediate_size": 64}),
+    "Qwen3-MoE": Family("qwen3_moe", MIXTURE, EXPERTS | {"norm_topk_prob": True}),
+    "Qwen3-MoE in bfloat16": Family("qwen3_moe", MIXTURE, EXPERTS | {"norm_topk_prob": True}, "bfloat16"),
     "Mixtral": Family("mixtral", MIXTURE, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": Family(
         "gpt_oss",
@@ -125,9 +135,28 @@ FAMILIES: dict[str, Family] = {
         MIXTURE,
         {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
     ),
-    "DeepSeek-V3": Family("deepseek_v3", "latent attention, experts", LATENT | ROUTED),
-    "MiniMax-M2": Family("minimax_m2", MIXTURE, {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16}),
-    "MiMo-V2-Flash": Family("mimo_v2_flash", f"{SLIDING}, experts", ROUTED),
+    "DeepSeek-V3": Family(
+        "deepseek_v3",
+        "latent attention, experts",
+        LATENT | ROUTED | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "MiniMax-M2": Family(
+        "minimax_m2",
+        MIXTURE,
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16, "scoring_func": "sigmoid"}
+        | {"use_routing_bias": True},
+    ),
+    "MiMo-V2-Flash": Family(
+        "mimo_v2_flash",
+        f"{SLIDING}, experts",
+        ROUTED
+        # What vLLM reads beside transformers' own settings, as in the published configuration.
+        | {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "sliding_window": 16, "sliding_window_size": 16}
+        | {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 32, "swa_v_head_dim": 32}
+        | {"v_head_dim": 32, "layernorm_epsilon": 1e-5, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        | {"add_swa_attention_sink_bias": True, "partial_rotary_factor": 0.334, "rope_theta": 5e6}
+        | {"swa_rope_theta": 1e4},
+    ),
     "Qwen3.5": Family("qwen3_5_text", LINEAR_ATTENTION, LINEAR, "bfloat16"),
     "Qwen3.5-MoE": Family(
         "qwen3_5_moe_text",
@@ -141,7 +170,7 @@ FAMILIES: dict[str, Family] = {
         LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
         "bfloat16",
     ),
-    "OLMo hybrid": Family("olmo_hybrid", LINEAR_ATTENTION, LINEAR, "bfloat16"),
+    "OLMo hybrid": Family("olmo_hybrid", LINEAR_ATTENTION, LINEAR, "bfloat16", NEEDS_TRITON),
     "Kimi-Linear": Family(
         "kimi_linear",
         "linear and latent attention, experts",
@@ -149,11 +178,13 @@ FAMILIES: dict[str, Family] = {
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
         | {"linear_num_heads": 2, "linear_head_dim": 64, "layer_types": ["linear_attention", "full_attention"]},
         "bfloat16",
+        "for latent attention on a CPU vLLM turns prefix caching off after it has chosen block sizes for it",
     ),
     "MiniMax": Family(
         "minimax",
         f"{LINEAR_ATTENTION}, experts",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["linear_attention", "full_attention"]},
+        why=NOT_IN_VLLM,
     ),
     "LFM2": Family(
         "lfm2",
@@ -175,16 +206,20 @@ FAMILIES: dict[str, Family] = {
         {"hybrid_override_pattern": "M*-", "num_hidden_layers": 3, "mamba_num_heads": 4, "mamba_head_dim": 32}
         | {"ssm_state_size": 32, "n_groups": 1},
     ),
-    "Bamba": Family("bamba", "Mamba, attention", MAMBA | {"attn_layer_indices": [1], "mamba_expand": 2}),
+    "Bamba": Family(
+        "bamba", "Mamba, attention", MAMBA | {"attn_layer_indices": [1], "mamba_expand": 2}, why=NOT_IN_VLLM
+    ),
     "DeepSeek-V3.2": Family(
         "deepseek_v32",
         "indexed attention, experts",
-        LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 32},
+        LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 128},
+        why=NO_SPARSE,
     ),
     "GLM-5": Family(
         "glm_moe_dsa",
         "indexed attention, experts",
-        LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 32},
+        LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 128},
+        why=NO_SPARSE,
     ),
 }
 
