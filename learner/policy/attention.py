@@ -23,7 +23,9 @@ from learner.ranks.ulysses import SequenceGroup
 
 varlen_attn: Any = None  # not every torch has it; `kernels.py` then does not choose it
 with contextlib.suppress(ImportError):
-    pass
+    from torch.nn.attention import varlen
+
+    varlen_attn = varlen.varlen_attn
 
 PACKED_SDPA = "spo_packed_padded"  # transformers would refuse a name with "sdpa" for models with sinks
 PACKED_VARLEN = "spo_packed_varlen"

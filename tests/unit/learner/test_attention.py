@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
@@ -176,6 +176,13 @@ def test_a_layer_whose_attention_is_chunked_stays_in_the_tokens_chunk():
     chunks = [min(8, length - start) for length in LENGTHS for start in range(0, length, 8)]
     output, _ = packed_sdpa(layer, *tensors, None, sequences=pack_sequences(LENGTHS))
     torch.testing.assert_close(output, attend(packed_sdpa, tensors, pack_sequences(chunks)))
+
+
+def test_models_with_packed_varlen_run_torchs_own_function():
+    registered: Any = AttentionInterface()[PACKED_VARLEN]
+    while hasattr(registered, "__wrapped__"):
+        registered = registered.__wrapped__
+    assert registered.args == (varlen_attn,)
 
 
 BOTH = ("liger_kernel", "triton")
