@@ -109,7 +109,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Hunyuan": Family("hunyuan_v1_dense", DENSE),
     "Nemotron": Family("nemotron", DENSE),
-    "Apertus": Family("apertus", DENSE, why="the export lacks two constants of the activation, which its files hold"),
+    "Apertus": Family("apertus", DENSE),
     "Cohere": Family("cohere", "attention, scale", {"logit_scale": 0.25, "tie_word_embeddings": True}),
     "Cohere 2": Family(
         "cohere2",
