@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from common.config import Config
 from learner.ranks.world import start
 from learner.trainer import Trainer
 from tests.support.agreement import MOVED, Update, both_sides, difference, move, sample, with_engine
 from tests.support.families import FAMILIES, save_tiny
 from tests.support.families.table import SAME
+from tests.support.multimodal import MULTIMODAL, save_multimodal
 
 pytestmark = pytest.mark.e2e
 QUICK = ["Falcon-H1", "Gemma 2"]
@@ -23,7 +25,18 @@ REST += ["Nemotron", "Nemotron-H", "Cohere", "Granite", "Qwen3.5"]
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)])
 def test_engine_and_learner_agree_before_and_after_updates(family: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", family)
-    config = both_sides(tmp_path, FAMILIES[family].dtype)
+    they_agree(both_sides(tmp_path, FAMILIES[family].dtype))
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "gemma3" else pytest.param(kind, marks=pytest.mark.slow) for kind in MULTIMODAL]
+)
+def test_the_language_part_of_a_multimodal_model_agrees_likewise(kind: str, tmp_path: Path) -> None:
+    save_multimodal(tmp_path / "model", kind)
+    they_agree(both_sides(tmp_path, MULTIMODAL[kind].dtype))
+
+
+def they_agree(config: Config) -> None:
     trainer, same = Trainer(config, start()), SAME[config.model.dtype]
 
     async def scene(update: Update) -> None:
