@@ -113,12 +113,12 @@ class Trainer:
         )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights for generators: whole and named as in the model's files, or the adapter alone by peft's names.
+        """The weights for generators, whole and named as in the model's files, or those of the adapter alone.
 
         All ranks must consume this together.
         """
         weights = full_weights(self.engine)
-        return weights if self.policy.has_adapter else self.disk_names.of(weights)
+        return self.disk_names.of_adapter(weights) if self.policy.has_adapter else self.disk_names.of(weights)
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter, whole, with any adapter merged, by the model's name; all ranks must consume this together."""

@@ -31,7 +31,7 @@ def export_adapter(trainer: Trainer, folder: Path) -> Callable[[], None]:
     config = trainer.config
     lora, path = config.learner.lora, config.model.path
     assert lora is not None
-    state = _gathered(trainer.weights(), trainer.world)
+    state = _gathered(full_weights(trainer.engine), trainer.world)
     return lambda: save_adapter(state, trainer.policy.model, lora, path, folder)
 
 

@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from common.errors import UserError
+from learner.policy.lora import PREFIX, layer_and_part, without_adapter
 
 
 class DiskNames:
@@ -33,17 +34,20 @@ class DiskNames:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._converted: set[str] = set()  # names of weights that have another form in the files
+        self._layers: dict[str, str] = {}  # names of layers, each with the one that it has in the files
         taken: set[str] = set()
         for name, parameter in model.named_parameters():
             shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO 3 a parameter itself is empty
-            parts = self._on_disk(name, torch.empty(shape, device="meta"))
+            plain = without_adapter(name)
+            parts = self._on_disk(plain, torch.empty(shape, device="meta"))
             if sum(part.numel() for part in parts.values()) != shape.numel() or taken & parts.keys():
                 raise UserError(
                     f"{type(model).__name__} cannot be trained: its files have no separate weights for {name}"
                 )
             taken |= parts.keys()
-            if parts.keys() != {name}:
-                self._converted.add(name)
+            if parts.keys() != {plain}:
+                self._converted.add(plain)
+                self._layers[plain.rpartition(".")[0]] = next(iter(parts)).rpartition(".")[0]
 
     def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Convert whole weights, one by one, from the model's names and forms to those of its files."""
@@ -52,6 +56,12 @@ class DiskNames:
                 yield from self._on_disk(name, tensor).items()
             else:
                 yield name, tensor
+
+    def of_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name an adapter's tensors, which `adapter_weights` has named, as the files name the layers."""
+        for name, tensor in weights:
+            layer, part = layer_and_part(self._model, name)
+            yield f"{PREFIX}{self._layers.get(layer, layer)}.{part}", tensor
 
     def _on_disk(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         parts: dict[str, torch.Tensor] = revert_weight_conversion(self._model, {name: tensor})
@@ -74,10 +84,9 @@ def untrained(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
         conversions = get_model_conversion_mapping(model)
     renamings = [part for part in conversions if isinstance(part, WeightRenaming)]
     converters = [part for part in conversions if isinstance(part, WeightConverter)]
-    # A layer with an adapter has its weight one level below; a tied parameter has two names.
+    # A tied parameter has two names.
     parameters = {
-        name.replace(".base_layer.", "."): parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        without_adapter(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
     def own(name: str) -> str:

@@ -46,12 +46,23 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The adapter's parameters under the names that they have in a peft adapter on disk.
 
-    If the model is the language part of a multimodal one, they are names of the whole model, which generators load.
+    If the model is the language part of a multimodal one, they are names of the whole model.
     """
     body = PART if getattr(model, "is_part", False) else BODY
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield PREFIX + name.replace(f".{ADAPTER}.", ".").replace(BODY, body, 1), parameter
+
+
+def layer_and_part(model: nn.Module, name: str) -> tuple[str, str]:
+    """The model's name of a layer, and the name of a part of its adapter, of a name by `adapter_weights`."""
+    layer, _, part = name.removeprefix(PREFIX).partition(".lora_")
+    return layer.replace(PART, BODY, 1) if getattr(model, "is_part", False) else layer, f"lora_{part}"
+
+
+def without_adapter(name: str) -> str:
+    """The name that a layer's parameter has in a model without adapters."""
+    return name.replace(f".{BASE}.", ".")
 
 
 def merged_weights(model: nn.Module, partitioned: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,6 +21,7 @@ from learner.policy.disk_names import DiskNames
 from learner.policy.forward_check import as_transformers
 from learner.policy.lora import adapter_weights
 from learner.policy.model import Policy, load_policy
+from tests.support.families import save_tiny
 from tests.support.multimodal import MULTIMODAL, save_multimodal
 
 IDS = torch.tensor([[5, 9, 200, 31, 7, 7, 64, 12]])
@@ -82,12 +83,27 @@ def test_the_learner_computes_text_as_the_whole_model_and_exports_the_whole_mode
         assert torch.equal(tensor, after[name]), name
 
 
-def test_an_adapter_has_the_names_of_the_whole_model(tmp_path: Path) -> None:
-    save_multimodal(tmp_path, "qwen3_5")
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
+def test_an_adapter_has_the_names_of_the_whole_model_and_for_generators_those_of_its_files(
+    kind: str, tmp_path: Path
+) -> None:
+    save_multimodal(tmp_path, kind)
     policy = load_policy(config_of(tmp_path, lora={"rank": 4, "alpha": 8}))
-    names = [name for name, _ in adapter_weights(policy.model)]
-    assert names
-    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in names)
+    adapter = dict(adapter_weights(policy.model))
+    sent = dict(DiskNames(policy.model).of_adapter(adapter.items()))
+    assert len(adapter) == len(sent) > 0
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in adapter)
+    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in sent}
+    assert {f"{layer}.weight" for layer in layers} <= weights_of(tmp_path).keys()
+
+
+def test_generators_get_the_adapter_of_a_model_whose_files_name_its_layers_otherwise(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Nemotron-H")
+    policy = load_policy(config_of(tmp_path, lora={"rank": 4, "alpha": 8}))
+    sent = dict(DiskNames(policy.model).of_adapter(adapter_weights(policy.model)))
+    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in sent}
+    assert layers
+    assert {f"{layer}.weight" for layer in layers} <= weights_of(tmp_path).keys()
 
 
 def test_tied_output_layers_follow_the_files_where_the_configurations_differ(tmp_path: Path) -> None:
