@@ -17,9 +17,9 @@ from tests.support.multimodal import MULTIMODAL, save_multimodal
 
 pytestmark = pytest.mark.e2e
 QUICK = ["Falcon-H1", "Gemma 2"]
-# One for each kind of layer, and for each fault of vLLM's code for CPUs that our plugin mends.
-REST = ["Qwen2-MoE", "gpt-oss", "ERNIE-4.5-MoE", "MiniMax-M2", "DeepSeek-V3", "MiMo-V2-Flash", "LFM2", "Granite-4"]
-REST += ["Nemotron", "Nemotron-H", "Cohere", "Granite", "Qwen3.5"]
+# One for each kind of layer, and for each fault of vLLM's code for CPUs that our plugin mends. The command
+# `python -m tests.support.families` measures all families.
+REST = ["gpt-oss", "ERNIE-4.5-MoE", "MiniMax-M2", "DeepSeek-V3", "LFM2", "Nemotron-H", "Qwen3.5"]
 
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)])
@@ -28,9 +28,8 @@ def test_engine_and_learner_agree_before_and_after_updates(family: str, tmp_path
     they_agree(both_sides(tmp_path, FAMILIES[family].dtype))
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "gemma3" else pytest.param(kind, marks=pytest.mark.slow) for kind in MULTIMODAL]
-)
+# Two of the ways in which files name a language part; a whole run trains Qwen3.5.
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("llama4", marks=pytest.mark.slow)])
 def test_the_language_part_of_a_multimodal_model_agrees_likewise(kind: str, tmp_path: Path) -> None:
     save_multimodal(tmp_path / "model", kind)
     they_agree(both_sides(tmp_path, MULTIMODAL[kind].dtype))
