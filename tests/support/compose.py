@@ -19,7 +19,7 @@ CONFIG = "/etc/spo/arithmetic.yaml"
 IMAGES = {f"SPO_{role.upper()}_IMAGE": f"spo-test-{role}" for role in ROLES}
 
 
-def sh(*command: str, timeout: float = 600, **environment: str) -> str:
+def sh(*command: str, timeout: float = 1500, **environment: str) -> str:
     """Standard output of a command that must succeed."""
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=timeout, check=False
@@ -45,11 +45,11 @@ class Containers:
             **IMAGES,
         }
 
-    def compose(self, *words: str, timeout: float = 600) -> str:
+    def compose(self, *words: str, timeout: float = 1500) -> str:
         return sh("docker", "compose", *words, timeout=timeout, **self.environment)
 
     def build(self) -> None:
-        self.compose("build", timeout=1500)
+        self.compose("build")
         sh("docker/make-secrets", **self.environment)
 
     def up(self, run: str, *words: str, **settings: Any) -> None:
