@@ -43,7 +43,10 @@ def save_warm_started(folder: Path) -> None:
     tokenizer = build_tokenizer(TASK.extra_tokens)
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     model = tiny_multimodal("qwen3_5", **SHAPE | ids)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # other tests use the other cores, and threads that wait for each other would be slower
     train(model, tokenizer, replace(TASK, recipe=replace(TASK.recipe, **RECIPE)))
+    torch.set_num_threads(threads)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -54,8 +57,8 @@ def accuracy(broker: Broker, version: int) -> float:
 
 
 def test_it_learns_through_kills_and_exports_the_whole_model(tmp_path: Path) -> None:
-    save_warm_started(tmp_path / "model")
-    write_inputs(tmp_path, tmp_path / "model", 0, task=TASK)
+    save_warm_started(tmp_path / "warm")
+    write_inputs(tmp_path, tmp_path / "warm", 0, task=TASK)
     server = RedisServer(tmp_path)
     server.start()
     broker, log = connect(BrokerConfig(url=server.url, dead_after=3.0), "vision"), tmp_path / "launcher.log"
