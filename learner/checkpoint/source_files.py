@@ -77,7 +77,9 @@ def _add_weights(model: PreTrainedModel, source: Path, folder: Path) -> None:
 
     A critic, whose configuration is its own, gets buffers alone.
     """
-    headers, _ = weight_headers(source)
+    headers, problem = weight_headers(source)
+    if problem:
+        get_logger().warning("exported without weights that are not trained", model=str(source), reason=problem)
     own = model.state_dict().keys() if _is_critic(model) else None
     added = [name for name, there in untrained(model, headers).items() if own is None or there in own]
     if not added:

@@ -106,6 +106,18 @@ def test_generators_get_the_adapter_of_a_model_whose_files_name_its_layers_other
     assert {f"{layer}.weight" for layer in layers} <= weights_of(tmp_path).keys()
 
 
+def test_an_export_warns_of_parts_whose_files_are_gone(tmp_path: Path) -> None:
+    save_multimodal(tmp_path / "model", "gemma3")
+    policy = load_policy(config_of(tmp_path / "model"))
+    (tmp_path / "model/model.safetensors").unlink()
+    index = {"weight_map": {"vision_tower.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    with structlog.testing.capture_logs() as logs:
+        write_model(policy.model, moved(policy), str(tmp_path / "model"), tmp_path / "export")
+    (warning,) = [log for log in logs if log["log_level"] == "warning"]
+    assert "is not there; download the folder again" in warning["reason"]
+
+
 def test_tied_output_layers_follow_the_files_where_the_configurations_differ(tmp_path: Path) -> None:
     save_multimodal(tmp_path, "qwen3_5", tie_word_embeddings=True)
     path = tmp_path / "config.json"
