@@ -27,6 +27,7 @@ from common.errors import UserError, first_line
 from common.files import socket_folder
 from common.model import cached_folder, check_model_folder, download_failure
 from common.process import Role
+from generator.engine import start_failure
 from generator.engine.counts import EngineCounts, stat_logger
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
@@ -117,16 +118,17 @@ def start_llm(config: Config, counts: EngineCounts) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     loggers: list[Any] = [stat_logger(counts)]
-    try:
-        if current_platform.is_cpu():
-            fits = not KV_CACHE & config.generator.engine.keys()
-            return start_cpu_engine(arguments, fit_kv_cache=fits, stat_loggers=loggers)
-        # Throughput counts, not the time to the first token: up to 16,384 tokens of prompts a step, by the GPU.
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers
-        )
-    except Exception as error:
-        raise _refused(config, error) from error
+    with start_failure.reported() as reason:
+        try:
+            if current_platform.is_cpu():
+                fits = not KV_CACHE & config.generator.engine.keys()
+                return start_cpu_engine(arguments, fit_kv_cache=fits, stat_loggers=loggers)
+            # Throughput counts, not the time to the first token: up to 16,384 tokens of prompts a step, by the GPU.
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers
+            )
+        except Exception as error:
+            raise _refused(config, error, reason()) from error
 
 
 async def check_updates(llm: Any, path: str) -> None:
@@ -163,16 +165,17 @@ def _checked_arguments(config: Config) -> dict[str, Any]:
     return engine_arguments(config)
 
 
-def _refused(config: Config, error: Exception) -> UserError:
+def _refused(config: Config, error: Exception, reason: str = "") -> UserError:
+    """The error for the user; `reason` is that of vLLM's own process, if it was the one that failed."""
     failure = download_failure(config.model.path, error)
     if failure:
         return UserError(failure)
-    return UserError(f"vLLM cannot run model.path = {config.model.path!r}: {shortened(error)}")
+    return UserError(f"vLLM cannot run model.path = {config.model.path!r}: {shortened(reason or str(error) or type(error).__name__)}")
 
 
-def shortened(error: Exception) -> str:
+def shortened(text: str) -> str:
     """Shorten vLLM's error to its reason, without pydantic's frame and the list of all models."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(text.split())
     length = re.search(r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=([\d.]+)", text)
     if length:
         return f"model.max_model_len = {length[1]}, but the model was made for {float(length[2]):.0f} tokens; lower it"

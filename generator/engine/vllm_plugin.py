@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.keeper import die_with_parent
-from generator.engine import torchvision
+from generator.engine import start_failure, torchvision
 from generator.engine.cpu_experts import report_experts
 
 BACKEND = "spo"  # what vLLM calls our weight transfer engine
@@ -26,11 +26,12 @@ def register() -> None:
     """Register our weight transfer engine; vLLM may call this several times.
 
     It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
-    generator that is killed could do neither itself. On a CPU it fixes sampling with seeds, rotary embeddings and
+    generator that is killed could do neither itself. Processes report why they cannot start. On a CPU it fixes sampling with seeds, rotary embeddings and
     routers, and reports the experts that a mixture chose. In a teacher's server it divides the logits by the policy's
     temperature.
     """
     torchvision.stand_in()
+    start_failure.report()
     _die_with_parent()
     _unlink_mapped_memory()
     _hold_generators()

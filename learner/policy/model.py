@@ -35,6 +35,10 @@ from learner.policy.packing import Packing, check_division
 from learner.policy.routers import Routers, Routing, check_routers
 from learner.ranks.ulysses import SequenceGroup
 
+# Tokens by which vLLM's sliding window is longer than transformers', by model type. vLLM's is the window that the models
+# were trained with, as its own source says (vllm/model_executor/models/commandr.py).
+LONGER_WINDOWS = {"cohere2": 1, "cohere2_moe": 1}
+
 
 class Policy(nn.Module):
     """Wraps the model so that one forward goes from packed tokens to log-probs of the predicted ones.
@@ -221,7 +225,10 @@ def load_policy(config: Config, weights: bool = True, key: str = "model.path") -
     check_division(policy.packing, config.learner, key, path)
     if policy.packing.indexers:
         get_logger().info(
-            "indexers are not trained: choosing tokens has no gradient", layers=listed(policy.packing.indexers)
+            "indexers are not trained: choosing tokens has no gradient",
+            layers=listed(policy.packing.indexers),
+            index_topk=getattr(model.config, "index_topk", None),
+            max_model_len=config.model.max_model_len,
         )
     return policy
 
@@ -255,6 +262,7 @@ def load_model(
         if config.learner.sequence_parallel > 1:
             _check_heads(model_config, config.learner.sequence_parallel)
         _without_noise(model_config)
+        with_engine_window(model_config)
         attention = choose_attention(config.learner, model_config)
         layers = choose_kernels(config.learner.kernels, model_config)
         implementation = IMPLEMENTATIONS[attention.name]
@@ -354,3 +362,10 @@ def _without_noise(config: PreTrainedConfig) -> None:
     for name, value in vars(text).items():
         if ("dropout" in name or "jitter" in name or name.endswith("_pdrop")) and isinstance(value, float):
             setattr(text, name, 0.0)
+
+
+def with_engine_window(config: PreTrainedConfig) -> None:
+    """Give a sliding window the length that it has in vLLM; exports keep the source's config.json."""
+    text: Any = config.get_text_config()
+    if text.model_type in LONGER_WINDOWS:
+        text.sliding_window += LONGER_WINDOWS[text.model_type]

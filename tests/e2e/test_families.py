@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 
 from common.config import Config
+from common.errors import UserError
+from generator.engine.engine import Engine
 from learner.ranks.world import start
 from learner.trainer import Trainer
 from tests.support.agreement import MOVED, Update, both_sides, difference, move, sample, with_engine
@@ -47,3 +51,15 @@ def they_agree(config: Config) -> None:
             assert difference(trainer, await sample(update.engine)) < same
 
     asyncio.run(with_engine(config, scene))
+
+
+# vLLM raises in the engine's process without parallelism, and in a worker's process with it.
+@pytest.mark.parametrize("arguments", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)])
+def test_a_family_without_an_engine_is_refused_with_the_reason_of_vllms_process(
+    arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path / "model", "MiniMax")
+    config = both_sides(tmp_path, "float32")
+    config.generator.engine.update(arguments)
+    with pytest.raises(UserError, match="cannot run model.path = .*: Layer 0 .* does not dispatch"):
+        asyncio.run(Engine.start(config, structlog.get_logger()))

@@ -116,7 +116,6 @@ FAMILIES: dict[str, Family] = {
         f"{SLIDING}, scale",
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "logit_scale": 0.25}
         | {"tie_word_embeddings": True},
-        why="vLLM's sliding window holds one token more than transformers'; shorter sequences agree",
     ),
     "Qwen2-MoE": Family("qwen2_moe", MIXTURE, EXPERTS | {"shared_expert_intermediate_size": 64}),
     "Qwen3-MoE": Family("qwen3_moe", MIXTURE, EXPERTS | {"norm_topk_prob": True}),

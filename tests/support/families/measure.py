@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import first_line
 from learner.checkpoint.export import export_model
 from learner.policy.forward_check import check_policy
+from learner.policy.model import with_engine_window
 from learner.ranks.world import start
 from learner.trainer import Trainer
 from tests.support.agreement import Update, both_sides, difference, move, sample, with_engine, with_lora
@@ -82,7 +83,11 @@ def learner_or_export(trainer: Trainer, folder: Path) -> float:
     export_model(trainer, folder)()
     rows = some_rows(trainer.policy, LENGTHS)
     ours = packed(trainer.policy, rows)
-    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    config = AutoConfig.from_pretrained(folder)
+    with_engine_window(config)
+    exported = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="eager"
+    )
     trainer.policy.model = exported.eval()
     return float((ours - alone(trainer.policy, rows)).abs().max())
 
