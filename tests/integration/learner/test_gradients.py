@@ -79,6 +79,8 @@ ALONE: dict[str, Job] = {
 # Of samples of several rows, each of which counts once wherever its rows lie.
 ROWS = {f"rows {mode}": mode for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
 STAGES = (0, 2, 3)
+HPZ = "3, with a second copy of the weights within a machine"
+SECOND_COPY = {"zero_optimization": {"zero_hpz_partition_size": 2, **NOTHING_KEPT["zero_optimization"]}}
 # Settings that change how a gradient is computed, but not the gradient.
 DIVISION = ("token_budget", "zero_stage", "gradient_checkpointing")
 
@@ -147,6 +149,7 @@ def pair(model, mixture, hybrid, tmp_path_factory):
     for name, mode in ROWS.items():
         todo[name] = job(model, {"token_budget": 100, "algorithm": {"aggregation": mode}}, rows=True)
     todo |= {f"stage {stage}": job(model, {"token_budget": 160, "zero_stage": stage}) for stage in STAGES}
+    todo[f"stage {HPZ}"] = job(model, {"token_budget": 160, "zero_stage": 3, "deepspeed": SECOND_COPY})
     todo |= {f"lonely mixture {stage}": job(mixture, {"zero_stage": stage}, samples=1) for stage in STAGES}
     return done(2, todo | model_jobs(mixture, hybrid, 160), tmp_path_factory.mktemp("pair"))
 
@@ -206,7 +209,7 @@ def test_a_rank_with_all_tokens_rejected_contributes_nothing(pair):
     assert run["metrics"][0]["rollout_corr/seq_masked_fraction"] >= lost / BATCH["samples"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, HPZ])
 def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
     result, whole = pair[f"stage {stage}"], alone["packed"]
     assert_close_gradients(result["gradients"], whole["gradients"])
