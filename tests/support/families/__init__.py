@@ -177,7 +177,7 @@ FAMILIES: dict[str, Family] = {
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
         | {"linear_num_heads": 2, "linear_head_dim": 64, "layer_types": ["linear_attention", "full_attention"]},
         "bfloat16",
-        "for latent attention on a CPU vLLM turns prefix caching off after it has chosen block sizes for it",
+        "on a CPU vLLM refuses its block size, or with `enable_prefix_caching: false` lacks Triton's kernels for it",
     ),
     "MiniMax": Family(
         "minimax",
