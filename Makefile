@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := common sampler generator learner relay sandbox_client launcher tests benchmarks examples
+CODE := common sampler generator learner relay sandbox_client launcher spo tests benchmarks examples
 
 # Tests of processes mostly wait, so more of them run at once than there are cores; files keep their order.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder

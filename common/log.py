@@ -34,32 +34,38 @@ def setup(role: str, *, file: Path | None = None) -> Any:
         role: shown with every line: sampler, generator-1, learner, ...
         file: write there instead of stderr.
     """
-    as_json = os.environ.get("SPO_LOG") == "json"
     stream: TextIO = sys.stderr if file is None else file.open("a", buffering=1, encoding="utf-8")
+    sys.excepthook = _print_exception
+    factory = structlog.PrintLoggerFactory(stream)
+    structlog.configure(**_format(stream), logger_factory=factory, cache_logger_on_first_use=False)
+    return structlog.get_logger().bind(role=role)
+
+
+def to_file(role: str, file: Path) -> Any:
+    """A logger that writes to a file as after `setup`; this process's own logging is not changed."""
+    stream = file.open("a", buffering=1, encoding="utf-8")
+    return structlog.wrap_logger(structlog.PrintLogger(stream), **_format(stream)).bind(role=role)
+
+
+def _format(stream: TextIO) -> dict[str, Any]:
+    as_json = os.environ.get("SPO_LOG") == "json"
     renderer: Any = structlog.dev.ConsoleRenderer(
         colors=stream.isatty(), pad_event_to=0, exception_formatter=_visible_traceback
     )
     if as_json:
         renderer = structlog.processors.JSONRenderer()
-    sys.excepthook = _print_exception
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
-            *([structlog.processors.format_exc_info] if as_json else []),
-            _rounded,
-            # JSON escapes them itself.
-            *([] if as_json else [_visible]),
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(
-            logging.getLevelNamesMapping().get(os.environ.get("SPO_LOG_LEVEL", "INFO").upper(), logging.INFO)
-        ),
-        logger_factory=structlog.PrintLoggerFactory(stream),
-        cache_logger_on_first_use=False,
-    )
-    return structlog.get_logger().bind(role=role)
+    processors = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
+        *([structlog.processors.format_exc_info] if as_json else []),
+        _rounded,
+        # JSON escapes them itself.
+        *([] if as_json else [_visible]),
+        renderer,
+    ]
+    level = logging.getLevelNamesMapping().get(os.environ.get("SPO_LOG_LEVEL", "INFO").upper(), logging.INFO)
+    return {"processors": processors, "wrapper_class": structlog.make_filtering_bound_logger(level)}
 
 
 def get_logger() -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from functools import partial
@@ -42,6 +42,16 @@ def raise_file_limit(most: int = MOST_FILES) -> int:
         soft = max(soft, most if hard == resource.RLIM_INFINITY else min(hard, most))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return most if soft == resource.RLIM_INFINITY else soft
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, and in a thread of its own if this one has a running event loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def keep_files_private() -> None:

@@ -18,7 +18,7 @@ from common.errors import UserError, fail, reports_user_errors
 from common.network import without_proxy_on_loopback
 from common.process import raise_file_limit
 
-OURS = ("common", "generator", "launcher", "learner", "relay", "sampler", "sandbox_client")
+OURS = ("common", "generator", "launcher", "learner", "relay", "sampler", "sandbox_client", "spo")
 OVERRIDE = ("-o", "--override")
 HELP = {"help_option_names": ["-h", "--help"]}
 

@@ -81,6 +81,12 @@ def export(
     - `spo export runs/maths maths-model`
     - `spo export runs/maths maths-200 --step 200`
     """
+    version = write_export(run, output, step, adapter=adapter)
+    typer.echo(f"{output} has the {'adapter' if adapter else 'model'} of step {version} of {run}")
+
+
+def write_export(run: Path, output: Path, step: int | None = None, *, adapter: bool = False) -> int:
+    """Export a checkpoint, by default the newest; returns its step. See `spo.export`."""
     _check_folders(run, output)
     version = _chosen(run, checkpoint_versions(run), step, "to export")
     folder = checkpoint(run, version)
@@ -95,7 +101,7 @@ def export(
         from learner.checkpoint.export import export_checkpoint  # imports torch and DeepSpeed
 
         export_checkpoint(load_config(run / "config.yaml"), folder, output)
-    typer.echo(f"{output} has the {'adapter' if adapter else 'model'} of step {version} of {run}")
+    return version
 
 
 def _check_folders(run: Path, new: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,6 +150,14 @@ def docs_metrics() -> None:
 def docs_config() -> None:
     """Print docs/configuration.md."""
     sys.stdout.write(reference())
+
+
+@app.command("docs-python", hidden=True)
+def docs_python() -> None:
+    """Print docs/python.md."""
+    from launcher.python_reference import page
+
+    sys.stdout.write(page(import_module("spo")))  # the package is a layer above this one
 
 
 # Name, function and line in `spo --help` of each command.

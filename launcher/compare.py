@@ -28,12 +28,11 @@ from launcher.folder.run import Run, read_run
 from launcher.folder.run_folder import find_runs
 from launcher.folder.settings import NAMES, defaults, setting
 from launcher.folder.statistics import Band, Curve, finite, first_reaching, over_runs, spread
-from launcher.folder.time_budget import bottleneck, total_seconds
+from launcher.folder.time_budget import bottleneck, duration, total_seconds
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, panel, table
 from launcher.page.panels import panels
 from launcher.page.saved import save
 from launcher.run.display import figures_table
-from launcher.run.progress import duration
 
 # Charts of the dashboard whose first curve is drawn for each line of the comparison.
 CURVES = ("accuracy", "reward", "variance", "entropy", "divergence", "trained")

@@ -7,7 +7,7 @@ from common.config.critic import CriticConfig
 from common.config.data import DataConfig, DataSource, Source
 from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfig
 from common.config.learner import Deltas, LearnerConfig, LoraConfig, WeightsConfig
-from common.config.load import load_config, parse_config
+from common.config.load import changed_config, load_config, parse_config
 from common.config.run import BrokerConfig, Config, ModelConfig, RunConfig
 from common.config.sampler import (
     AdvantageConfig,
@@ -27,6 +27,6 @@ __all__ = [
     "CorrectionConfig", "Criterion", "CriticConfig", "DataConfig", "DataSource", "Deltas", "Difference", "DriftConfig",
     "EpisodeConfig", "EvalConfig", "GeneratorConfig", "LearnerConfig", "LoraConfig", "ModelConfig", "RunConfig",
     "RunTrackerConfig", "SamplerConfig", "SandboxConfig", "SelectionConfig", "SkyRLCorrection", "Source",
-    "TeacherConfig", "TrackerConfig", "WeightsConfig", "differences", "dump_config", "load_config", "parse_config",
-    "shared_values",
+    "TeacherConfig", "TrackerConfig", "WeightsConfig", "changed_config", "differences", "dump_config", "load_config",
+    "parse_config", "shared_values",
 ]  # fmt: skip

@@ -122,8 +122,14 @@ def _near_configuration(path: Path, error: Exception) -> str:
     return "; give a YAML file, not a folder" if path.is_dir() else ""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+def load_config(path: str | Path, overrides: Overrides = (), environ: Mapping[str, str] | None = None) -> Config:
     """Read and check a run's configuration.
+
+    Args:
+        overrides: texts `section.key=value`, or values by key.
 
     Raises:
         UserError: the file cannot be read, a key is unknown or mistyped, or values cannot work together.
@@ -158,8 +164,19 @@ def read_values(path: Path) -> dict[str, Any]:
         return tree
 
 
-def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply overrides `section.key=value` to an unchecked configuration; raises `UserError`."""
+def changed_config(config: Config, overrides: Overrides) -> Config:
+    """A checked configuration with other values, checked again; raises `UserError` like `load_config`."""
+    tree = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    override(tree, overrides)
+    return parse_config(tree)
+
+
+def override(tree: dict[str, Any], overrides: Overrides) -> None:
+    """Apply overrides to an unchecked configuration; raises `UserError`."""
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            _set(tree, key.split("."), str(value) if isinstance(value, Path) else value, source=f"override {key!r}")
+        return
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
@@ -183,6 +200,10 @@ def _assign(tree: Any, keys: list[str], text: str, source: str) -> None:
         value = parse_yaml(text)
     except yaml.YAMLError:
         value = text
+    _set(tree, keys, value, source)
+
+
+def _set(tree: Any, keys: list[str], value: Any, source: str) -> None:
     for depth, key in enumerate(keys[:-1]):
         if isinstance(tree, dict) and tree.get(key) is None:
             tree[key] = {}  # also if the file sets the section to null

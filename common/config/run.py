@@ -154,7 +154,7 @@ class BrokerConfig(Section):
 
 
 class Config(Section):
-    """All sections."""
+    """A run's checked configuration: an attribute for each section, which has an attribute for each key."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,7 +30,7 @@ from common.checks.check import (
 from common.checks.list import CHECKS
 from common.checks.machine import read_machine
 from common.checks.services import runs_programs
-from common.config import load_config
+from common.config import Config, changed_config, load_config
 from common.errors import one_line
 from common.process import Role
 from common.scripts import OverrideOption
@@ -67,10 +68,22 @@ def doctor(
     - `spo doctor -c my.yaml --role generator -o broker.url=redis://10.0.0.5:6379/0`
     - `docker compose run --rm learner spo doctor -c /etc/spo/arithmetic.yaml --role learner`
     """
-    overrides = list(override or ())
-    if redis is not None and redis != EMBEDDED:
-        overrides.append(f"broker.url={redis}")
-    settings = load_config(config, overrides) if config else None
+    settings = load_config(config, override or ()) if config else None
+    if settings is not None and role is None:
+        sys.stderr.write("trying what the processes do when they start, except loading weights\n")
+    raise SystemExit(report(diagnose(settings, role, redis, logs.setup("doctor")), as_json=as_json))
+
+
+def diagnose(
+    settings: Config | None, role: Role | None, redis: str | None, log: Any = None
+) -> dict[Role, list[Finding]]:
+    """The findings about this machine and, with a configuration, about a start; see `spo.doctor`.
+
+    Args:
+        log: told what the processes would log; None: nothing is logged.
+    """
+    if settings is not None and redis not in (None, EMBEDDED):
+        settings = changed_config(settings, {"broker.url": redis})
     if redis is None and role is None and settings is not None and "url" not in settings.broker.model_fields_set:
         redis = EMBEDDED  # as `spo run` does
     checks = [*CHECKS, *LAUNCHER_CHECKS]
@@ -79,15 +92,15 @@ def doctor(
         available |= Need.CONFIG
         if role is None:
             available |= Need.LIBRARIES
-            checks += _dry_run_checks()
+            checks += _dry_run_checks(log or logs.to_file("doctor", Path(os.devnull)))
     findings: dict[Role, list[Finding]] = {}
     machine = read_machine()
     for one in [role] if role else STARTED:
         findings[one] = examine(checks, When.DOCTOR, Context(one, machine, settings, available))
-    raise SystemExit(report(findings, as_json=as_json))
+    return findings
 
 
-def _dry_run_checks() -> list[Check]:
+def _dry_run_checks(log: Any) -> list[Check]:
     try:
         from launcher.checks.dry_run import dry_run_checks  # imports what the processes import
     except ImportError as error:
@@ -98,8 +111,7 @@ def _dry_run_checks() -> list[Check]:
                 (Role.GENERATOR,),
             )
         ]  # fmt: skip
-    sys.stderr.write("trying what the processes do when they start, except loading weights\n")
-    return dry_run_checks(logs.setup("doctor"))
+    return dry_run_checks(log)
 
 
 def own_redis(context: Context) -> Finding:
@@ -131,20 +143,30 @@ def report(findings: Mapping[Role, Sequence[Finding]], *, as_json: bool = False)
     Returns:
         The exit code: 2 if there is a problem, else 0.
     """
+    roles = _by_finding(findings)
+    counts = {level: sum(finding.level is level for finding in roles) for level in Level}
+    if as_json:
+        found = {"findings": finding_rows(findings), "problems": counts[Level.PROBLEM]}
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        _print(roles, len(findings), counts)
+    return 2 if counts[Level.PROBLEM] else 0
+
+
+def finding_rows(findings: Mapping[Role, Sequence[Finding]]) -> list[dict[str, Any]]:
+    """One row for each finding, with `check`, `level`, `line` and `roles`."""
+    return [
+        {"check": finding.name, "level": finding.level.value, "line": finding.line, "roles": [*map(str, roles)]}
+        for finding, roles in _by_finding(findings).items()
+    ]
+
+
+def _by_finding(findings: Mapping[Role, Sequence[Finding]]) -> dict[Finding, list[Role]]:
     roles: dict[Finding, list[Role]] = {}
     for role, role_findings in findings.items():
         for finding in role_findings:
             roles.setdefault(finding, []).append(role)
-    counts = {level: sum(finding.level is level for finding in roles) for level in Level}
-    if as_json:
-        rows = [
-            {"check": finding.name, "level": finding.level.value, "line": finding.line, "roles": about}
-            for finding, about in roles.items()
-        ]
-        sys.stdout.write(json.dumps({"findings": rows, "problems": counts[Level.PROBLEM]}, indent=2) + "\n")
-    else:
-        _print(roles, len(findings), counts)
-    return 2 if counts[Level.PROBLEM] else 0
+    return roles
 
 
 def _print(roles: Mapping[Finding, Sequence[Role]], total: int, counts: Mapping[Level, int]) -> None:

@@ -5,7 +5,6 @@ It starts nothing and contacts no server: `spo doctor` checks Redis, a sandbox s
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -29,7 +28,7 @@ from common.checks.machine import read_machine
 from common.config import Config
 from common.errors import UserError
 from common.messages import Kind, Task
-from common.process import Role
+from common.process import Role, run_coroutine
 from generator.chat.prompts import PromptNotSeen, UnusablePrompt
 from generator.chat.token_text import load_tokenizer
 from generator.engine.arguments import check_engine_names
@@ -79,7 +78,7 @@ def dry_run_checks(log: Any, choice: Choice = NOTHING_ASKED) -> list[Check]:
         return ok(_values(context.config, loaded[0], log)) if loaded else None
 
     def episodes(context: Context) -> list[Finding]:
-        return asyncio.run(_episodes(context.config, loaded[0], log)) if loaded else []
+        return run_coroutine(_episodes(context.config, loaded[0], log)) if loaded else []
 
     checks: list[tuple[str, Callable[[Context], Findings], Role]] = [
         ("layout", layout, Role.LEARNER),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -15,6 +14,7 @@ from common.config import Config, EpisodeConfig
 from common.config.data import Source
 from common.errors import UserError
 from common.log import get_logger
+from common.process import run_coroutine
 from generator.agents.environment import check_environments
 from generator.agents.sandboxed import check_agents
 from generator.episode.parts import SIDES, SharedParts
@@ -31,7 +31,7 @@ def check_with_rewards(config: Config) -> None:
     check_run(config)
     check_vocabularies(config)
     check_agents(config)
-    asyncio.run(check_environments(config, get_logger()))
+    run_coroutine(check_environments(config, get_logger()))
     findings = try_sources(config, START_ROWS)
     refuse_problems(findings)
     for finding in findings:
@@ -49,7 +49,7 @@ def try_sources(config: Config, rows: int, all_if_quick: bool = False, track: An
     Raises:
         UserError: a reward cannot be made.
     """
-    return asyncio.run(_try_sources(config, rows, all_if_quick, track or (lambda some, *_: some)))
+    return run_coroutine(_try_sources(config, rows, all_if_quick, track or (lambda some, *_: some)))
 
 
 async def _try_sources(config: Config, rows: int, all_if_quick: bool, track: Any) -> list[Finding]:

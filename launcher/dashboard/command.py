@@ -68,7 +68,7 @@ def dashboard(
     with bound(host, port) as listener, tempfile.TemporaryDirectory(prefix="spo-dashboard-") as own:
         listen(listener, host, port, BACKLOG)
         port = listener.getsockname()[1]
-        url = _address(host, port, token)
+        url = page_address(host, port, token)
         watch = Watch(folders, lambda: find_runs(runs or []))
         app = Service(watch).app([host.lower()], token, f"spo_{port}")
         typer.echo(f"{f'{len(folders)} runs' if len(folders) > 1 else folders[0].name}: {url}  (stop with Ctrl-C)")
@@ -84,7 +84,8 @@ def _open(url: str, file: Path) -> None:
     webbrowser.open(file.as_uri())
 
 
-def _address(host: str, port: int, token: str | None) -> str:
+def page_address(host: str, port: int, token: str | None) -> str:
+    """The address of the page, with the token that readers need."""
     name = socket.gethostname() if host in EVERYWHERE else host
     query = f"?token={quote(token, safe='')}" if token else ""
     return f"http://{f'[{name}]' if ':' in name else name}:{port}/{query}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 from redis.exceptions import RedisError
 from rich.console import Console
@@ -29,6 +31,8 @@ from launcher.run.processes import (
     command,
     connected,
     generator_commands,
+    in_background,
+    interruptible,
     start_all,
     stopping,
 )
@@ -58,32 +62,64 @@ class AnswerCount:
         return f"{missing:,} responses were skipped ({shown}{more}); the same command asks for them again"
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerScreen:
+    """The terminal on which a command shows how its request is answered; without a console nothing is shown."""
+
+    title: str = ""
+    console: Console | None = None
+    plain: bool = False
+
+    def log(self, folder: Path) -> Any:
+        file = folder / "launcher.log"
+        if self.console is None:
+            return logs.to_file("launcher", file)
+        return logs.setup("launcher", file=None if self._is_plain else file)
+
+    def view(self, log: Any, wanted: int) -> AnswerView:
+        return LineView(log, wanted) if self._is_plain else BarView(self.console, self.title, wanted)
+
+    def show(self, line: str) -> None:
+        if self.console is not None:
+            self.console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def command(self) -> Iterator[None]:
+        """Stop at a signal; raises `SystemExit` if the request is not answered to its end."""
+        try:
+            with interruptible():
+                yield
+        except EndedEarly as stopped:
+            self.show(f"{stopped}; the same command continues from here")
+            raise SystemExit(stopped.code) from None
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.console is None or self.plain or not self.console.is_terminal
+
+
+UNSEEN = AnswerScreen()
+
+
 def answer(
-    config: Config, request: Request, *, title: str, generators: int | None, redis: str, plain: bool, console: Console
+    config: Config, request: Request, *, generators: int | None, redis: str, screen: AnswerScreen
 ) -> AnswerCount:
-    """Answer a request with the model of `config`; raises `SystemExit` if it is stopped before its end."""
+    """Answer a request with the model of `config`; raises what `answer_here` raises."""
     if generators is None and redis != EMBEDDED:
         generators = 0
     keep_files_private()
-    plain = plain or not console.is_terminal
     is_new = not request.folder.exists()
     request.folder.mkdir(parents=True, exist_ok=True)
-    log = logs.setup("launcher", file=None if plain else request.folder / "launcher.log")
-
-    def view(wanted: int) -> AnswerView:
-        return LineView(log, wanted) if plain else BarView(console, title, wanted)
-
+    log = screen.log(request.folder)
+    view = partial(screen.view, log)
     try:
         count = answer_here(config, request, generators=generators, redis=redis, view=view, log=log)
-    except EndedEarly as stopped:
-        console.print(visible(f"{stopped}; the same command continues from here"), markup=False, highlight=False)
-        raise SystemExit(stopped.code) from None
     except UserError:
         if is_new:
             shutil.rmtree(request.folder, ignore_errors=True)
         raise
     if count.answered < count.wanted:
-        console.print(visible(count.missing()), markup=False, highlight=False, soft_wrap=True)
+        screen.show(count.missing())
     return count
 
 
@@ -99,7 +135,7 @@ def answer_here(
         view: opens the display, given how many answers are wanted.
 
     Raises:
-        EndedEarly: on Ctrl-C or SIGTERM (code 130), or because a process failed (code 1).
+        EndedEarly: on Ctrl-C (code 130), or because a process failed (code 1).
         UserError: what the user gave cannot be used.
     """
     from sampler.answers import load_questions  # imports pyarrow, which not every role has
@@ -120,7 +156,14 @@ def answer_here(
         check_start(Role.GENERATOR, config)
         layout = Placement((), ()) if generators == 0 else lay_out(config, Choice(generators))
         log.info("asking", prompts=len(prompts), responses=len(wanted), answered=present)
-        reasons = _run(config, request, layout, redis, lambda: view(len(wanted)), log, lock)
+        supervisor = Supervisor(request.folder / "logs", log, lock=lock)
+        work = partial(_run, config, request, layout, redis, lambda: view(len(wanted)), supervisor)
+        future = in_background(work, supervisor)
+        try:
+            reasons = future.result()
+        except KeyboardInterrupt:
+            supervisor.interrupted.set()
+            reasons = future.result()
         return AnswerCount(len(wanted), answered(), reasons)
 
 
@@ -130,15 +173,13 @@ def _run(
     layout: Placement,
     redis: str,
     view: Callable[[], AnswerView],
-    log: Any,
-    lock: IO[str],
+    supervisor: Supervisor,
 ) -> dict[str, int]:
     """Run all processes until the sampler exits; returns how many tasks were skipped for each reason."""
     folder, path = request.folder, request.folder / "config.yaml"
-    supervisor = Supervisor(folder / "logs", log, lock=lock)
     with stopping(supervisor):
         config, broker = connected(config, redis, folder, layout, supervisor)
-        agree(broker, config, log)
+        agree(broker, config, supervisor.log)
         options = ["--kind", request.kind, "--responses", str(request.responses), "--answers", str(request.output)]
         options += [] if request.data is None else ["--data", request.data]
         commands = {"sampler": command("sampler.cli", path, *options)} | generator_commands(path, layout)
@@ -203,7 +244,7 @@ class LineView:
 class BarView:
     """A progress bar with the remaining time."""
 
-    def __init__(self, console: Console, title: str, wanted: int) -> None:
+    def __init__(self, console: Console | None, title: str, wanted: int) -> None:
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -29,6 +29,14 @@ LEARNER = {
 }
 
 
+def duration(seconds: float) -> str:
+    """A duration as text: `40 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
 @dataclass(frozen=True, slots=True)
 class GeneratorTime:
     """A generator's running time over all of its starts, in seconds, and shares of it.

@@ -18,10 +18,10 @@ from rich.text import Text
 
 from common.errors import one_line, visible
 from common.masking import METRIC
-from launcher.folder.time_budget import moved_gpus
+from launcher.folder.time_budget import duration, moved_gpus
 from launcher.run.gpu_rows import engine_rows, gpu_rows
 from launcher.run.notices import Notice
-from launcher.run.progress import PhaseTimer, Progress, duration
+from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.supervisor import RunProcess, Supervisor
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from common.nvml import GpuReader
 from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
+from common.streams.steps import latest
 from launcher.layout.gpus import environment
 from launcher.layout.layout import NOTHING_ASKED, Choice, Placement, lay_out
 from launcher.run.display import View
@@ -31,25 +33,19 @@ from launcher.run.processes import (
     command,
     connected,
     generator_commands,
+    in_background,
     learner_command,
     start_all,
     stopping,
     with_url,
 )
 from launcher.run.progress import PhaseTimer, Progress
+from launcher.run.started import RunStopped, StartedRun, StepFeed
 from launcher.run.summary import Summary, summarize
 from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
 
 POLL = 0.1  # seconds
 LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themselves once the learner has left
-
-
-class RunStopped(EndedEarly):
-    """The run stopped before its end; `summary` has its figures so far."""
-
-    def __init__(self, reason: str, code: int, summary: Summary) -> None:
-        super().__init__(reason, code)
-        self.summary = summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +70,46 @@ class RunOptions:
 
 
 def run_here(config: Config, options: RunOptions, view: Callable[[], View], log: Any, phases: PhaseTimer) -> Summary:
-    """Start everything, watch it until the run is over, and stop everything.
+    """Run to the end, or until this thread is interrupted; takes what `start` takes, and raises what it raises.
+
+    Raises:
+        RunStopped: on Ctrl-C (code 130), or because the run failed (code 1).
+    """
+    run = start(config, options, view, log, phases)
+    try:
+        return run.wait()
+    except KeyboardInterrupt:
+        run.stop()
+    summary = run.wait()
+    if not summary.finished:
+        raise RunStopped("stopped", INTERRUPTED, summary)
+    return summary
+
+
+def start(config: Config, options: RunOptions, view: Callable[[], View], log: Any, phases: PhaseTimer) -> StartedRun:
+    """Check the run, then start everything in the background, watch it until the run is over, and stop everything.
 
     Args:
         view: opens the display once all processes are started.
 
     Raises:
-        RunStopped: on Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
-        KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
-        UserError: a process refused its configuration, another command works in the run folder, or the run cannot be
-            laid out as is asked for.
+        UserError: another command works in the run folder, the run cannot be laid out as is asked for, or a check
+            fails. If a process refuses its configuration later, the started run raises it.
     """
     check_one_generator(config, options.choice.generators or 1)
     keep_files_private()
-    with locked(config.run.folder, "run.experiment or run.output_dir") as lock:
+    with ExitStack() as stack:
+        lock = stack.enter_context(locked(config.run.folder, "run.experiment or run.output_dir"))
         layout = lay_out(config, options.choice)
         options.check(config)
         supervisor = Supervisor(config.run.folder / "logs", log, options.max_restarts, lock=lock)
-        return _run(config, options, layout, view, phases, supervisor)
+        feed, held = StepFeed(), stack.pop_all()
+
+    def work() -> Summary:
+        with held, closing(feed):
+            return _run(config, options, layout, view, phases, supervisor, feed)
+
+    return StartedRun(config.run.folder, supervisor, feed, in_background(work, supervisor))
 
 
 def _run(
@@ -101,6 +119,7 @@ def _run(
     view: Callable[[], View],
     phases: PhaseTimer,
     supervisor: Supervisor,
+    feed: StepFeed,
 ) -> Summary:
     folder, path = config.run.folder, config.run.folder / "config.yaml"
     progress: Progress | None = None
@@ -119,6 +138,8 @@ def _run(
                     )
                 config = with_url(config, options.front(config.broker.url))
                 progress = Progress.of(broker, config)
+                before = latest(broker)
+                progress.on_step = partial(feed.add, after=before.version if before else 0)
                 progress.split = layout.split(config.learner.sequence_parallel)
                 commands = worker_commands(path, layout)
                 if options.resume:
@@ -146,7 +167,8 @@ def _run(
     if isinstance(ended_early, UserError) and (progress is None or progress.step is None):
         raise ended_early  # refused at its start: the summary of an earlier start stays
     if progress is None:
-        raise KeyboardInterrupt
+        assert ended_early is not None
+        raise ended_early
     error = None if ended_early is None or getattr(ended_early, "code", 1) == INTERRUPTED else str(ended_early)
     summary = summarize(progress, phases, supervisor, folder)
     summary = replace(summary, finished=summary.finished and _is_saved(config), error=error)

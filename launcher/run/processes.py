@@ -7,9 +7,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from common.checks.computing import cpu_build
 from common.config import Config, dump_config
@@ -23,7 +26,9 @@ from common.process import Role
 from common.streams.broker import Broker, connect
 from launcher.layout.layout import Placement
 from launcher.run.embedded_redis import EmbeddedRedis
-from launcher.run.supervisor import RunFailed, Supervisor
+from launcher.run.supervisor import Interrupted, RunFailed, Supervisor
+
+T = TypeVar("T")
 
 EMBEDDED = "embedded"
 INTERRUPTED = 130
@@ -31,7 +36,7 @@ COMPUTING = ("learner", "generator", "teacher")
 
 
 class EndedEarly(Exception):
-    """A run stopped before its end: on Ctrl-C or SIGTERM (code `INTERRUPTED`), or because it failed (code 1)."""
+    """A run or an evaluation ended before its end: it was stopped (`code` 130), or a process failed (`code` 1)."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
@@ -42,12 +47,50 @@ class EndedEarly(Exception):
 def stopping(supervisor: Supervisor) -> Iterator[None]:
     """Stop all processes at the end of the block, Redis last.
 
-    SIGTERM and SIGHUP act like Ctrl-C; all three are ignored once the processes are being stopped.
-
     Raises:
-        EndedEarly: the block was interrupted, or a process failed too often.
+        EndedEarly: the supervisor was interrupted, or a process failed too often.
         FolderGone: the run folder is no longer where it was.
     """
+    try:
+        yield
+    except Interrupted:
+        raise EndedEarly("stopped", INTERRUPTED) from None
+    except RunFailed as error:
+        raise EndedEarly(str(error), 1) from None
+    except FolderGone:
+        supervisor.stop(last="redis", grace=0.0)  # files that they write at their end would create the folder again
+        raise
+    finally:
+        supervisor.stop(last="redis")
+
+
+def in_background(work: Callable[[], T], supervisor: Supervisor) -> Future[T]:
+    """Supervise processes in another thread, which interrupts and exceptions of this one do not reach.
+
+    When the interpreter exits, it stops the processes first. If it is killed, the supervisor's reaper kills them.
+    """
+    future: Future[T] = Future()
+
+    def stop() -> None:
+        supervisor.interrupted.set()
+        wait([future])
+
+    def supervise() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            atexit.unregister(stop)
+
+    atexit.register(stop)
+    threading.Thread(target=supervise, name="supervisor", daemon=True).start()
+    return future
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP act like Ctrl-C during the block; all three are ignored after the first."""
     ignored = False
 
     def interrupt(*_: object) -> None:
@@ -59,17 +102,7 @@ def stopping(supervisor: Supervisor) -> Iterator[None]:
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
-    except KeyboardInterrupt:
-        raise EndedEarly("stopped", INTERRUPTED) from None
-    except RunFailed as error:
-        raise EndedEarly(str(error), 1) from None
-    except FolderGone:
-        ignored = True
-        supervisor.stop(last="redis", grace=0.0)  # files that they write at their end would create the folder again
-        raise
     finally:
-        ignored = True
-        supervisor.stop(last="redis")
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -105,7 +138,7 @@ def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor)
     if redis == EMBEDDED:
         server = EmbeddedRedis(folder / "redis")
         child = supervisor.start("redis", server.command)
-        atexit.register(server.close)
+        supervisor.after.callback(server.close)
         server.wait(child.log)
         url = server.url
     else:

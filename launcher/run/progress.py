@@ -25,14 +25,6 @@ RECENT = 60  # newest rewards that are shown
 MEASURED = 2048  # newest values of each metric: at least some hours of a run
 
 
-def duration(seconds: float) -> str:
-    """A duration as text: `40 s`, `12 min`, `3 h 20 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
-
-
 @dataclass(slots=True)
 class Progress:
     """The state of one run; `refresh` brings it up to date.
@@ -46,6 +38,7 @@ class Progress:
         evaluates_first: whether the version that training starts from is evaluated.
         masked_advice: what masks tokens, and what to try against it.
         masked: share of the tokens that were masked, by version.
+        on_step: called with each step that is read.
     """
 
     broker: Broker
@@ -71,6 +64,7 @@ class Progress:
     left_out: dict[int, tuple[int, int]] = field(default_factory=dict)
     teacher_gpus: Callable[[], dict[str, float]] = dict
     split: Split | None = None
+    on_step: Callable[[Step], object] = lambda _: None
     metrics: Metrics | None = field(init=False)
 
     @classmethod
@@ -93,6 +87,7 @@ class Progress:
             first = self.step is None
             for step in self.reader.read(count=1000):
                 self.step = step
+                self.on_step(step)
                 if not first:
                     self.pace.see(step.version)
                 if "batch/left_out" in step.metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 from rich.console import Console
 
@@ -14,8 +15,10 @@ from common.config.warnings import warnings
 from common.errors import UserError, visible
 from common.process import keep_files_private
 from launcher.run.display import LiveView, PlainView, View
-from launcher.run.local_run import RunOptions, RunStopped, run_here
+from launcher.run.local_run import RunOptions, run_here, start
+from launcher.run.processes import interruptible
 from launcher.run.progress import PhaseTimer
+from launcher.run.started import RunStopped, StartedRun
 from launcher.run.summary import next_steps, table
 
 
@@ -35,19 +38,33 @@ class Screen:
         Raises:
             UserError: the run folder cannot be made.
         """
-        keep_files_private()
-        console, logs_folder = Console(), folder / "logs"
+        console, logs_folder = Console(), _logs_folder(folder)
         plain = plain or not console.is_terminal
-        try:
-            logs_folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"run folder {folder} cannot be made: {error.strerror}; set run.output_dir") from None
         screen = cls(console, plain, logs.setup("launcher", file=None if plain else logs_folder / "launcher.log"))
         screen.phases.enter("set-up")
         return screen
 
     def view(self, config: Config) -> View:
         return PlainView(self.log) if self.plain else LiveView(self.console, str(config.run.folder))
+
+
+def start_unseen(config: Config, options: RunOptions) -> StartedRun:
+    """Start a run without a screen: its progress is in `logs/launcher.log`; raises what `start` raises."""
+    phases = PhaseTimer()
+    phases.enter("set-up")
+    log = logs.to_file("launcher", _logs_folder(config.run.folder) / "launcher.log")
+    for line in warnings(config):
+        warn(line, stacklevel=3)
+    return start(config, options, lambda: PlainView(log), log, phases)
+
+
+def _logs_folder(folder: Path) -> Path:
+    keep_files_private()
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run folder {folder} cannot be made: {error.strerror}; set run.output_dir") from None
+    return folder / "logs"
 
 
 def show_run(config: Config, options: RunOptions, screen: Screen) -> None:
@@ -59,7 +76,8 @@ def show_run(config: Config, options: RunOptions, screen: Screen) -> None:
             # With the live view the log goes to a file, so the warning is printed here too.
             console.print(f"warning: {line}", style="yellow", markup=False, highlight=False)
     try:
-        summary = run_here(config, options, lambda: screen.view(config), screen.log, screen.phases)
+        with interruptible():
+            summary = run_here(config, options, lambda: screen.view(config), screen.log, screen.phases)
     except RunStopped as stopped:
         console.print(table(stopped.summary))
         line = f"{stopped}; to continue: spo run {stopped.summary.folder}/config.yaml"

@@ -20,9 +20,17 @@ from launcher.run.supervisor import Supervisor
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a run.
+    """The figures of a run, also in `summary.json` of its folder.
 
     Attributes:
+        finished: whether all steps were trained and the last checkpoint is on the disk.
+        steps: the newest weight version.
+        accuracy_before, accuracy_after: held-out accuracy of version 0 and of the newest evaluation; None without.
+        heldout_figures: the newest evaluation's figures, such as `pass@8`.
+        counters: tasks and samples, by what became of them.
+        seconds: wall time by phase.
+        restarts: how often each process was started again.
+        folder: the run folder.
         error: why it ended before its end, unless it was stopped.
         left_out: samples that could not be trained on, of those `batched`.
     """

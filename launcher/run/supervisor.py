@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ USER_ERROR = 2
 MAX_RESTARTS = 5  # within `WINDOW`
 WINDOW = 3600.0  # seconds; a process may take minutes to start, and then die again
 LONGEST_PAUSE = 8.0  # seconds before a process is started again
+
+
+class Interrupted(Exception):
+    """The run is to be stopped before its end."""
 
 
 class RunFailed(Exception):
@@ -80,6 +85,8 @@ class Supervisor:
     Attributes:
         max_restarts: a process that fails more often than this within `window` seconds ends the run.
         notices: the processes' warnings.
+        interrupted: set by another thread, it ends the run.
+        after: what is cleaned up once all processes have ended.
         lock: a locked file that the reaper inherits; if this process is killed, it stays locked until all have ended.
     """
 
@@ -91,6 +98,8 @@ class Supervisor:
     lock: IO[str] | None = None
     children: dict[str, RunProcess] = field(default_factory=dict)
     notices: Notices = field(default_factory=Notices)
+    interrupted: threading.Event = field(default_factory=threading.Event)
+    after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     timeline: Timeline = field(init=False)
     _reaper: subprocess.Popen[str] | None = None
 
@@ -113,10 +122,13 @@ class Supervisor:
         """Handle the processes that have ended, and restart those that have failed.
 
         Raises:
+            Interrupted: another thread wants the run to end.
             UserError: a process refused its configuration.
             FolderGone: the run folder is no longer where it was.
             RunFailed: a process failed too often.
         """
+        if self.interrupted.is_set():
+            raise Interrupted
         if self.lock is not None:
             check_folder(self.logs.parent, self.lock.fileno(), "lock")
         for child in self.children.values():
@@ -152,6 +164,7 @@ class Supervisor:
             self._reaper.stdin.close()
             self._reaper.wait()
             self._reaper = None
+        self.after.close()
 
     def _stop(self, children: list[RunProcess], grace: float) -> None:
         running = [child for child in children if child.state == "running"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import sys
@@ -32,7 +31,7 @@ UNLINK_AND_START = 'rm -f "$0" && exec "$@"'
 def start_teachers(config: Config, layout: Placement, supervisor: Supervisor) -> None:
     """Start the server of each teacher; it answers once it has loaded its model."""
     for server in layout.teachers:
-        socket = _made_socket(config.teacher_socket(server.source))
+        socket = _made_socket(config.teacher_socket(server.source), supervisor)
         environment = layout.environments.get(server.name, {}) | thread_limits(server.name, layout.processes)
         supervisor.start(server.name, serve_command(config, server, socket), environment | _variables(config, server))
 
@@ -97,11 +96,11 @@ def _variables(config: Config, server: TeacherServer) -> dict[str, str]:
     }
 
 
-def _made_socket(path: Path) -> Path:
+def _made_socket(path: Path, supervisor: Supervisor) -> Path:
     """The socket of a server; a link at `path` leads to it if it has to be elsewhere."""
     socket = private_socket(path.parent, path.name)
     path.unlink(missing_ok=True)
     if socket != path.absolute():
         path.symlink_to(socket)
-        atexit.register(remove_socket, socket, path.parent)
+        supervisor.after.callback(remove_socket, socket, path.parent)
     return socket

@@ -23,7 +23,7 @@ from common.answers import in_range
 from common.config import load_config
 from common.errors import UserError, one_line
 from common.scripts import ConfigArgument, OverrideOption
-from launcher.evaluate.answer_run import answer
+from launcher.evaluate.answer_run import AnswerScreen, answer
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
 from sampler.files.answer_file import Request
@@ -104,9 +104,9 @@ def estimate(
         raise UserError(f"--output {output} must be a file *.jsonl: responses are written as JSON lines")
     settings = load_config(config, override or ())
     request, console = Request("values", responses, output, data), Console()
-    count = answer(
-        settings, request, title=output.name, generators=generators, redis=redis, plain=plain, console=console
-    )
+    screen = AnswerScreen(output.name, console, plain)
+    with screen.command():
+        count = answer(settings, request, generators=generators, redis=redis, screen=screen)
     console.print(f"{output}: {count.answered:,} of {count.wanted:,} responses", markup=False, highlight=False)
 
 

@@ -14,8 +14,9 @@ from launcher.audit.lines import AuditLine
 from launcher.chaos import CHECKOUT, ChaosOptions
 from launcher.quickstart.command import initial_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, write_inputs
-from launcher.run.local_run import RunStopped
+from launcher.run.processes import interruptible
 from launcher.run.screen import Screen
+from launcher.run.started import RunStopped
 from launcher.run.summary import table
 from launcher.tasks import DEFAULT, agent, find_task
 from launcher.tasks.task import QuickstartTask
@@ -49,7 +50,8 @@ def run_chaos(options: ChaosOptions) -> None:
     config = quickstart_config(folder, options.seed, steps, overrides, task)
     run, console = ChaoticRun(config, faults, 60 * options.minutes, screen.log), screen.console
     try:
-        result = run.run(lambda: screen.view(config), screen.phases)
+        with interruptible():
+            result = run.run(lambda: screen.view(config), screen.phases)
     except RunStopped as stopped:
         console.print(table(stopped.summary))
         console.print(f"{visible(str(stopped))}; repeat it with --seed {options.seed}", markup=False)

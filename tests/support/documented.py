@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = DOCS.with_name("examples")
 
 
 def section(document: str, title: str) -> str:

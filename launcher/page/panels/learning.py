@@ -12,9 +12,8 @@ from launcher.folder.metrics import Metrics
 from launcher.folder.query import prompt_texts
 from launcher.folder.run import Run
 from launcher.folder.statistics import Band, Curve, finite
-from launcher.folder.time_budget import accumulated, total_seconds
+from launcher.folder.time_budget import accumulated, duration, total_seconds
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, noisy, panel, steps, table
-from launcher.run.progress import duration
 
 OWN = {"reward/mean", "reward/std"}
 FIGURES = ("avg@", "maj@", "pass@")

@@ -10,9 +10,8 @@ import numpy as np
 from launcher.folder.metrics import Metrics
 from launcher.folder.run import Run
 from launcher.folder.statistics import Curve, smoothed
-from launcher.folder.time_budget import LEARNER, bottleneck, generator_times, learner_seconds
+from launcher.folder.time_budget import LEARNER, bottleneck, duration, generator_times, learner_seconds
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, number, over_time, panel, steps, table
-from launcher.run.progress import duration
 
 NO_STEP = "The learner has not finished a step yet."
 NO_ANSWER = "No generator has answered a task yet."

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.files import tracker_path
 from launcher.folder.episodes import EpisodeIndex
 from launcher.folder.metrics import Metrics
 from launcher.folder.query import prompt_texts
 from launcher.folder.statistics import finite
+from launcher.folder.tracker import newest_tracker
 from launcher.page.charts import bars, curve, lines, number, panel, steps, table
 
 NO_BATCH = "No batch has been closed yet."
@@ -51,22 +49,16 @@ def drawn_prompts(folder: Path, episodes: EpisodeIndex) -> dict[str, Any]:
     """The prompts drawn most and least, from the tracker that was saved with the newest readable checkpoint."""
     missing = "These prompts are read from a checkpoint, and there is none yet (`learner.checkpoint_every`)."
     columns = ("prompt", "drawn", "value")
-    files = [path for path in tracker_path(folder, 0).parent.glob("step_*.npz") if path.stem[5:].isdecimal()]
-    for path in sorted(files, key=lambda path: -int(path.stem[5:])):
-        try:
-            with np.load(path) as arrays:
-                ids, visits, alpha, beta = (arrays[name] for name in ("prompt_ids", "visits", "alpha", "beta"))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-            continue
-        order = np.argsort(-visits, kind="stable")
-        chosen = order if len(order) <= 2 * LISTED else np.concatenate([order[:LISTED], order[-LISTED:]])
-        values = alpha / np.maximum(alpha + beta, 1e-12)
-        rows = [[ids[i].decode(errors="replace"), int(visits[i]), number(float(values[i]))] for i in chosen]
-        note = f"as of version {path.stem[5:]}, of {len(ids):,} prompts; choose one to see its episodes"
-        texts = prompt_texts(episodes, [row[0] for row in rows])
-        listed = table("prompts", "Prompts drawn most and least", columns, rows, missing, note)
-        return listed | {"texts": [texts.get(row[0]) for row in rows]}  # in place of the ids
-    return table("prompts", "Prompts drawn most and least", columns, [], missing)
+    saved = newest_tracker(folder)
+    if saved is None:
+        return table("prompts", "Prompts drawn most and least", columns, [], missing)
+    ids, order = saved.prompt_ids, np.argsort(-saved.visits, kind="stable")
+    chosen = order if len(order) <= 2 * LISTED else np.concatenate([order[:LISTED], order[-LISTED:]])
+    rows = [[ids[i], int(saved.visits[i]), number(float(saved.values[i]))] for i in chosen]
+    note = f"as of version {saved.version}, of {len(ids):,} prompts; choose one to see its episodes"
+    texts = prompt_texts(episodes, [row[0] for row in rows])
+    listed = table("prompts", "Prompts drawn most and least", columns, rows, missing, note)
+    return listed | {"texts": [texts.get(row[0]) for row in rows]}  # in place of the ids
 
 
 def _words(metrics: Metrics) -> str:

@@ -289,7 +289,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.mark.integration
 def test_every_file_of_the_packages_is_in_the_wheel(names: set[str]) -> None:
-    assert len(PACKAGES) == 7
+    assert len(PACKAGES) == 8
     templates = {task.template.relative_to(ROOT).as_posix() for task in TASKS.values()}
     assert {*tracked(*PACKAGES), *templates} - names == set()
 

@@ -1,12 +1,16 @@
-"""The examples of docs/extending.md and docs/agents.md do what they say, from files and an installed package."""
+"""The examples, of docs/extending.md, docs/agents.md and examples/, do what they say, as files and as a package."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import structlog
 import yaml
 
 from common.config import Config
@@ -16,7 +20,9 @@ from generator.episode.parts import EpisodeParts
 from generator.rewards import Outcome
 from generator.tools import Toolbox
 from generator.users import UserTurn
-from tests.support.documented import blocks, modules
+from sampler.prompts.prompt_set import load_data
+from tests.support.agents import agent_task
+from tests.support.documented import EXAMPLES, blocks, modules
 from tests.support.episode import END, ScriptedEngine, call, configured, play, scored, talk, tool_texts
 from tests.support.plugin_package import install
 
@@ -25,10 +31,11 @@ PAGE = "extending.md"
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages' modules, where Python and configurations find them."""
+    """The examples, and the pages' modules, where Python and configurations find them."""
     for name, code in (modules(PAGE) | modules("agents.md")).items():
         (tmp_path / name).write_text(code)
     (tmp_path / "terms.json").write_text(json.dumps({"lease": "who may commit", "beat": "a sign of life"}))
+    monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
 
@@ -61,7 +68,7 @@ def test_users_agents_call_formats_and_rewards_do_what_the_pages_say() -> None:
     turns = talk(corrector, "\\boxed{3}", "\\boxed{5}", "\\boxed{4}")
     assert [turn.stop for turn in turns] == [False, False, True]
     assert turns[-1].reward == pytest.approx(0.8**2 - 1)
-    hurried: Any = EpisodeParts(configured(user="hurried:Hurried", user_options={"words": 2})).user
+    hurried: Any = EpisodeParts(configured(user="user:Hurried", user_options={"words": 2})).user
     assert talk(hurried, "a b c", "a b") == [
         UserTurn(False, "Too long. In 2 words, please.", -0.1, {"words": 3}),
         UserTurn(True, "", 0.0, {"words": 2}),
@@ -72,8 +79,44 @@ def test_users_agents_call_formats_and_rewards_do_what_the_pages_say() -> None:
     assert tool_texts(played) == ["89", "error: the arguments are not JSON"]
     outcome = Outcome("yes [a]", response="see [a] and [z]", answer="no", row={"sources": ["a", "b", "c"]})
     made = scored(documented("A reward"), outcome)[0]
-    assert made.parts == {"exact": 0.0, "citations:Citations": 0.5, "citations:brief": 1.0}
+    assert made.parts == {"exact": 0.0, "reward:Citations": 0.5, "reward:brief": 1.0}
     assert made.value == pytest.approx(0.5 * 0.5 + 0.1)
+
+
+@pytest.mark.usefixtures("written")
+def test_the_agent_answers_with_what_it_was_told_most_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, replies = import_module("agent"), iter([" 4", "5", "4"])
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        assert request.url == "http://127.0.0.1:1/s/key/v1/chat/completions"
+        message = {"role": "assistant", "content": next(replies)}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        return httpx.Response(
+            200, json={"id": "a", "object": "chat.completion", "created": 0, "model": "policy"} | {"choices": [choice]}
+        )
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(reply))
+    monkeypatch.setattr(agent, "CLIENT", agent.AsyncOpenAI(base_url="http://x", api_key="-", http_client=client))
+    assert asyncio.run(agent.solve(agent_task(Path()))) == "4"
+
+
+@pytest.mark.usefixtures("written")
+def test_a_data_set_becomes_rows_that_a_run_reads(tmp_path: Path) -> None:
+    items = [{"question": f" {i} + 1? ", "answer": f"Add one.\n#### 1,00{i}"} for i in range(10)]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, items)))
+    import_module("rows").convert("gsm8k.jsonl", tmp_path / "data")
+    config = configured({"data": {"train": "data/train.jsonl", "heldout": "data/heldout.jsonl"}}, reward="boxed")
+    data = load_data(config.data, structlog.get_logger())
+    prompts = [prompts[i] for prompts in (data.train, data.heldout) for i in range(len(prompts))]
+    assert len(data.heldout) > 0
+    assert sorted((prompt.prompt[1]["content"], prompt.answer, prompt.row["steps"]) for prompt in prompts) == [
+        (f"{i} + 1?", f"100{i}", 1) for i in range(10)
+    ]
+
+
+def test_examples_are_short() -> None:
+    files = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert {name: lines for name, lines in files.items() if lines > 60} == {}
 
 
 @pytest.mark.integration

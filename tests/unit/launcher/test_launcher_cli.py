@@ -64,7 +64,7 @@ def test_the_doctor_looks_for_the_redis_that_a_run_would_use(
     options: list[str], own: bool, spo: Spo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "CHECKS", (Check("queue", lambda _: ok("asked"), When.DOCTOR, needs=Need.REDIS),))
-    monkeypatch.setattr(checks, "_dry_run_checks", list)
+    monkeypatch.setattr(checks, "_dry_run_checks", lambda _: [])
     ran = spo("doctor", "-c", CONFIG, *options)
     assert ("will be started" in ran.stdout, "queue" in ran.stdout) == (own, not own)
 

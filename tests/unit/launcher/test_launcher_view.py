@@ -24,11 +24,11 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher import status as inspection
-from launcher.folder.time_budget import Split
+from launcher.folder.time_budget import Split, duration
 from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import LiveView, PlainView, data_size, figures, process_rows, render, sparkline
 from launcher.run.notices import AT_ONCE, DIFFERENT, MAX_IN_VIEW, Notices
-from launcher.run.progress import PhaseTimer, Progress, duration
+from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.summary import next_steps, summarize, table
 from launcher.run.supervisor import Supervisor
 from tests.support.run_folder import BEGAN, GPU, full_run, write_metrics

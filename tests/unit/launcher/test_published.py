@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import spo
 from common.config import Config, SelectionConfig, TrackerConfig, load_config
 from common.config.warnings import warnings
 from common.metrics import BATCH, STEP, TIME, Metric, metric
@@ -22,6 +23,7 @@ from launcher.folder.run import Run
 from launcher.folder.run_folder import find_runs
 from launcher.metrics_reference import tables
 from launcher.page.panels import panels
+from launcher.python_reference import page
 from sampler.prompts.prompt_set import SourcePrompts
 from tests.support.documented import section
 from tests.support.run_folder import make_run, write_metrics
@@ -42,6 +44,10 @@ def names_in(path: Path) -> set[str]:
 
 def test_the_committed_reference_of_the_configuration_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference()
+
+
+def test_the_committed_reference_of_python_is_current() -> None:
+    assert (ROOT / "docs" / "python.md").read_text(encoding="utf-8") == page(spo), "spo docs-python > docs/python.md"
 
 
 def test_the_page_has_the_table() -> None:

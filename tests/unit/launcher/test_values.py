@@ -16,7 +16,7 @@ import structlog
 
 from common.config import load_config
 from common.errors import UserError
-from launcher.evaluate import command as eval_command
+from launcher.evaluate import evaluation
 from launcher.evaluate.answer_run import AnswerCount
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from launcher.values.command import ScoreRange, at_most, find_files, read_all, write_scores
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_evaluated_by_its_export(spo: Spo, tmp_path: Path, monke
         write(request.output, row | {"score": 1.0}, row | {"score": 0.0, "answer": "8"})
         return AnswerCount(3, 2, {"too long": 1})
 
-    monkeypatch.setattr(eval_command, "answer", answer)
+    monkeypatch.setattr(evaluation, "answer", answer)
     options = ["--data", "x=heldout.jsonl", "--samples", "2", "--output", "answers.jsonl", "--json"]
     ran = spo("eval", "step_4", "-c", CONFIG, *options)
     assert ran.returncode == 0, ran.stderr
@@ -189,7 +189,7 @@ def test_a_checkpoint_is_evaluated_by_its_export(spo: Spo, tmp_path: Path, monke
 def test_each_data_set_has_its_own_figures() -> None:
     answers = [("a", 1.0), ("a", 0.0), ("b", 0.0), ("b", 0.0)]
     rows = [{"source": of, "groups": [of], "prompt_id": "p", "score": score, "answer": ""} for of, score in answers]
-    figures = eval_command.evaluate(rows, 0, 2, 1.0)
+    figures = evaluation.answer_figures(rows, 0, 2, 1.0)
     assert (figures["a/accuracy"], figures["b/accuracy"], figures["accuracy"]) == (0.5, 0.0, 0.25)
     assert (figures["a/pass@2"], figures["b/pass@2"], figures["pass@2"]) == (1.0, 0.0, 0.5)
 

@@ -15,7 +15,7 @@ from common.config.losses import LOSS_NAMES
 from common.errors import UserError
 from learner.batch.layout import Layout
 from learner.losses import LOSSES, PolicyTokens, load_loss
-from tests.support.documented import blocks, modules
+from tests.support.documented import EXAMPLES, blocks
 from tests.support.plugin_package import announce
 
 
@@ -81,9 +81,8 @@ def test_names_options_metrics_and_entry_points(tmp_path, monkeypatch):
     assert load("ours")(*trial())[0].shape == (2,)
 
 
-def test_the_documented_example_is_a_loss_that_trains(tmp_path, monkeypatch):
-    (tmp_path / "cubic.py").write_text(modules("extending.md")["cubic.py"])
-    monkeypatch.syspath_prepend(tmp_path)
+def test_the_documented_example_is_a_loss_that_trains(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
     (text,) = blocks("extending.md", "A loss", "yaml")
     config = AlgorithmConfig(**yaml.safe_load(text)["algorithm"])
     losses, metrics = load_loss(config)(*trial(config))
