@@ -11,9 +11,8 @@ from typer.core import TyperGroup
 
 from common import log as logs
 from common.config import dump_config, load_config
-from common.config.losses import ENTRY_POINTS, LOSS_NAMES
 from common.config.warnings import warnings
-from common.plugins import find_object
+from common.parts import find_parts
 from common.scripts import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption, entry_point
 from launcher import agent, correction
 from launcher.audit.command import audit
@@ -125,13 +124,12 @@ def keys(folder: Annotated[Path, typer.Argument(help="Folder for the four key fi
 def config_(config: ConfigArgument, override: OverrideOption = None) -> None:
     """Print the resolved configuration: file, environment and command line merged, with every key.
 
-    Settings without effect are reported on stderr. A loss is looked for by its name, but not imported.
+    Settings without effect are reported on stderr. Functions of your own are looked for by name, but not imported.
 
     - `SPO__LEARNER__LR=1e-5 spo config my.yaml -o run.steps=500`
     """
     settings = load_config(config, override or ())
-    if settings.algorithm.loss not in LOSS_NAMES:
-        find_object(settings.algorithm.loss, LOSS_NAMES, "algorithm.loss", ENTRY_POINTS)
+    find_parts(settings)
     sys.stdout.write(dump_config(settings))
     for line in warnings(settings):
         sys.stderr.write(f"warning: {line}\n")

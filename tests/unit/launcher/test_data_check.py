@@ -193,6 +193,11 @@ def test_prompts_are_checked_without_torch_unless_code_of_others_runs(tmp_path: 
     assert (ran.returncode, "all 1 prompts are longer" in ran.stderr) == (2, True)
     imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
     assert {"transformers", "torch"} & imported == {"transformers"}
+    path = write_config(tmp_path, max_prompt_tokens=99)
+    path.write_text(path.read_text() + "algorithm: {loss: no_such_module:loss}\n")
+    ran = subprocess.run([*command[:-1], path], capture_output=True, text=True, timeout=600, check=False)
+    assert (ran.returncode, "loss = 'no_such_module:loss': cannot import" in ran.stderr) == (2, True)
+    path = write_config(tmp_path)
     for key in ("episode.tools=[calculator]", "episode.tools=[mine:Tool]", "model.trust_remote_code=true"):
         config = load_config(path, [key, "episode.max_assistant_turns=2"], {})
         assert runs_other_code(config) == ("calculator" not in key)
