@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from common.config import Config, load_config
 from common.errors import UserError
 from common.messages import Task
+from generator.chat.token_text import load_tokenizer
 from generator.episode.parts import RunParts
 from generator.episode.runner import EpisodeRunner
 from launcher.checks.prompts import check_first_prompts, runs_other_code
@@ -109,6 +110,26 @@ def test_prompts_are_counted_as_a_generator_renders_them(tmp_path: Path) -> None
     other = check_json(tmp_path / "plain.jsonl", "--tokenizer", tmp_path / "model")
     named = check_json(tmp_path / "plain.jsonl", "-o", f"model.path={tmp_path / 'model'}")
     assert other["sources"][0]["tokens"] == named["sources"][0]["tokens"] == plain["tokens"]
+
+
+def test_a_row_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    long = {"prompt": "7" * 5000, "answer": None}
+    path = jsonl(
+        tmp_path / "a.jsonl", long, asks(("system", "Be \x1bbrief."), ("user", "1+1?"), answer=2), asks(("user", "3?"))
+    )
+    plain, rendered = check(path), check(path, "--tokenizer", tmp_path / "model")
+    assert "| system: Be \\x1bbrief." in plain
+    assert all(text in rendered for text in (f"{path} line 2 as the model sees it", "| 1+1?", "answer: 2"))
+    assert "3?" not in rendered
+    shown = check_json(path, "--tokenizer", tmp_path / "model", "--examples", 2)["sources"][0]["examples"]
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    asked = [{"role": "system", "content": "Be \x1bbrief."}, {"role": "user", "content": "1+1?"}]
+    assert shown[0]["prompt"] == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert len(shown) == 2
+    wide = jsonl(tmp_path / "b.jsonl", {"prompt": "7" * 5000, "answer": 1})
+    assert "7" * 1000 + " […] " + "7" * 1000 in check(wide)
+    assert "example" not in check(wide, "--examples", 0)
 
 
 def _tokens_of_an_episode(config: Config, source: str, prompt: str) -> int:
