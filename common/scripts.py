@@ -29,6 +29,14 @@ def _show_version(value: bool) -> None:
         raise typer.Exit
 
 
+def _keys(incomplete: str) -> list[str]:
+    """Completions of a key, for a shell."""
+    from common.config import Config
+    from common.config.section import keys_of
+
+    return [f"{key}=" for key in keys_of(Config) if key.startswith(incomplete)]
+
+
 VersionOption = Annotated[
     bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version of SPO and exit.")
 ]
@@ -36,7 +44,13 @@ ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run'
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")]
 OverrideOption = Annotated[
     list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
+    typer.Option(
+        "-o",
+        "--override",
+        metavar="KEY=VALUE",
+        autocompletion=_keys,
+        help="Override one key; may be given several times.",
+    ),
 ]
 ResumeOption = Annotated[
     bool,

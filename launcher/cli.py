@@ -12,11 +12,11 @@ from typer.core import TyperGroup
 
 from common import log as logs
 from common.config import dump_config, load_config
-from common.config.losses import ENTRY_POINTS, LOSS_NAMES
 from common.config.warnings import warnings
-from common.plugins import find_object
+from common.errors import UserError
+from common.parts import find_parts
 from common.scripts import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption, entry_point
-from launcher import agent, correction
+from launcher import agent, config_reference, correction
 from launcher.audit.command import audit
 from launcher.chaos import chaos
 from launcher.checkpoints import export, fork
@@ -24,7 +24,6 @@ from launcher.checks import data
 from launcher.checks.command import doctor
 from launcher.checks.command import report as report_findings
 from launcher.compare import compare
-from launcher.config_reference import reference
 from launcher.dashboard.command import dashboard
 from launcher.episodes import episodes
 from launcher.evaluate.command import eval_
@@ -123,16 +122,34 @@ def keys(folder: Annotated[Path, typer.Argument(help="Folder for the four key fi
         sys.stdout.write(f"{path}\n")
 
 
-def config_(config: ConfigArgument, override: OverrideOption = None) -> None:
+def config_(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.")] = None,
+    override: OverrideOption = None,
+    explain: Annotated[
+        str | None, typer.Option("--explain", metavar="KEY", help="Say what a key means, or which keys a section has.")
+    ] = None,
+    search: Annotated[
+        str | None, typer.Option("--search", metavar="WORD", help="List the keys with a word in name or meaning.")
+    ] = None,
+) -> None:
     """Print the resolved configuration: file, environment and command line merged, with every key.
 
-    Settings without effect are reported on stderr. A loss is looked for by its name, but not imported.
+    Settings without effect are reported on stderr. Functions of your own are looked for by name, but not imported.
 
     - `SPO__LEARNER__LR=1e-5 spo config my.yaml -o run.steps=500`
+    - `spo config --explain sampler.selection.criterion`
+    - `spo config --search checkpoint`
     """
+    if explain is not None:
+        sys.stdout.write(config_reference.explain(explain))
+        return
+    if search is not None:
+        sys.stdout.write(config_reference.search(search))
+        return
+    if config is None:
+        raise UserError("name a configuration: spo config my.yaml; or give --explain KEY or --search WORD")
     settings = load_config(config, override or ())
-    if settings.algorithm.loss not in LOSS_NAMES:
-        find_object(settings.algorithm.loss, LOSS_NAMES, "algorithm.loss", ENTRY_POINTS)
+    find_parts(settings)
     sys.stdout.write(dump_config(settings))
     for line in warnings(settings):
         sys.stderr.write(f"warning: {line}\n")
@@ -149,7 +166,7 @@ def docs_metrics() -> None:
 @app.command("docs-config", hidden=True)
 def docs_config() -> None:
     """Print docs/configuration.md."""
-    sys.stdout.write(reference())
+    sys.stdout.write(config_reference.reference())
 
 
 @app.command("docs-python", hidden=True)

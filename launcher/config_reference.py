@@ -1,10 +1,12 @@
-"""Generates docs/configuration.md from the configuration's models."""
+"""Describes the configuration's keys from its models: docs/configuration.md, and `spo config --explain`."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -12,9 +14,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from common.config import Config
-from common.config.names_elsewhere import NAMES
+from common.config.names_elsewhere import ELSEWHERE, NAMES
 from common.config.section import section_of
 from common.config.shared import may_change
+from common.errors import UserError
+
+Keys = Mapping[str, FieldInfo]
 
 HEAD = """# Configuration
 
@@ -29,7 +34,8 @@ This page is generated: `spo docs-config > docs/configuration.md`.
 
 
 def reference() -> str:
-    return HEAD + "".join((*_section("", Config), *_names())).rstrip() + "\n"
+    pages = (line for one in sections() for line in _section(*one))
+    return HEAD + "".join((*pages, *_names())).rstrip() + "\n"
 
 
 def _names() -> Iterator[str]:
@@ -40,24 +46,79 @@ def _names() -> Iterator[str]:
             yield f"| {trainer} | `{name}` | {today if ' ' in today else f'`{today}`'} |\n"
 
 
-def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+def _section(title: str, model: type[BaseModel], keys: Mapping[str, FieldInfo]) -> Iterator[str]:
+    yield f"\n## `{title}`\n\n{inspect.cleandoc(model.__doc__ or '')}\n\n"
+    yield "| key | type | default | meaning |\n|---|---|---|---|\n"
+    for key, field in keys.items():
+        yield f"| `{key}` | {_type(field)} | {_default(field)} | {_meaning(field, key)} |\n"
+
+
+def sections(prefix: str = "", model: type[BaseModel] = Config) -> Iterator[tuple[str, type[BaseModel], Keys]]:
+    """Every section with keys: its name, its model, and its described keys, whole."""
     # A section whose keys have no descriptions is described on another page, and is one key here.
-    sections = {name: one for name, field in model.model_fields.items() if (one := _one(field)) and _described(one)}
-    plain = {name: field for name, field in model.model_fields.items() if field.description and name not in sections}
+    inner = {name: one for name, field in model.model_fields.items() if (one := _one(field)) and _described(one)}
+    plain = {name: field for name, field in model.model_fields.items() if field.description and name not in inner}
     if plain:
-        yield f"\n## `{prefix.rstrip('.')}`\n\n{inspect.cleandoc(model.__doc__ or '')}\n\n"
-        yield "| key | type | default | meaning |\n|---|---|---|---|\n"
-        for name, field in plain.items():
-            key = f"{prefix}{field.alias or name}"
-            yield f"| `{key}` | {_type(field)} | {_default(field)} | {_meaning(field, key)} |\n"
+        keys = {f"{prefix}{field.alias or name}": field for name, field in plain.items()}
+        yield prefix.rstrip("."), model, keys
     lists: dict[type[BaseModel], str] = {}
     for name, field in model.model_fields.items():
-        if name in sections:
-            yield from _section(f"{prefix}{name}.", sections[name])
+        if name in inner:
+            yield from sections(f"{prefix}{name}.", inner[name])
         elif _one(field) is None and (nested := section_of(field.annotation)) is not None:
             lists.setdefault(nested, f"{prefix}{name}[].")
     for nested, at in lists.items():
-        yield from _section(at, nested)
+        yield from sections(at, nested)
+
+
+def explain(key: str) -> str:
+    """What a key means: its type, default and meaning; of a section, the first sentence on each of its keys.
+
+    Raises:
+        UserError: there is no such key; the message names the nearest.
+    """
+    fields = _fields()
+    if key in fields:
+        field = fields[key]
+        pages = dict.fromkeys([*re.findall(r"docs/[\w-]+\.md", field.description or ""), "docs/configuration.md"])
+        lines = {"type": _type(field), "default": _default(field), "meaning": _meaning(field, key)}
+        lines["documented in"] = ", ".join(pages)
+        return "".join(f"{name:14}{_plain(text)}\n" for name, text in {"key": key, **lines}.items())
+    if inside := [one for one in fields if one.startswith((f"{key}.", f"{key}[]."))]:
+        return "".join(map(_line, inside))
+    last = key.rpartition(".")[2]
+    by_last = {one.rpartition(".")[2]: one for one in fields}
+    same = ", ".join(one for one in fields if one.rpartition(".")[2] == last)
+    near = get_close_matches(key, fields, 3, 0.7) or map(by_last.get, get_close_matches(last, by_last, 3, 0.5))
+    hint = same or ELSEWHERE.get(key) or ELSEWHERE.get(last) or ", ".join(filter(None, near))
+    raise UserError(f"--explain {key}: there is no such key; {f'nearest: {hint}' if hint else '--search finds words'}")
+
+
+def search(word: str) -> str:
+    """The keys that have a word in their name or meaning, with the first sentence on each.
+
+    Raises:
+        UserError: none has it.
+    """
+    wanted = word.casefold()
+    lines = [_line(key) for key, one in _fields().items() if wanted in f"{key} {one.description}".casefold()]
+    if not lines:
+        raise UserError(f"--search {word}: no key has this in its name or meaning")
+    return "".join(lines)
+
+
+def _fields() -> dict[str, FieldInfo]:
+    return {key: field for _, _, keys in sections() for key, field in keys.items()}
+
+
+def _line(key: str) -> str:
+    meaning = _plain(_meaning(_fields()[key], key))
+    return f"{key:38}  {re.split(r'(?<=[.;:]) ', meaning)[0].rstrip(';:')}\n"
+
+
+def _plain(text: str) -> str:
+    """Text of a table of Markdown, for a terminal."""
+    return re.sub(r"\*([\w ]+\.?)\*", r"\1", text.replace("\\|", "|").replace("`", ""))
 
 
 def _one(field: FieldInfo) -> type[BaseModel] | None:

@@ -1,10 +1,18 @@
-"""Normalises the advantages of a batch, against the batch or within each group."""
+"""Advantages of a batch: normalised against the batch or within each group, or by a function of the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
+
+from common.config import AdvantageConfig, AlgorithmConfig
+from common.parts import ADVANTAGE
+
+# Advantages [n] of the samples of a batch (or of their turns), group after group, from arrays of the same length: the
+# rewards, their baselines, the numbers of their groups, and their numbers of model tokens.
+Advantage = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 EPSILON = 1e-8
 GROUP_EPSILON = 1e-6  # added to a group's standard deviation, as verl does
@@ -47,30 +55,6 @@ def _clipped(values: np.ndarray, clip: float | None) -> np.ndarray:
     return values if clip is None else values.clip(-clip, clip)
 
 
-def normalize_turns(
-    raw: Sequence[Sequence[float]], weights: Sequence[Sequence[float]] | None = None, clip: float | None = None
-) -> list[list[float]]:
-    """`normalize` over all turns of a batch, each of which counts like a sample.
-
-    If every sample has one turn, this is `normalize` of the samples.
-
-    Args:
-        raw: return of each turn - v, by sample.
-        weights: model tokens of each turn, by sample.
-        clip: as in `normalize`.
-
-    Returns:
-        The normalised values, in the shape of `raw`.
-
-    Raises:
-        ValueError: like `normalize`.
-    """
-    ends = np.cumsum([len(turns) for turns in raw])[:-1]
-    flat = np.concatenate([np.asarray(turns, np.float64) for turns in raw])
-    flat_weights = None if weights is None else np.concatenate([np.asarray(turns, np.float64) for turns in weights])
-    return [turns.tolist() for turns in np.split(normalize(flat, flat_weights, clip), ends)]
-
-
 def group_relative(rewards: np.ndarray, *, std: bool = True) -> np.ndarray:
     """Rewards minus their group's mean, divided by its standard deviation (GRPO, arXiv 2402.03300, section 4.1).
 
@@ -101,3 +85,51 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     """
     n = np.shape(rewards)[1]
     return group_relative(rewards, std=False) * n / (n - 1)
+
+
+def methods(settings: AdvantageConfig) -> dict[str, Advantage]:
+    """SPO's own advantages, by `algorithm.method`."""
+    z_scored = partial(z_score, token_weighted=settings.token_weighted, clip=settings.clip)
+    return {
+        "spo": z_scored,
+        "none": z_scored,
+        "grpo": partial(in_groups, group_relative),
+        "dr_grpo": partial(in_groups, partial(group_relative, std=False)),
+        "rloo": partial(in_groups, leave_one_out),
+    }
+
+
+def z_score(
+    rewards: np.ndarray, baselines: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *,
+    token_weighted: bool = False, clip: float | None = None,
+) -> np.ndarray:  # fmt: skip
+    """`normalize` of rewards minus baselines."""
+    return normalize(rewards - baselines, tokens if token_weighted else None, clip)
+
+
+def in_groups(
+    compare: Callable[[np.ndarray], np.ndarray], rewards: np.ndarray, baselines: np.ndarray, groups: np.ndarray,
+    tokens: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """`compare` the rewards of equally large groups, [G, n / G], which stand one after another."""
+    return compare(rewards.reshape(groups[-1] + 1, -1)).ravel()
+
+
+def load_advantage(algorithm: AlgorithmConfig, settings: AdvantageConfig) -> Advantage:
+    """The advantage that `algorithm.method` implies, or the user's own, which is tried on two made batches.
+
+    Raises:
+        UserError: it cannot be found, or does not return a finite number for each sample.
+    """
+    name, table = algorithm.advantage or algorithm.method, methods(settings)
+    own = ADVANTAGE.load(name, table, algorithm.advantage_options)
+    if name in table:
+        return own
+
+    def advantage(rewards: np.ndarray, *columns: np.ndarray) -> np.ndarray:
+        return ADVANTAGE.array(name, own(rewards.copy(), *columns), rewards.shape)
+
+    groups = np.repeat(np.arange(4), algorithm.responses)
+    for rewards in (np.arange(len(groups)) % 3 / 2, np.ones(len(groups))):  # equal rewards have no deviation
+        advantage(rewards, np.full(len(groups), 0.5), groups, 10 + groups)
+    return advantage

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.config import AlgorithmConfig, SamplerConfig
 from common.messages import Batch
-from sampler.advantages import group_relative, leave_one_out, normalize, normalize_turns
+from sampler.advantages import load_advantage
 from sampler.records import OpenSample
 
 
@@ -32,6 +32,7 @@ class OpenBatch:
         self._config = config
         self._algorithm = algorithm or AlgorithmConfig()
         self._responses = self._algorithm.responses
+        self._advantage = load_advantage(self._algorithm, config.advantage)
 
     def __len__(self) -> int:
         return len(self.groups) * self._responses
@@ -84,33 +85,30 @@ class OpenBatch:
     def _outcomes(self, samples: list[OpenSample]) -> tuple[list[float], list[list[float]]]:
         """A critic's training data: the tracker's values, and the returns rescaled to the same range."""
         low, high = self._config.tracker.reward_range
-        rewards = [(s.reward - low) / (high - low) for s in samples]
-        # An advantage is the rescaled reward minus the value.
-        values = [reward - s.advantage for reward, s in zip(rewards, samples, strict=True)]
-        returns = [
-            [advantage + value for advantage in s.turn_advantages] or [reward]
-            for reward, value, s in zip(rewards, values, samples, strict=True)
-        ]
-        return values, returns
+        returns = [[(value - low) / (high - low) for value in s.turn_returns or [s.reward]] for s in samples]
+        return [s.baseline for s in samples], returns
 
     def _turn_advantages(self, samples: list[OpenSample]) -> list[list[float]] | None:
-        """Advantages of each sample's turns; None unless the generators report the return of each turn."""
-        if not any(s.turn_advantages for s in samples):
+        """Advantages of each sample's turns, each of which counts like a sample; None unless turns have returns."""
+        if not any(s.turn_returns for s in samples):
             return None
-        settings = self._config.advantage
-        weights = [s.turn_tokens for s in samples] if settings.token_weighted else None
-        return normalize_turns([s.turn_advantages for s in samples], weights, settings.clip)
+        turns = [len(s.turn_returns) for s in samples]
+        columns = [np.concatenate([getattr(s, name) for s in samples]) for name in ("turn_returns", "turn_tokens")]
+        owners = np.repeat(np.arange(len(samples)), turns)
+        baselines = self._baselines(samples)[owners]
+        advantages = self._advantage(columns[0], baselines, owners, columns[1])
+        return [one.tolist() for one in np.split(advantages, np.cumsum(turns)[:-1])]
 
     def _advantages(self, samples: list[OpenSample]) -> np.ndarray:
         """Advantages of the samples of whole groups, group after group, float64 [B]."""
-        rewards = np.array([s.reward for s in samples]).reshape(-1, self._responses)
-        if self._algorithm.method in ("grpo", "dr_grpo"):
-            return group_relative(rewards, std=self._algorithm.method == "grpo").ravel()
-        if self._algorithm.method == "rloo":
-            return leave_one_out(rewards).ravel()
-        raw, settings = np.array([s.advantage for s in samples]), self._config.advantage
-        weights = np.array([s.model_tokens for s in samples]) if settings.token_weighted else None
-        return normalize(raw, weights, settings.clip)
+        rewards, tokens = np.array([s.reward for s in samples]), np.array([s.model_tokens for s in samples])
+        groups = np.arange(len(samples)) // self._responses
+        return self._advantage(rewards, self._baselines(samples), groups, tokens)
+
+    def _baselines(self, samples: list[OpenSample]) -> np.ndarray:
+        """Baselines in the range of the rewards, float64 [B]."""
+        low, high = self._config.tracker.reward_range
+        return low + (high - low) * np.array([s.baseline for s in samples])
 
     def _remove(self, groups: list[list[OpenSample]]) -> list[OpenSample]:
         """Take groups out; returns their samples."""

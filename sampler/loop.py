@@ -263,18 +263,17 @@ class Sampler:
         n_eff = sum(tracker.counts(task.prompt_id))
         visit = Visit(drift, rho, n_eff, alpha, beta, value, float(is_clipped), float(is_first))
         self.metrics.add(header, visit, self.prompts.source(i))
-        baseline = value if self.config.algorithm.method == "spo" else 0.0
         state.add_sample(
             OpenSample(
                 sample_id=header.task_id,
                 arrival=state.arrivals,
-                advantage=tracker.rescale(header.reward) - baseline,
+                baseline=value if self.config.algorithm.method == "spo" else 0.0,
                 reward=header.reward,
                 tokens=header.tokens,
                 model_tokens=header.model_tokens,
                 oldest_version=header.oldest_version,
                 counted_at=max(state.version, 0),
-                turn_advantages=[tracker.rescale(value) - baseline for value in header.turn_returns],
+                turn_returns=header.turn_returns,
                 turn_tokens=header.turn_tokens,
                 group=task.group,
                 kept=self.rollouts.is_chosen(task.version),

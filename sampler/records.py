@@ -63,14 +63,14 @@ class OpenSample(Record):
 
     sample_id: str
     arrival: int  # position in the order of arrival
-    advantage: float  # r - v, before normalisation; r if the method has another baseline
+    baseline: float  # v, in [0, 1]; 0 if the method has another baseline
     reward: float
     tokens: int
     model_tokens: int
     oldest_version: int
     counted_at: int  # weight version when it was counted
-    # Of each assistant turn, with `algorithm.turn_advantage: turn`: its return - v, and its tokens.
-    turn_advantages: list[float] = field(default_factory=list)
+    # Of each assistant turn, with `algorithm.turn_advantage: turn`: its return, and its tokens.
+    turn_returns: list[float] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
     group: str = ""  # id of its group's first task; "" if there are no groups
     kept: bool = False  # its episode is in `rollouts/`

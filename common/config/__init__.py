@@ -11,7 +11,6 @@ from common.config.load import changed_config, load_config, parse_config
 from common.config.run import BrokerConfig, Config, ModelConfig, RunConfig
 from common.config.sampler import (
     AdvantageConfig,
-    Criterion,
     DriftConfig,
     EvalConfig,
     RunTrackerConfig,
@@ -24,7 +23,7 @@ from common.config.teacher import TeacherConfig
 
 __all__ = [
     "AGE_BUCKETS", "AdvantageConfig", "AgentConfig", "AlgorithmConfig", "BrokerConfig", "Config",
-    "CorrectionConfig", "Criterion", "CriticConfig", "DataConfig", "DataSource", "Deltas", "Difference", "DriftConfig",
+    "CorrectionConfig", "CriticConfig", "DataConfig", "DataSource", "Deltas", "Difference", "DriftConfig",
     "EpisodeConfig", "EvalConfig", "GeneratorConfig", "LearnerConfig", "LoraConfig", "ModelConfig", "RunConfig",
     "RunTrackerConfig", "SamplerConfig", "SandboxConfig", "SelectionConfig", "SkyRLCorrection", "Source",
     "TeacherConfig", "TrackerConfig", "WeightsConfig", "changed_config", "differences", "dump_config", "load_config",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -26,6 +26,8 @@ CHOICES = (
     "loss_type",
     "skyrl",
 )
+Method = Literal["spo", "grpo", "dr_grpo", "rloo", "none"]
+METHODS = get_args(Method)
 GROUP_METHODS = ("grpo", "dr_grpo", "rloo")
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum", "prompt-mean"
@@ -35,7 +37,7 @@ Aggregation = Literal[
 class AlgorithmConfig(Section):
     """Where advantages come from, the loss, the proximal policy, and what is added to the loss."""
 
-    method: Literal["spo", "grpo", "dr_grpo", "rloo", "none"] = Field(
+    method: Method = Field(
         "spo",
         description="The baseline of a reward. `spo`: the prompt's tracked value; `grpo`: the group's mean; the "
         "difference is divided by the group's standard deviation; `dr_grpo`: the same without the division (arXiv "
@@ -49,6 +51,12 @@ class AlgorithmConfig(Section):
         "`critic`: a value model's value of each token (section `critic`); `both`: the tracker's value plus a "
         "correction of it for each token by the critic.",
     )
+    advantage: str | None = Field(
+        None,
+        description="Turns the rewards of a batch and their baselines into advantages; null: as `method` does. Your "
+        "own, by `module:function` or the name under which an installed package announces it (docs/extending.md).",
+    )
+    advantage_options: dict[str, Any] = Field({}, description="Options of an advantage of your own, by name.")
     group_size: int = Field(8, ge=2, description="Responses of one prompt that `grpo`, `dr_grpo` and `rloo` compare.")
     refill_degenerate: bool = Field(
         False,

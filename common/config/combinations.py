@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.agent import AgentConfig
-from common.config.algorithm import loss_options
+from common.config.algorithm import METHODS, loss_options
 from common.config.data import SIDES, Source
 from common.config.generator import EpisodeConfig
 from common.config.losses import SPECS
@@ -162,6 +162,17 @@ def _run(config: Config) -> Iterator[Rule]:
         algorithm.turn_advantage == "turn" and algorithm.responses > 1,
         f"algorithm.turn_advantage = 'turn' has no baseline with algorithm.method = {algorithm.method!r}: a group "
         "compares whole episodes; set the method to spo or none, or algorithm.turn_advantage=episode",
+    )
+    own = algorithm.advantage
+    yield (
+        own in METHODS and own != algorithm.method,
+        f"algorithm.advantage = {own!r} belongs to another method than algorithm.method = {algorithm.method!r}; leave "
+        "it out, or name a function of your own",
+    )
+    yield (
+        own is not None and algorithm.has_critic,
+        f"algorithm.advantage = {own!r} has no effect with algorithm.baseline = {algorithm.baseline!r}, whose "
+        "advantages are computed from the critic's values; leave one of the two out",
     )
     yield (
         algorithm.has_critic and algorithm.method != "spo",

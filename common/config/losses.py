@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-ENTRY_POINTS = "spo.losses"  # group of the losses of installed packages
-
 
 @dataclass(frozen=True, slots=True)
 class Option:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from common.config.section import Section
 
-Criterion = Literal["std", "uniform", "thompson", "posterior"]
+KINDS = ("beta",)
+CRITERIA = ("std", "uniform", "thompson", "posterior")
 
 
 class TrackerConfig(Section):
     """The value tracker (SPO, arXiv 2509.13232): how fast old rewards are forgotten."""
 
+    kind: str = Field(
+        "beta",
+        description="How a reward changes the two counts of its prompt. `beta`: both decay by rho, and the reward is "
+        "added; or your own, by `module:function` or the name under which an installed package announces it "
+        "(docs/extending.md). The value is then alpha / (alpha + beta), without `prior`.",
+    )
+    kind_options: dict[str, Any] = Field({}, description="Options of a kind of your own, by name.")
     rho_min: float = Field(0.875, gt=0, lt=1, description="Smallest forgetting factor; N_eff is then 8.")
     rho_max: float = Field(0.96, gt=0, lt=1, description="Largest forgetting factor; N_eff is then at most 25.")
     half_life: float = Field(0.06, gt=0, description="Drift D at which old counts lose half their weight.")
@@ -35,6 +43,11 @@ class TrackerConfig(Section):
         "model's state at the end of each prompt, in place of its text.",
     )
 
+    @property
+    def has_population(self) -> bool:
+        """Whether values are shrunk towards a mean of many prompts."""
+        return self.prior == "population" and self.kind in KINDS
+
 
 class RunTrackerConfig(TrackerConfig):
     """The value tracker of a run, which differs from the paper's in its prior."""
@@ -47,11 +60,13 @@ class RunTrackerConfig(TrackerConfig):
 class SelectionConfig(Section):
     """Which prompts come next: they are drawn with weight spread / N_eff^gamma + epsilon."""
 
-    criterion: Criterion = Field(
+    criterion: str = Field(
         "std",
         description="The spread. `std`: sqrt(v(1-v)); `posterior`: its expectation under Beta(v N_eff, (1-v) N_eff); "
-        "`thompson`: the spread of a value drawn from that distribution; `uniform`: 1.",
+        "`thompson`: the spread of a value drawn from that distribution; `uniform`: 1; or your own, by "
+        "`module:function` or the name under which an installed package announces it (docs/extending.md).",
     )
+    criterion_options: dict[str, Any] = Field({}, description="Options of a criterion of your own, by name.")
     epsilon: float = Field(0.05, gt=0, description="Weight every prompt keeps, however sure its value.")
     gamma: float = Field(
         0.0, ge=0, le=1, description="How strongly the weight falls with the number of rewards (N_eff); 0: not at all."

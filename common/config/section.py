@@ -231,9 +231,10 @@ def _keys_at(model: Any, location: Iterable[str | int]) -> list[str]:
 
 
 def keys_of(model: type[BaseModel], before: str = "") -> Iterator[str]:
-    """The keys of values in a section and in the sections within it, but not in lists of sections."""
+    """The keys of values in a section and in the sections within it; a list of sections is one value."""
     for name, field in model.model_fields.items():
-        key, section = _join(before, field.alias or name), section_of(field.annotation)
+        key, options = _join(before, field.alias or name), (field.annotation, *get_args(field.annotation))
+        section = next((option for option in options if hasattr(option, "model_fields")), None)
         if section is None:
             yield key
         else:

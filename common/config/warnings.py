@@ -12,6 +12,7 @@ from common.config.generator import EpisodeConfig
 from common.config.losses import MEAN_OF_MEANS
 from common.config.presets import PRESETS
 from common.config.run import Config
+from common.config.sampler import KINDS
 from common.config.section import Section, notes_of
 
 # Settings that only some methods read, and those methods.
@@ -85,9 +86,12 @@ def _method(config: Config) -> Iterator[str]:
     for name, methods in METHOD_SETTINGS.items():
         if algorithm.method not in methods:
             yield from _idle("algorithm.", algorithm, (name,), f"{method}; it belongs to {', '.join(methods)}")
-    if algorithm.method in GROUP_METHODS:
-        why = f"{method}, which z-scores no batch"
+    if algorithm.method in GROUP_METHODS or algorithm.advantage not in (None, algorithm.method):
+        why = f"{method}, which z-scores no batch" if algorithm.advantage is None else "with an own algorithm.advantage"
         yield from _idle("sampler.advantage.", sampler.advantage, ("token_weighted", "clip"), why)
+    if sampler.tracker.kind not in KINDS:
+        why = f"with sampler.tracker.kind = {sampler.tracker.kind!r}, whose value is alpha / (alpha + beta)"
+        yield from _idle("sampler.tracker.", sampler.tracker, ("prior", "group_column", "prompt_states"), why)
     yield from _critic(config)
     if algorithm.method == "spo":
         return

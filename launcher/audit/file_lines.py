@@ -212,7 +212,7 @@ def advantages(run: Evidence) -> str:
     config, tracker = run.config, run.replay.tracker
     if config.algorithm.method not in ("spo", "none") or config.algorithm.turn_advantage == "turn":
         return ""
-    if config.sampler.advantage.token_weighted:
+    if config.sampler.advantage.token_weighted or config.algorithm.advantage is not None:
         return ""
     values = run.replay.arrived
     wrong = []

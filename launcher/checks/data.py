@@ -50,12 +50,14 @@ def check(
     tokenizer: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Model whose tokenizer counts tokens; by default model.path.")
     ] = None,
+    examples: Annotated[int, typer.Option(min=0, help="Rows of each source to show as the model sees them.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
     override: OverrideOption = None,
 ) -> None:
     """Read every row of a run's data, and report on each source: how many rows can be used, what is wrong with the
-    others, columns, types of answers, lengths of prompts; with a reward, the references that it fails on, or that no
-    answer can match. Exit code 2 if a source has no usable row, or the reward fails on most.
+    others, columns, types of answers, lengths of prompts, and a row as the model sees it; with a reward, the references
+    that it fails on, or that no answer can match. Exit code 2 if a source has no usable row, or the reward fails on
+    most.
 
     - `spo data check my.yaml`
     - `spo data check data/maths.parquet -o data.prompt_column=problem`
@@ -72,7 +74,9 @@ def check(
         config = parse_config(tree)
     reports: list[SourceReport] = []
     notes: list[str] = []
-    rows = rows_check(tokenizer or (None if config.model.path == NO_MODEL else config.model.path), reports, notes)
+    rows = rows_check(
+        tokenizer or (None if config.model.path == NO_MODEL else config.model.path), reports, notes, examples
+    )
     has_reward = is_config or any(one.startswith("episode.reward") for one in override or ())
     checks = [
         *CHECKS,
@@ -100,13 +104,14 @@ def check(
     refuse_problems(findings)
 
 
-def rows_check(model: str | None, reports: list[SourceReport], notes: list[str]) -> Check:
+def rows_check(model: str | None, reports: list[SourceReport], notes: list[str], examples: int = 1) -> Check:
     """The check that reads every row; a source without a usable row is a problem.
 
     Args:
         model: its tokenizer counts the tokens.
         reports: a report on each source is appended here.
         notes: the reasons why tokens are not counted are appended here.
+        examples: how many rows of each source are shown.
     """
     from generator.chat.token_text import load_tokenizer
     from launcher.checks.rows import PromptEncoder, report_source
@@ -126,7 +131,7 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str])
             except UserError as error:  # of the template, or of the tools
                 notes.append(f"{source.key}: {error}")
                 yield problem(notes[-1])
-            report = report_source(source, config.data.max_prompt_tokens, encode, _track)
+            report = report_source(source, config.data.max_prompt_tokens, encode, _track, examples)
             reports.append(report)
             line = f"{report.key}: {report.data}"
             yield problem(f"{line}: {report.problem}") if report.problem else ok(line)

@@ -40,6 +40,7 @@ from launcher.checks.vocabulary import vocabularies
 from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
 from sampler.prompts.prompt_set import Prompt, PromptSet, RunData, load_data, too_few
 from sampler.state import SamplerState
+from sampler.values.kinds import KINDS
 from sampler.values.scores import apply_initial_values
 from sampler.values.traits import prompt_traits
 
@@ -97,7 +98,8 @@ def dry_run_checks(log: Any, choice: Choice = NOTHING_ASKED) -> list[Check]:
 def _values(config: Config, data: RunData, log: Any) -> str:
     traits = prompt_traits(data.train, config.sampler.tracker, log)
     tracker, path = SamplerState(config, data.train.ids, traits).tracker, config.sampler.initial_values
-    prior = f"prior {config.sampler.tracker.prior}"
+    kind = config.sampler.tracker.kind
+    prior = f"prior {config.sampler.tracker.prior}" if kind in KINDS else f"kind {kind}"
     if path is None:
         return f"{prior}, no initial values"
     return f"{prior}; {path} has the values of {apply_initial_values(path, tracker, data.train, log)} prompts"

@@ -1,4 +1,4 @@
-"""Renders the first prompts of each source before anything starts, as generators will render them."""
+"""Renders the first prompts of each source before anything starts, as generators will, and tries an own loss."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from common.config import Config, load_config
 from common.config.data import SIDES, Source
+from common.config.losses import LOSS_NAMES
 from common.errors import UserError, reports_user_errors
 from generator.chat.token_text import load_tokenizer
 from generator.tools.toolbox import BUILTIN
@@ -50,7 +51,9 @@ def _problem(source: Source, encode: PromptEncoder, limit: int) -> str:
 
 
 def runs_other_code(config: Config) -> bool:
-    """Whether the check runs code of others: a tokenizer from the model's folder, or a tool that is not built in."""
+    """Whether the check runs code of others: a tokenizer from the model's folder, a tool or a loss not built in."""
+    if config.algorithm.loss not in LOSS_NAMES:
+        return True
     tools = (config.for_source(source).episode.tools for side in SIDES for source in config.data.sources(side))
     return config.model.trust_remote_code or any(name not in BUILTIN for names in tools for name in names)
 
@@ -63,6 +66,10 @@ def main() -> None:
         # Without torch, transformers is imported in a third of the time, and its tokenizers are the same.
         sys.modules["torch"] = None  # type: ignore[assignment]
     check_first_prompts(config)
+    if config.run.has_learner and config.algorithm.loss not in LOSS_NAMES:
+        from learner.losses import load_loss  # imports torch
+
+        load_loss(config.algorithm)
 
 
 if __name__ == "__main__":

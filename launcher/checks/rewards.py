@@ -1,4 +1,4 @@
-"""Before a start, finds the agents, and tries the rewards on the first rows of each source."""
+"""Before a start, finds the agents and the sampler's parts, and tries the rewards on the first rows of each source."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
 from launcher.checks.references import START_ROWS, can_be_tried, compares_only, not_tried, try_references
 from launcher.checks.vocabulary import check_vocabularies
+from sampler.advantages import load_advantage
 from sampler.prompts.prompt_set import Prompt, SourcePrompts, check_rows
 from sampler.prompts.rows import open_rows
+from sampler.values.kinds import load_kind
+from sampler.values.selection import load_criterion
 
 
 def check_with_rewards(config: Config) -> None:
@@ -31,11 +34,19 @@ def check_with_rewards(config: Config) -> None:
     check_run(config)
     check_vocabularies(config)
     check_agents(config)
+    check_parts(config)
     run_coroutine(check_environments(config, get_logger()))
     findings = try_sources(config, START_ROWS)
     refuse_problems(findings)
     for finding in findings:
         (get_logger().info if finding.level is Level.OK else get_logger().warning)(finding.line)
+
+
+def check_parts(config: Config) -> None:
+    """Try the sampler's functions that are the user's own on made data; raises `UserError`."""
+    load_advantage(config.algorithm, config.sampler.advantage)
+    load_kind(config.sampler.tracker)
+    load_criterion(config.sampler.selection)
 
 
 def try_sources(config: Config, rows: int, all_if_quick: bool = False, track: Any = None) -> list[Finding]:

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from common.answers import answer_kind, are_mixed
+from common.answers import answer_kind, answer_text, are_mixed
 from common.config import Config, Source
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, visible
 from sampler.prompts.chat import Messages
 from sampler.prompts.hints import Hints
 from sampler.prompts.prompt_set import check_rows, missing_columns, prompt_hash
 from sampler.prompts.rows import BadRow, CheckedRow, Rows, open_rows
 
+SHOWN = 1000  # characters of each end of an example
 # Shows progress over rows: `track(rows, how many, what)`.
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
@@ -48,6 +49,20 @@ class Occurrences:
         self.first = self.first or where
 
 
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A usable row.
+
+    Attributes:
+        prompt: as the model sees it, decoded; without a tokenizer, as it is in the data.
+        answer: the reference; empty if there is none.
+    """
+
+    where: str
+    prompt: str
+    answer: str
+
+
 @dataclass(slots=True)
 class SourceReport:
     """The report on one source.
@@ -61,6 +76,7 @@ class SourceReport:
         answers: usable rows by the kind of their answer.
         columns: how many rows have each column.
         too_long: prompts with more tokens than `data.max_prompt_tokens`; None if tokens are not counted.
+        examples: the first usable rows.
         hints: what was probably not meant, with the setting that helps.
         ids: ids of the usable rows, each with its column and a hash of the prompt, or None twice if it is that hash.
     """
@@ -79,6 +95,7 @@ class SourceReport:
     too_long: int | None = None
     ids: set[tuple[str | None, str, str | None]] = field(default_factory=set)
     hints: list[str] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
 
     @property
     def mixed(self) -> bool:
@@ -144,6 +161,7 @@ class PromptEncoder:
         own = config.for_source(source)
         # Tools are described here and never called, so they need no sandbox.
         toolbox = Toolbox(own.episode, {"sandbox": lambda: None, "memory_mb": lambda: config.sandbox.memory_mb})
+        self._tokenizer = tokenizer
         self._template = make_template(tokenizer, own, toolbox)
         self._prompts = Prompts(self._template, own.data)
 
@@ -154,6 +172,10 @@ class PromptEncoder:
             return self._prompts.encode(prompt)
         except PromptNotSeen as error:
             raise BadRow(str(error), "template", error.reason) from None
+
+    def text(self, prompt: str | Messages) -> str:
+        """The prompt as the model sees it, markup included."""
+        return str(self._tokenizer.decode(self(prompt)))
 
     def hints(self) -> Iterator[str]:
         """Warnings about calls, tools and headers that the template leaves out."""
@@ -171,12 +193,15 @@ class PromptEncoder:
             )
 
 
-def report_source(source: Source, limit: int, encode: PromptEncoder | None, track: Track) -> SourceReport:
+def report_source(
+    source: Source, limit: int, encode: PromptEncoder | None, track: Track, examples: int = 1
+) -> SourceReport:
     """Read all rows of a source.
 
     Args:
         encode: None if tokens are not counted.
         limit: `data.max_prompt_tokens`.
+        examples: how many rows the report shows.
     """
     report = SourceReport(source.key, source.shown())
     try:
@@ -184,13 +209,14 @@ def report_source(source: Source, limit: int, encode: PromptEncoder | None, trac
     except UserError as error:
         report.problem = str(error)
         return report
-    _read(report, rows, source, limit, encode, track)
+    _read(report, rows, source, limit, encode, track, examples)
     return report
 
 
 def _read(
-    report: SourceReport, rows: Rows, source: Source, limit: int, encode: PromptEncoder | None, track: Track
-) -> None:
+    report: SourceReport, rows: Rows, source: Source, limit: int, encode: PromptEncoder | None, track: Track,
+    examples: int,
+) -> None:  # fmt: skip
     characters: list[int] = []
     rendered = Rendered()
     first_problem = ""
@@ -214,6 +240,10 @@ def _read(
         report.ids.add((source.id_column, row.prompt_id, source.id_column and prompt_hash(row.prompt)))
         if row.answer is not None:
             report.answers.setdefault(answer_kind(row.answer), Occurrences()).add(where)
+        if len(report.examples) < examples:
+            prompt = _plain(row.prompt) if encode is None else encode.text(row.prompt)
+            answer = "" if row.answer is None else answer_text(row.answer)
+            report.examples.append(Example(where, prompt, answer))
         characters.append(_characters(row.prompt))
     report.hints += [*hints.lines(), *(encode.hints() if encode is not None else ())]
     report.problem = rendered.problem(limit)
@@ -227,11 +257,24 @@ def _characters(prompt: str | Messages) -> int:
     return len(prompt) if isinstance(prompt, str) else sum(len(str(message.get("content"))) for message in prompt)
 
 
+def _plain(prompt: str | Messages) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{one['role']}: {one['content']}" for one in prompt)
+
+
 def lines(report: SourceReport, limit: int) -> Iterator[str]:
     """A heading, then one line for each fact."""
     yield one_line(f"{report.key}: {report.data}")
     for name, text in _facts(report, limit):
         yield f"  {name:10}  {one_line(text)}"
+    for example in report.examples:
+        yield f"  {'example':10}  {one_line(example.where)}" + (" as the model sees it" if report.tokens else "")
+        yield from (f"  {'':10}  | {line}" for line in visible(_cut(example.prompt)).split("\n"))
+        yield from [f"  {'':10}  answer: {one_line(_cut(example.answer))}"] if example.answer else []
+
+
+def _cut(text: str) -> str:
+    """A long text without its middle."""
+    return text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} […] {text[-SHOWN:]}"
 
 
 def _facts(report: SourceReport, limit: int) -> Iterator[tuple[str, str]]:

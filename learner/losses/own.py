@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 
 from common.config import AlgorithmConfig
 from common.config.algorithm import loss_options
-from common.config.losses import ENTRY_POINTS
 from common.errors import UserError
-from common.plugins import check_options, load_object
+from common.parts import LOSS
 from learner.batch.layout import Layout
 from learner.losses.policy_loss import LOSSES
 from learner.losses.tokens import PolicyTokens, TokenLoss, TokenLosses
@@ -25,27 +23,22 @@ def load_loss(config: AlgorithmConfig) -> TokenLoss:
         UserError: it cannot be found or imported, does not take `algorithm.loss_options`, or does not give one finite
             number per token that depends on the policy.
     """
-    field = f"algorithm.loss = {config.loss!r}"
-    loss = load_object(config.loss, LOSSES, "algorithm.loss", ENTRY_POINTS)
+    own = LOSS.load(config.loss, LOSSES, {} if config.loss in LOSSES else config.loss_options)
     if config.loss in LOSSES:
         try:
             loss_options(config.loss, config)
         except ValueError as error:
             raise UserError(str(error)) from None
-        return loss
-    if not callable(loss):
-        raise UserError(f"{field} is not a function of (tokens, config)")
-    options = check_options(loss, config.loss_options, f"algorithm.loss_options of {config.loss!r}", ("tokens", config))
-    own = partial(_call, loss, options, field)
+        return own
+    field = f"{LOSS.key} = {config.loss!r}"
+    own = partial(_call, own, field)
     _try(own, config, field)
     return own
 
 
-def _call(
-    loss: Any, options: Mapping[str, Any], field: str, tokens: PolicyTokens, config: AlgorithmConfig
-) -> TokenLosses:
+def _call(loss: Any, field: str, tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """Call a user's loss; it need not return metrics, and those without a prefix get `actor/`."""
-    returned = loss(tokens, config, **options)
+    returned = loss(tokens, config)
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(losses, torch.Tensor) or losses.shape != tokens.logprobs.shape:
         shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
@@ -70,12 +63,7 @@ def _try(loss: TokenLoss, config: AlgorithmConfig, field: str) -> None:
     tokens = PolicyTokens.of(
         logprobs=logprobs, old=old, rollout=old - 0.1, advantages=advantages, keep=keep, layout=layout, config=config
     )
-    try:
-        losses, _ = loss(tokens, config)
-    except UserError:
-        raise
-    except Exception as error:  # a user's function may raise anything
-        raise UserError(f"{field} failed on a trial batch: {type(error).__name__}: {error}") from error
+    losses, _ = loss(tokens, config)
     if not bool(losses[keep].isfinite().all()):
         raise UserError(f"{field} is not finite on a trial batch: {losses.detach().tolist()}")
     gradient = torch.autograd.grad(losses[keep].sum(), logprobs, allow_unused=True)[0] if losses.requires_grad else None

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
-from common.config import Criterion, SelectionConfig
+from common.config import SelectionConfig
+from common.errors import UserError
+from common.parts import CRITERION
+
+# How much there is to learn from each prompt, float64 [N], from columns of the tracker, [N] each: the values v, the
+# counts N_eff and the number of rewards; and random numbers.
+Criterion = Callable[[np.ndarray, np.ndarray, np.ndarray, np.random.Generator], np.ndarray]
 
 NOTHING = np.empty(0, np.int64)
 
@@ -14,43 +23,73 @@ PROPOSAL_ROUNDS = 32
 SMALLEST = 1e-3  # count of a Beta distribution
 
 
-def selection_weights(
-    values: np.ndarray, effective: np.ndarray, config: SelectionConfig, rng: np.random.Generator | None = None
-) -> np.ndarray:
-    """spread / N_eff^gamma + epsilon (SPO, arXiv 2509.13232, where the spread is sqrt(v(1-v))).
+def selection_weights(scores: np.ndarray, counts: np.ndarray, config: SelectionConfig) -> np.ndarray:
+    """score / N_eff^gamma + epsilon (SPO, arXiv 2509.13232, where the score is the spread sqrt(v(1-v))).
 
     Args:
-        values: v, float [N]; NaN for a prompt of which nothing is known, which gets weight 0.
-        effective: N_eff, float [N].
-        rng: for the criterion `thompson`; a fixed seed by default.
+        scores: of the criterion, float [N]; NaN for a prompt of which nothing is known, which gets weight 0.
+        counts: N_eff, float [N].
 
     Returns:
         float64 [N].
     """
-    weights = spread(values, effective, config.criterion, rng or np.random.default_rng(0))
     if config.gamma:
-        weights = weights / effective**config.gamma
-    return np.nan_to_num(weights + config.epsilon, nan=0.0)
+        scores = scores / counts**config.gamma
+    return np.nan_to_num(scores + config.epsilon, nan=0.0)
 
 
-def spread(values: np.ndarray, effective: np.ndarray, criterion: Criterion, rng: np.random.Generator) -> np.ndarray:
-    """How much there is to learn from each prompt, float64 [N].
+def load_criterion(config: SelectionConfig) -> Criterion:
+    """The criterion, which scores all prompts; one of the user's own is tried on a few made ones.
 
-    `std` is sqrt(v(1-v)), the standard deviation of a reward. `thompson` and `posterior` take the uncertainty of v into
-    account, as Beta(v N_eff, (1-v) N_eff): the first draws a success rate p and gives sqrt(p(1-p)), the second the
-    expectation of that. `uniform` is 1.
+    Raises:
+        UserError: it cannot be found, or does not return finite numbers >= 0, [N].
     """
-    if criterion == "uniform":
-        return np.ones_like(values)
-    if criterion == "std":
-        return np.sqrt(values * (1 - values))
-    alpha = np.maximum(values * effective, SMALLEST)
-    beta = np.maximum((1 - values) * effective, SMALLEST)
-    if criterion == "thompson":
-        drawn = rng.beta(alpha, beta)
-        return np.sqrt(drawn * (1 - drawn))
-    # E[sqrt(p(1-p))] = B(alpha + 1/2, beta + 1/2) / B(alpha, beta)
+    own = CRITERION.load(config.criterion, CRITERIA, config.criterion_options)
+    if config.criterion in CRITERIA:
+        return own
+
+    def criterion(values: np.ndarray, *columns: Any) -> np.ndarray:
+        scores = CRITERION.array(config.criterion, own(values.copy(), *columns), values.shape)
+        if np.any(scores < 0):
+            raise UserError(f"{CRITERION.key} = {config.criterion!r} returned {scores.min():g}; scores must be >= 0")
+        return scores
+
+    criterion(
+        np.array([0.5, 0.0, 1.0, 0.2]),
+        np.array([1.0, 8.0, 9.5, 25.0]),
+        np.array([0, 9, 4, 99]),
+        np.random.default_rng(0),
+    )
+    return criterion
+
+
+def std(values: np.ndarray, counts: np.ndarray, visits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """sqrt(v(1-v)), the standard deviation of a reward that is 0 or 1."""
+    return np.sqrt(values * (1 - values))
+
+
+def uniform(values: np.ndarray, counts: np.ndarray, visits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """1."""
+    return np.ones_like(values)
+
+
+def thompson(values: np.ndarray, counts: np.ndarray, visits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """sqrt(p(1-p)) of a success rate p drawn from Beta(v N_eff, (1-v) N_eff)."""
+    drawn = rng.beta(*_beta(values, counts))
+    return np.sqrt(drawn * (1 - drawn))
+
+
+def posterior(values: np.ndarray, counts: np.ndarray, visits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The expectation of sqrt(p(1-p)) under that distribution, B(alpha + 1/2, beta + 1/2) / B(alpha, beta)."""
+    alpha, beta = _beta(values, counts)
     return _half_step(alpha) * _half_step(beta) / (alpha + beta)
+
+
+CRITERIA: dict[str, Criterion] = {"std": std, "uniform": uniform, "thompson": thompson, "posterior": posterior}
+
+
+def _beta(values: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.maximum(values * counts, SMALLEST), np.maximum((1 - values) * counts, SMALLEST)
 
 
 def _half_step(x: np.ndarray) -> np.ndarray:

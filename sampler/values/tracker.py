@@ -9,11 +9,10 @@ import numpy as np
 
 from common.answers import in_range
 from common.config import SelectionConfig, TrackerConfig
+from sampler.values.kinds import PRIOR, load_kind
 from sampler.values.population import Population, PromptTraits
-from sampler.values.selection import draw, selection_weights
+from sampler.values.selection import draw, load_criterion, selection_weights
 
-# Jeffreys' prior: the counts of a prompt that was never answered.
-PRIOR = 0.5
 # The selection weights of a large pool of N prompts are recomputed after every N / REFRESH_PART rewards.
 REFRESH_PART = 16
 SMALL_POOL = 4096
@@ -44,6 +43,7 @@ class ValueTracker:
 
     Raises:
         ValueError: no prompts, or a prompt id twice.
+        UserError: the kind or the criterion is the user's own, and cannot be used.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class ValueTracker:
     ) -> None:
         self.config = config
         self.selection = selection or SelectionConfig()
-        self.population = Population(traits or PromptTraits()) if config.prior == "population" else None
+        self.population = Population(traits or PromptTraits()) if config.has_population else None
+        self._kind, self._criterion = load_kind(config), load_criterion(self.selection)
         self.prompt_ids = list(prompt_ids)
         self.index = {prompt_id: i for i, prompt_id in enumerate(self.prompt_ids)}
         if not self.prompt_ids or len(self.index) != len(self.prompt_ids):
@@ -114,6 +115,7 @@ class ValueTracker:
 
         Raises:
             ValueError: the reward is outside the declared range.
+            UserError: a kind of the user's own fails.
         """
         reward = self.rescale(reward)
         rho = self.rho(kl) if rho is None else rho
@@ -124,8 +126,7 @@ class ValueTracker:
             baseline = alpha / (alpha + beta)
         else:
             baseline = self.population.learn(i, *self._evidence(i), reward)
-        self.alpha[i] = rho * alpha + reward
-        self.beta[i] = rho * beta + 1 - reward
+        self.alpha[i], self.beta[i] = self._kind(alpha, beta, reward, rho)
         self.prior[i] *= rho
         self.visits[i] += 1
         self._updates += 1
@@ -160,7 +161,9 @@ class ValueTracker:
         Args:
             rng: for the criterion `thompson`, which draws a success rate for each prompt; a fixed seed by default.
         """
-        weights = selection_weights(self.values(), self.alpha + self.beta, self.selection, rng)
+        counts = self.alpha + self.beta
+        scores = self._criterion(self.values(), counts, self.visits, rng or np.random.default_rng(0))
+        weights = selection_weights(scores, counts, self.selection)
         weights[self.retired] = 0.0
         return weights
 

@@ -33,7 +33,7 @@ def prompt_traits(prompts: PromptSet, config: TrackerConfig, log: Any) -> Prompt
     Raises:
         UserError: the column of groups is missing in a row, or has too many values; the states cannot be read.
     """
-    if config.prior != "population":
+    if not config.has_population:
         return PromptTraits()
     groups, names = _groups(prompts, config.group_column)
     return PromptTraits(groups, names, _features(prompts, config, log))

@@ -30,7 +30,7 @@ NO_ANSWERS = "data: {train: t, answer_column: null}"
 SECTIONS = [
     ("learner: {lrr: 1}", "unknown configuration key learner.lrr; did you mean learner.lr?"),
     ("lerner: {lr: 1}", "unknown configuration key lerner; did you mean learner?"),
-    ("sampler: {tracker: {zzz: 1}}", "sampler.tracker.zzz; allowed: rho_min, rho_max, half_life, reward_range"),
+    ("sampler: {tracker: {zzz: 1}}", "sampler.tracker.zzz; allowed: kind, kind_options, rho_min, rho_max"),
     ("data: {train: [a.jsonl, {path: b.jsonl}]}", "data.train[0] = 'a.jsonl' is a section, not a value"),
     ("data: {train: t, template_options: {tools: []}}", "data.template_options: 'tools' is set by SPO itself"),
     ("data: {train: t, answer_column: null}", "data.train has no answers | episode.reward = 'exact' compares"),
@@ -66,6 +66,8 @@ SECTIONS = [
     ("teacher: {url: 'http://me:secret@x/v1'}", "teacher.url = 'http://me:***@x/v1' has a password"),
     # Methods.
     ("{algorithm: {method: grpo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
+    ("algorithm: {method: rloo, advantage: grpo}", "algorithm.advantage = 'grpo' belongs to another method"),
+    ("algorithm: {baseline: critic, advantage: 'a:b'}", "algorithm.advantage = 'a:b' has no effect with"),
     ("algorithm: {method: rloo, turn_advantage: turn}", "algorithm.turn_advantage = 'turn' has no baseline with"),
     ("{algorithm: {method: grpo, baseline: critic}, sampler: {drift: {mode: ledger}}}", "algorithm.baseline ="),
     ("{algorithm: {baseline: critic}, learner: {sequence_parallel: 2}}", "learner.sequence_parallel = 2: the critic"),

@@ -78,6 +78,11 @@ NAMED = [
     # Methods.
     ("algorithm: {group_size: 4}", "algorithm.group_size = 4 has no effect with algorithm.method = 'spo'"),
     ("{algorithm: {method: grpo}, sampler: {advantage: {token_weighted: true}}}", "sampler.advantage.token_weighted ="),
+    ("{algorithm: {advantage: 'a:b'}, sampler: {advantage: {clip: 3}}}", "sampler.advantage.clip = 3.0 has no effect"),
+    (
+        "sampler: {tracker: {kind: 'a:b', group_column: level}}",
+        "group_column = 'level' has no effect with sampler.tracker",
+    ),
     ("{algorithm: {method: rloo}, sampler: {drift: {mode: rescore}}}", "sampler.drift.mode = 'rescore' is not worth"),
     ("critic: {updates: 1}", "critic.updates = 1 has no effect with algorithm.baseline = 'tracker'"),
     # Other modes.

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from common.config import Config, load_config
 from common.errors import UserError
 from common.messages import Task
+from generator.chat.token_text import load_tokenizer
 from generator.episode.parts import RunParts
 from generator.episode.runner import EpisodeRunner
 from launcher.checks.prompts import check_first_prompts, runs_other_code
@@ -111,6 +112,26 @@ def test_prompts_are_counted_as_a_generator_renders_them(tmp_path: Path) -> None
     assert other["sources"][0]["tokens"] == named["sources"][0]["tokens"] == plain["tokens"]
 
 
+def test_a_row_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    long = {"prompt": "7" * 5000, "answer": None}
+    path = jsonl(
+        tmp_path / "a.jsonl", long, asks(("system", "Be \x1bbrief."), ("user", "1+1?"), answer=2), asks(("user", "3?"))
+    )
+    plain, rendered = check(path), check(path, "--tokenizer", tmp_path / "model")
+    assert "| system: Be \\x1bbrief." in plain
+    assert all(text in rendered for text in (f"{path} line 2 as the model sees it", "| 1+1?", "answer: 2"))
+    assert "3?" not in rendered
+    shown = check_json(path, "--tokenizer", tmp_path / "model", "--examples", 2)["sources"][0]["examples"]
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    asked = [{"role": "system", "content": "Be \x1bbrief."}, {"role": "user", "content": "1+1?"}]
+    assert shown[0]["prompt"] == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert len(shown) == 2
+    wide = jsonl(tmp_path / "b.jsonl", {"prompt": "7" * 5000, "answer": 1})
+    assert "7" * 1000 + " […] " + "7" * 1000 in check(wide)
+    assert "example" not in check(wide, "--examples", 0)
+
+
 def _tokens_of_an_episode(config: Config, source: str, prompt: str) -> int:
     of_source, parts = RunParts(config).by_source["train", source]
     roomy = of_source.model_copy(update={"data": of_source.data.model_copy(update={"max_prompt_tokens": 10_000})})
@@ -193,6 +214,11 @@ def test_prompts_are_checked_without_torch_unless_code_of_others_runs(tmp_path: 
     assert (ran.returncode, "all 1 prompts are longer" in ran.stderr) == (2, True)
     imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
     assert {"transformers", "torch"} & imported == {"transformers"}
+    path = write_config(tmp_path, max_prompt_tokens=99)
+    path.write_text(path.read_text() + "algorithm: {loss: no_such_module:loss}\n")
+    ran = subprocess.run([*command[:-1], path], capture_output=True, text=True, timeout=600, check=False)
+    assert (ran.returncode, "loss = 'no_such_module:loss': cannot import" in ran.stderr) == (2, True)
+    path = write_config(tmp_path)
     for key in ("episode.tools=[calculator]", "episode.tools=[mine:Tool]", "model.trust_remote_code=true"):
         config = load_config(path, [key, "episode.max_assistant_turns=2"], {})
         assert runs_other_code(config) == ("calculator" not in key)

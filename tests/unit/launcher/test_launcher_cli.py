@@ -19,7 +19,7 @@ import relay.cli
 import sampler.cli
 import sandbox_client.cli
 from common.checks.check import Check, Need, When, ok
-from common.config import load_config
+from common.config import SelectionConfig, load_config
 from launcher import chaos
 from launcher.checks import command as checks
 from launcher.cli import GROUPS
@@ -48,6 +48,32 @@ def test_config_prints_every_key_with_overrides_applied(spo: Spo) -> None:
     printed = yaml.safe_load(ran.stdout)
     assert printed["run"]["steps"] == 7
     assert printed["broker"]["dead_after"] > 0
+
+
+def test_a_key_is_explained_found_and_completed(spo: Spo) -> None:
+    lines = dict(line.split(None, 1) for line in spo("config", "--explain", "learner.lr").stdout.splitlines())
+    assert (lines["type"], lines["default"]) == ("float, > 0", "1e-06")
+    assert lines["meaning"].endswith("May change.")
+    literal = spo("config", "--explain", "sampler.drift.mode").stdout
+    assert "rescore | ledger | constant" in literal
+    assert "docs/extending.md, docs/configuration.md" in spo("config", "--explain", "algorithm.loss").stdout
+    section = spo("config", "--explain", "sampler.selection").stdout
+    assert [line.split()[0].rpartition(".")[2] for line in section.splitlines()] == [*SelectionConfig.model_fields]
+    assert "data.train[].weight " in spo("config", "--explain", "data.train[]").stdout
+    found = spo("config", "--search", "CHECKPOINTS").stdout.splitlines()
+    assert {"learner.keep_checkpoints", "learner.checkpoint_every"} <= {line.split()[0] for line in found}
+    for asked, words in {
+        ("--explain", "learner.lrr"): "nearest: learner.lr",
+        ("--explain", "epsilon"): "nearest: sampler.selection.epsilon",
+        ("--explain", "adv_estimator"): "nearest: algorithm.method",
+        ("--search", "zzz"): "no key has this",
+        (): "name a configuration",
+    }.items():
+        refused = spo("config", *asked)
+        assert (refused.returncode, words in refused.stderr, refused.stderr.count("\n")) == (2, True, 1)
+    shell = {"COMP_WORDS": "spo run my.yaml -o learner.lr", "COMP_CWORD": "4", "_SPO_COMPLETE": "complete_bash"}
+    ran = CliRunner().invoke(launcher.cli.app, [], env=shell, prog_name="spo")
+    assert ran.stdout.split() == ["learner.lr="]
 
 
 @pytest.mark.parametrize(

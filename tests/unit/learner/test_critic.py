@@ -99,8 +99,8 @@ def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic(
 
     def sent(baseline: str, **turns: Any) -> Batch:
         batch = OpenBatch(sampler, AlgorithmConfig(baseline=baseline))
-        for number, (advantage, reward) in enumerate([(0.75, 1.0), (-0.5, -1.0)]):
-            batch.add(OpenSample(f"t{number}", number, advantage, reward, 9, 5, 0, 0, **turns))
+        for number, (value, reward) in enumerate([(0.25, 1.0), (0.5, -1.0)]):
+            batch.add(OpenSample(f"t{number}", number, value, reward, 9, 5, 0, 0, **turns))
         return batch.take_next().manifest
 
     tracked, judged = sent("tracker"), sent("critic")
@@ -108,8 +108,8 @@ def test_the_sampler_sends_rescaled_returns_and_the_trackers_values_to_a_critic(
     assert judged.returns == [[1.0], [0.0]]
     assert judged.advantages == tracked.advantages, "for the critic's warm-up"
     assert (tracked.values, tracked.returns) == (None, None)
-    by_turn = sent("both", turn_advantages=[0.5, 0.25], turn_tokens=[2, 3])
-    assert by_turn.returns == [[0.75, 0.5], [1.0, 0.75]]
+    by_turn = sent("both", turn_returns=[0.5, 0.0], turn_tokens=[2, 3])
+    assert by_turn.returns == [[0.75, 0.5], [0.75, 0.5]]
     assert Batch.unpack(by_turn.pack()) == by_turn
 
 

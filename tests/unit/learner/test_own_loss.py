@@ -101,7 +101,7 @@ def test_the_documented_example_is_a_loss_that_trains(monkeypatch):
         ("own_losses:not_a_number", {}, ["'own_losses:not_a_number' is not finite"]),
         ("own_losses:steep", {}, ["gradient that is not finite"]),
         ("own_losses:constant", {}, ["'own_losses:constant' has no gradient"]),
-        ("own_losses:broken", {}, ["failed on a trial batch: KeyError: 'beta'"]),
+        ("own_losses:broken", {}, ["'own_losses:broken' failed: KeyError: 'beta'"]),
         ("own_losses:bad_metric", {}, ["the metric 'gap' must be one number for each token"]),
         ("own_losses:reinforce", {"scales": 2}, ["algorithm.loss_options of 'own_losses:reinforce'", "allowed: scale"]),
         ("own_losses:reinforce", {"scale": "big"}, ["scale = 'big'"]),

@@ -17,7 +17,7 @@ from common.config import AdvantageConfig, AlgorithmConfig, SamplerConfig
 from common.messages import Batch, SampleHeader, Task
 from common.payload import pack_record
 from common.streams.broker import Broker
-from sampler.advantages import group_relative, leave_one_out, normalize, normalize_turns
+from sampler.advantages import group_relative, leave_one_out, normalize
 from sampler.batches import OpenBatch
 from sampler.records import DispatchedTask, OpenSample
 from sampler.results import EqualRewards
@@ -61,8 +61,6 @@ def test_one_other_reward_outweighs_a_batch_unless_cut(size: int) -> None:
     cut = normalize(raw, clip=3.0)
     assert (cut[3], cut[0]) == (3.0, pytest.approx(-1 / size**0.5, rel=1e-5))
     assert normalize(raw, np.ones(size), clip=3.0).max() == 3.0
-    turns = normalize_turns([[value] for value in raw], clip=3.0)
-    assert [value for (value,) in turns] == cut.tolist()
 
 
 @pytest.mark.parametrize("by_turn", [False, True])
@@ -70,7 +68,7 @@ def test_a_batch_is_cut_where_the_configuration_says(by_turn: bool) -> None:
     waiting = OpenBatch(SamplerConfig(batch_size=64, advantage=AdvantageConfig(clip=2.0)))
     for i in range(64):
         turns = [float(i == 3)] if by_turn else []
-        waiting.add(OpenSample(f"t{i}", i, float(i == 3), 1.0, 9, 4, 0, 0, turns, [4] * by_turn))
+        waiting.add(OpenSample(f"t{i}", i, 0.0, float(i == 3), 9, 4, 0, 0, turns, [4] * by_turn))
     batch = waiting.take_next().manifest
     assert max(batch.advantages) == 2.0
     assert not by_turn or max(map(max, batch.turn_advantages or [])) == 2.0
@@ -102,8 +100,8 @@ def test_equal_rewards_or_turns_give_exactly_nothing() -> None:
         group = np.full((1, 3), reward)
         for advantages in (group_relative(group), group_relative(group, std=False), leave_one_out(group)):
             assert advantages.tolist() == [[0.0] * 3]
-    assert normalize_turns([[0.5, 0.5], [0.5]]) == [[0.0, 0.0], [0.0]]
-    assert normalize_turns([[0.5]]) == [[0.0]]
+    assert of_turns([[0.5, 0.5], [0.5]], [[1, 2], [3]], weighted=False).turn_advantages == [[0.0, 0.0], [0.0]]
+    assert of_turns([[0.5]], [[1]], weighted=False).turn_advantages == [[0.0]]
 
 
 @pytest.mark.parametrize(("method", "expected"), [("grpo", z_score), ("dr_grpo", centred), ("rloo", against_others)])
@@ -113,7 +111,7 @@ def test_a_batch_compares_by_group_and_lists_as_it_came(method: str, expected: C
     waiting = OpenBatch(SamplerConfig(batch_size=6), algorithm)
     for position, (name, values) in enumerate(rewards.items()):
         members = enumerate(values)
-        waiting.add(*(OpenSample(f"{name}{i}", 2 * i + position, v, v, 8, 4, 0, 0, group=name) for i, v in members))
+        waiting.add(*(OpenSample(f"{name}{i}", 2 * i + position, 0.0, v, 8, 4, 0, 0, group=name) for i, v in members))
     batch = waiting.take_next().manifest
     assert batch.sample_ids == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert batch.rewards == [1.0, 5.0, 0.0, 5.0, 0.0, 8.0]
@@ -128,7 +126,7 @@ TOKENS = [[4], [10, 1, 7], [2, 30]]
 def of_turns(turns: list[list[float]], tokens: list[list[int]], weighted: bool) -> Batch:
     waiting = OpenBatch(SamplerConfig(batch_size=len(turns), advantage=AdvantageConfig(token_weighted=weighted)))
     for i, (raw, sizes) in enumerate(zip(turns, tokens, strict=True)):
-        waiting.add(OpenSample(f"t{i}", i, raw[0], 1.0, 99, sum(sizes), 0, 0, raw, sizes))
+        waiting.add(OpenSample(f"t{i}", i, 0.0, raw[0], 99, sum(sizes), 0, 0, raw, sizes))
     return waiting.take_next().manifest
 
 
@@ -162,9 +160,7 @@ def test_turns_are_compared_with_the_prompts_value(broker: Broker, tmp_path: Pat
     )  # fmt: skip
     sampler.count("0-1", answer)
     (sample,) = state.open.samples()
-    # Of the range [-1, 1]: 0.5 is 3/4, -1 is 0.
-    assert sample.turn_advantages == pytest.approx([0.75 - v, 0.0 - v])
-    assert sample.advantage == sample.turn_advantages[0]
+    assert (sample.baseline, sample.reward, sample.turn_returns) == (v, 0.5, [0.5, -1.0])
     assert (sample.turn_tokens, sample.row_tokens) == ([2, 3], [4, 5])
 
 

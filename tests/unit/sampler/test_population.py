@@ -16,7 +16,7 @@ from common.config import DataConfig, DataSource, RunTrackerConfig, TrackerConfi
 from common.errors import UserError
 from sampler.prompts.prompt_set import PromptSet, load_prompts
 from sampler.values.population import BLOCK, GRID, Features, Population, PromptTraits
-from sampler.values.selection import spread
+from sampler.values.selection import CRITERIA
 from sampler.values.states import write_states
 from sampler.values.tracker import ValueTracker
 from sampler.values.traits import NGRAMS, count_ngrams, prompt_traits
@@ -173,9 +173,9 @@ def test_a_prompts_weight_follows_its_spread() -> None:
     alpha, beta = np.array([[0.5, 0.5], [0.01, 3.0], [7.0, 1.0], [20.0, 5.0], [8.0, 8.0]]).T
     rng = np.random.default_rng(0)
     for criterion, expected in SPREAD.items():
-        spreads = spread(alpha / (alpha + beta), alpha + beta, criterion, rng)
+        spreads = CRITERIA[criterion](alpha / (alpha + beta), alpha + beta, alpha, rng)
         assert spreads.tolist() == pytest.approx(list(map(expected, alpha.tolist(), beta.tolist())), rel=1e-8)
-    drawn = spread(np.full(20_000, 2 / 7), np.full(20_000, 7.0), "thompson", rng)
+    drawn = CRITERIA["thompson"](np.full(20_000, 2 / 7), np.full(20_000, 7.0), alpha, rng)
     assert drawn.mean() == pytest.approx(of_posterior(2.0, 5.0), rel=0.01)
     assert drawn.std() > 0.05
 

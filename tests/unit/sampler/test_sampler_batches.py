@@ -239,7 +239,7 @@ def waiting_samples(config: SamplerConfig, *oldest: int, next_id: int) -> OpenBa
     """Samples that wait for a batch, by the versions of their oldest tokens."""
     waiting = OpenBatch(config, next_id=next_id)
     for arrival, version in enumerate(oldest):
-        waiting.add(OpenSample(f"s{arrival}", arrival, float(arrival), 1.0, 8, 8, version, version))
+        waiting.add(OpenSample(f"s{arrival}", arrival, 0.0, float(arrival), 8, 8, version, version))
     return waiting
 
 

@@ -115,8 +115,8 @@ def metrics(tmp_path: Path) -> Iterator[SamplerMetrics]:
 
 def closed(batch_id: int) -> ClosedBatch:
     waiting = OpenBatch(SamplerConfig(batch_size=2), next_id=batch_id)
-    waiting.add(OpenSample("a", 0, 1.0, 1.0, 3, 1, batch_id, batch_id))
-    waiting.add(OpenSample("b", 1, -1.0, 0.0, 5, 2, batch_id, batch_id))
+    waiting.add(OpenSample("a", 0, 0.0, 1.0, 3, 1, batch_id, batch_id))
+    waiting.add(OpenSample("b", 1, 1.0, 0.0, 5, 2, batch_id, batch_id))
     return waiting.take_next()
 
 

@@ -19,7 +19,7 @@ from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.tasks import Finished, TaskInbox
 from sampler import lost_tasks
-from sampler.advantages import normalize_turns
+from sampler.advantages import normalize
 from sampler.records import TRACKER_ROWS, DispatchedTask, OpenSample, packed_rows, tracker_rows
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
@@ -30,8 +30,8 @@ PROMPTS = ["a", "b", "c"]
 
 
 def sample(n: int) -> OpenSample:
-    turns = {"turn_advantages": [n - 0.5, -n / 3], "turn_tokens": [4, 2], "row_tokens": [7, 3]}
-    return OpenSample(f"t{n}", n, n - 0.5, 1.0, 10, 6, oldest_version=2, counted_at=3, **turns)
+    turns = {"turn_returns": [n - 0.5, -n / 3], "turn_tokens": [4, 2], "row_tokens": [7, 3]}
+    return OpenSample(f"t{n}", n, 0.0, 1.0, 10, 6, oldest_version=2, counted_at=3, **turns)
 
 
 def summary(state: SamplerState) -> dict[str, object]:
@@ -95,7 +95,8 @@ def test_a_successor_restores_all_that_was_committed(run: Ledger) -> None:
     successor = run.successor()
     for each in (successor, state):
         each.add_sample(sample(1))
-    assert successor.close_batch().manifest.turn_advantages == normalize_turns([[-0.5, 0.0], [0.5, -1 / 3]])
+    first, second = successor.close_batch().manifest.turn_advantages or []
+    assert [*first, *second] == normalize(np.array([-0.5, 0.0, 0.5, -1 / 3])).tolist()
     assert state.close_batch().manifest.sample_ids == ["t0", "t1"]
     run.commit()
     assert broker.redis.hlen(broker.key("open")) == 0

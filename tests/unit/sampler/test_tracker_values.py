@@ -18,7 +18,7 @@ from sampler.state import SamplerState
 from sampler.values import selection
 from sampler.values.drift import PromptDrift
 from sampler.values.mixture import Mixture
-from sampler.values.selection import draw, probabilities, selection_weights
+from sampler.values.selection import CRITERIA, draw, probabilities, selection_weights
 from sampler.values.tracker import ValueTracker
 from tests.support.golden import golden
 from tests.support.sampler import make_config
@@ -172,6 +172,10 @@ def rng(seed: int = 7) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def scores(values: np.ndarray) -> np.ndarray:
+    return CRITERIA["std"](values, values, values, rng())
+
+
 def trackers(n: int) -> ValueTracker:
     return ValueTracker([f"p{i}" for i in range(n)], TrackerConfig())
 
@@ -181,7 +185,7 @@ def test_weights_are_widest_where_success_is_a_coin_toss(case: str) -> None:
     inputs, expected = golden(case)
     values, sizes = np.array(inputs["v"]), np.array(inputs.get("N_eff", np.ones(len(inputs["v"]))), float)
     config = SelectionConfig(gamma=inputs.get("gamma", 0.0), epsilon=inputs["epsilon"])
-    weights = selection_weights(values, sizes, config)
+    weights = selection_weights(scores(values), sizes, config)
     assert weights.tolist() == close(expected["weights"])
     assert probabilities(weights).tolist() == close(expected["probs"])
     made = ValueTracker([str(i) for i in range(len(values))], TrackerConfig(), config)
@@ -192,7 +196,7 @@ def test_weights_are_widest_where_success_is_a_coin_toss(case: str) -> None:
 def test_c02_unknown_prompts_weigh_nothing_unless_all_are() -> None:
     inputs, expected = golden("C02")
     values = np.array([inputs["v"].get(prompt, np.nan) for prompt in inputs["prompts"]])
-    weights = selection_weights(values, np.ones(3), SelectionConfig())
+    weights = selection_weights(scores(values), np.ones(3), SelectionConfig())
     assert weights.tolist() == close(expected["weights"])
     assert probabilities(weights).tolist() == close(expected["probs"])
     unknown = selection_weights(np.full(3, np.nan), np.ones(3), SelectionConfig())
@@ -260,7 +264,7 @@ def test_retired_prompts_are_never_drawn() -> None:
     made.retire("c")
     counts = np.array([made.counts(prompt_id) for prompt_id in "abc"])
     size = counts.sum(axis=1)
-    expected = selection_weights(counts[:, 0] / size, size, SelectionConfig(gamma=0.5)) * [1, 1, 0]
+    expected = selection_weights(scores(counts[:, 0] / size), size, SelectionConfig(gamma=0.5)) * [1, 1, 0]
     np.testing.assert_allclose(made.sampling_weights(), expected, rtol=1e-12)
     made.update("c", 1.0)
     assert made.sampling_weights()[2] == 0
