@@ -34,6 +34,7 @@ from launcher.report import report
 from launcher.run.local_run import RunOptions
 from launcher.run.processes import EMBEDDED
 from launcher.run.screen import Screen, show_run
+from launcher.sft.command import sft
 from launcher.status import dead, status
 from launcher.trace import trace
 from launcher.values import command as values
@@ -156,6 +157,7 @@ GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Run": [
         ("quickstart", quickstart, "Train a tiny model on one of six tasks, in minutes."),
         ("run", run, "Run a configuration on this machine; --dry-run only tries it."),
+        ("sft", sft, "Train a model on demonstrations, before a run."),
         ("fork", fork, "Start a new run from a checkpoint of another."),
         ("prepare", prepare, "Make a quickstart task's model, problems and run.yaml."),
         ("keys", keys, "Make the keys that protect weights between machines."),

@@ -19,6 +19,7 @@ from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfi
 from common.config.learner import LearnerConfig
 from common.config.sampler import EvalConfig, SamplerConfig
 from common.config.section import LOCAL, NUMBERS_AS_TEXT, Section
+from common.config.sft import SftConfig
 from common.config.teacher import TeacherConfig
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -164,6 +165,7 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
+    sft: SftConfig = SftConfig()
     episode: EpisodeConfig = EpisodeConfig()
     teacher: TeacherConfig = TeacherConfig()
     sandbox: SandboxConfig = SandboxConfig()
