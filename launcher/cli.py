@@ -34,6 +34,7 @@ from launcher.report import report
 from launcher.run.local_run import RunOptions
 from launcher.run.processes import EMBEDDED
 from launcher.run.screen import Screen, show_run
+from launcher.sft.chosen import demonstrations
 from launcher.sft.command import sft
 from launcher.status import dead, status
 from launcher.trace import trace
@@ -152,6 +153,7 @@ def docs_config() -> None:
     sys.stdout.write(reference())
 
 
+data.app.command("demonstrations")(demonstrations)
 # Name, function and line in `spo --help` of each command.
 GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Run": [

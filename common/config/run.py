@@ -112,8 +112,9 @@ class ModelConfig(Section):
 
     path: str = Field(
         ...,
-        description="Model folder or Hugging Face name; the learner and vLLM load the same. Of a multimodal model the "
-        "language part is trained and served, and exports have the other parts unchanged.",
+        description="Model folder, Hugging Face name, or run folder (its newest export is taken); the learner and vLLM "
+        "load the same. Of a multimodal model the language part is trained and served, and exports have the other "
+        "parts unchanged.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Type in which generators compute and weights are sent."

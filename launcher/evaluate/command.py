@@ -16,7 +16,7 @@ from rich.console import Console
 from common.config import Config, load_config
 from common.config.data import DataSource, source_name
 from common.errors import UserError
-from common.model import check_model_folder
+from common.model import check_model_folder, exported_model
 from common.scripts import OverrideOption
 from launcher.evaluate.answer_run import answer
 from launcher.options import Generators, Plain, RedisOption
@@ -29,7 +29,7 @@ from sampler.files.answer_file import Request, read_answers
 def eval_(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A model folder, a Hugging Face name, or a checkpoint folder of a run."),
+        typer.Argument(metavar="MODEL", help="A model folder, a Hugging Face name, a run folder, or a checkpoint."),
     ],
     config: Annotated[Path, typer.Option("--config", "-c", help="YAML file with data columns, episode and reward.")],
     data: Annotated[
@@ -105,17 +105,15 @@ def evaluate(rows: Iterable[dict[str, Any]], missing: int, samples: int, right_f
 
 
 def model_path(model: str) -> str:
-    """The model folder that MODEL names, which for a checkpoint is its export; raises `UserError` if there is none."""
-    folder = Path(model)
-    if (folder / "hf" / "config.json").is_file():
-        return str(folder / "hf")
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    """The model folder that MODEL names, which for a run or a checkpoint is an export; raises `UserError`."""
+    path = exported_model(model, "MODEL")
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise UserError(
             f"MODEL {model} is neither a model folder (config.json) nor a checkpoint with an export (hf/config.json); "
             "learner.export=true writes exports"
         )
-    check_model_folder(model)
-    return model
+    check_model_folder(path)
+    return path
 
 
 def _with_data(config: Config, data: list[str]) -> Config:

@@ -9,16 +9,18 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from rich.console import Console
 
 from common import log as logs
 from common.checks.computing import visible_gpus
 from common.config import Config, dump_config, load_config
 from common.config.combinations import check_ranks
 from common.errors import UserError
-from common.files import checkpoint_versions, rewrite
-from common.model import check_model_folder
+from common.files import checkpoint, checkpoint_versions, rewrite
+from common.model import check_model_folder, exported_model
 from common.process import keep_files_private
 from common.scripts import ConfigArgument, OverrideOption
+from launcher.options import Generators
 from launcher.run.folder_lock import locked
 from launcher.sft.settings import supervised, with_steps
 from launcher.sft.training import UNFINISHED, folders, train_here
@@ -33,6 +35,10 @@ def sft(
     ranks: Annotated[
         int, typer.Option(min=0, metavar="N", help="Ranks on this machine, each on a GPU of its own; 0: one per GPU.")
     ] = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval", help="Then answer data.heldout with the trained model, as spo eval does.")
+    ] = False,
+    generators: Generators = None,
     override: OverrideOption = None,
 ) -> None:
     """Train a model on demonstrations, before a run: rows of messages, of prompt and completion, or recorded episodes.
@@ -45,22 +51,54 @@ def sft(
     - `spo run my.yaml -o model.path=runs/sft`
     """
     keep_files_private()
-    settings = supervised(load_config(config, override or ()))
+    run = load_config(config, override or ())
+    settings = supervised(run)
     ranks = ranks or max(1, visible_gpus(dict(os.environ)).count)
     check_ranks(settings, ranks)
     check_model_folder(settings.model.path, tokenizer=True)
+    if evaluate and run.data.heldout is None:
+        raise UserError("--eval needs held-out prompts: set data.heldout")
     log = logs.setup("launcher")
     folder = settings.run.folder
     with locked(folder, "sft.experiment or run.output_dir"):
         settings = prepare(settings, log)
-        last = settings.run.steps
-        if last in checkpoint_versions(folder):
-            raise UserError(f"{folder} has been trained for {last} steps; give it more with -o sft.epochs=N")
-        if not _train(settings, ranks, log):
+        is_trained = settings.run.steps in checkpoint_versions(folder)
+        if is_trained and not evaluate:
+            raise UserError(f"{folder} has been trained for {settings.run.steps} steps; more: -o sft.epochs=N")
+        if not is_trained and not _train(settings, ranks, log):
             typer.echo(f"stopped; the same command continues from step {max(checkpoint_versions(folder), default=0)}")
             raise SystemExit(STOPPED)
-    typer.echo(f"the trained model: {folder / 'checkpoints' / f'step_{last}' / 'hf'}")
+        if evaluate:
+            _evaluate(run, settings, generators, log)
+    typer.echo(f"the trained model: {checkpoint(folder, settings.run.steps)}")
     typer.echo(f"to train it further: spo run {config} -o model.path={folder}")
+
+
+def _evaluate(run: Config, trained: Config, generators: int | None, log: Any) -> None:
+    """Answer the held-out prompts with the newest export, and add the figures to the run folder's metrics.
+
+    Args:
+        run: the configuration of the run that comes after, with its episodes and rewards.
+    """
+    from launcher.evaluate.answer_run import answer
+    from launcher.evaluate.command import evaluate
+    from launcher.run.processes import EMBEDDED
+    from launcher.run.summary import evaluation_table
+    from sampler.files.answer_file import Request, read_answers
+    from sampler.files.metrics_file import Entry, MetricsFile
+
+    console, folder, version = Console(), trained.run.folder, trained.run.steps
+    path = exported_model(str(checkpoint(folder, version)))
+    run = run.model_copy(update={"model": run.model.model_copy(update={"path": path})})
+    request = Request("eval", run.eval.samples, folder / "evaluations" / f"{version}.jsonl")
+    count = answer(
+        run, request, title=path, generators=generators, redis=EMBEDDED, plain=not console.is_terminal, console=console
+    )
+    missing = count.wanted - count.answered
+    figures = evaluate(read_answers(request.output), missing, request.responses, run.right_from)
+    values = {f"validation/{name}": value for name, value in figures.items()}
+    MetricsFile(folder, log, trained.run.metrics_bytes).append([Entry(version, "sampler", values)])
+    console.print(evaluation_table(figures, path))
 
 
 def prepare(config: Config, log: Any) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from sampler.trackers.feed import TrackerFeed
 
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 UNFINISHED = 3  # exit code if a signal ended it
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def folders(config: Config) -> tuple[Path, Path]:
@@ -32,7 +34,7 @@ def folders(config: Config) -> tuple[Path, Path]:
 def train_here(config: Config, log: Any, progress: Progress | None = None) -> bool:
     """Train on the demonstrations in the run folder, from the newest checkpoint on; returns whether it reached the end.
 
-    SIGTERM and SIGINT end it after a checkpoint.
+    SIGTERM and SIGINT end it after a checkpoint. The environment is left as it was, for later processes.
 
     Args:
         config: see `supervised` and `with_steps`.
@@ -46,6 +48,7 @@ def train_here(config: Config, log: Any, progress: Progress | None = None) -> bo
     from learner.ranks import world as ranks
     from learner.supervised.loop import SupervisedLearner
 
+    environment = dict(os.environ)
     world = ranks.start(config.learner.rank_timeout).in_groups(config.learner.sequence_parallel)
     train, heldout = folders(config)
     metrics = StepMetrics(config, log, progress)
@@ -69,10 +72,10 @@ def train_here(config: Config, log: Any, progress: Progress | None = None) -> bo
                     signal.signal(number, handler)
     finally:
         metrics.close()
-        ranks.stop()
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+        if world.size > 1:  # a single rank may train again in this process, and DeepSpeed keeps its group
+            ranks.stop()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 class StepMetrics:
