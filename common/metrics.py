@@ -95,6 +95,9 @@ BATCH = (
 
 # Written by the learner with each step.
 STEP = (
+    Metric("sft/loss", "nats/token", "loss on the [demonstrations](sft.md) of a step of `spo sft`", OPTIMIZATION),
+    Metric("sft/heldout_loss", "nats/token", "loss on `sft.heldout`, after the step", OPTIMIZATION),
+    Metric("sft/epoch", "", "passes over the demonstrations so far"),
     Metric("actor/loss", "", "the whole loss", OPTIMIZATION),
     Metric("actor/pg_loss", "", "the policy loss without penalties", OPTIMIZATION),
     Metric("actor/entropy", "nats/token", "entropy of the policy", OPTIMIZATION),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, nearest
+from common.files import checkpoint, checkpoint_versions, checkpoints
 from common.model_files import contradiction, read_header
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -95,6 +96,26 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
             raise UserError(f"{key} = {path!r}: {_unreadable(file, error)}") from None
     if isinstance(config, dict) and (problem := contradiction(folder, config, tokenizer)):
         raise UserError(f"{key} = {path!r}: {problem}")
+
+
+def exported_model(path: str, key: str = "model.path") -> str:
+    """The model folder that a path names: of a run folder the newest export, of a checkpoint its own; else the path.
+
+    Raises:
+        UserError: no checkpoint of the run folder has an export.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file() or not is_run_folder(folder):
+        export = folder / "hf"
+        return str(export) if (export / "config.json").is_file() else path
+    for version in reversed(checkpoint_versions(folder)):
+        if ((export := checkpoint(folder, version) / "hf") / "config.json").is_file():
+            return str(export)
+    raise UserError(f"{key} = {path!r} is a run folder without an exported checkpoint; learner.export=true writes them")
+
+
+def is_run_folder(folder: Path) -> bool:
+    return checkpoints(folder).is_dir()
 
 
 def _hint(path: str) -> str:

@@ -34,6 +34,8 @@ from launcher.report import report
 from launcher.run.local_run import RunOptions
 from launcher.run.processes import EMBEDDED
 from launcher.run.screen import Screen, show_run
+from launcher.sft.chosen import demonstrations
+from launcher.sft.command import sft
 from launcher.status import dead, status
 from launcher.trace import trace
 from launcher.values import command as values
@@ -177,11 +179,13 @@ def docs_python() -> None:
     sys.stdout.write(page(import_module("spo")))  # the package is a layer above this one
 
 
+data.app.command("demonstrations")(demonstrations)
 # Name, function and line in `spo --help` of each command.
 GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Run": [
         ("quickstart", quickstart, "Train a tiny model on one of six tasks, in minutes."),
         ("run", run, "Run a configuration on this machine; --dry-run only tries it."),
+        ("sft", sft, "Train a model on demonstrations, before a run."),
         ("fork", fork, "Start a new run from a checkpoint of another."),
         ("prepare", prepare, "Make a quickstart task's model, problems and run.yaml."),
         ("keys", keys, "Make the keys that protect weights between machines."),

@@ -32,7 +32,7 @@ from learner.ranks.heap import Heap
 from learner.ranks.world import World
 from learner.stats import Phases
 from learner.token_record import TokenRecord, discard
-from learner.trainer import Trainer
+from learner.trainer import DIVERGED_AFTER, Trainer
 
 BLOCK_MS = 500
 STOP, SAVE = b"stop", b"save"
@@ -47,7 +47,6 @@ LOGGED = {
     "masked": "rollout_corr/masked_fraction",
 }
 # Training has diverged if one of these is exceeded.
-DIVERGED_AFTER = 3  # optimizer steps in a row whose gradient was not finite
 MOST_GROWTH = 100.0  # times the largest weight at the start
 LEAST_LOGPROB = -1000.0  # mean log-prob of a fixed prompt's tokens; random weights give about -12
 

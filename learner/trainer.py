@@ -43,6 +43,7 @@ from learner.token_record import TokenRecord
 
 TAG = "deepspeed"  # the folder of the ranks' files in a checkpoint
 CRITIC_TAG = "deepspeed-critic"  # the same for the critic, if there is one
+DIVERGED_AFTER = 3  # optimizer steps in a row whose gradient was not finite: training has diverged
 # Statistics that decide whether to take an optimizer step; known after the last micro-batch's forward pass.
 LEFT = ("learned_tokens", "learned_samples", "not_finite", "rollout_corr/eff_sample_size")
 
@@ -183,6 +184,16 @@ class Trainer:
         if self.world.device.type == "cuda":
             metrics["tokens/per_second_per_gpu"] = metrics["tokens/per_second"] / self.world.size
         return metrics
+
+    @torch.no_grad()
+    def loss_sums(self, batch: RolloutBatch) -> tuple[float, float]:
+        """Without training: the sum of -A log pi_theta over the batch's model tokens, and that of A, on all ranks."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for micro in (micro for micros in batch.mini_batches for micro in micros):
+            losses = -micro.advantages * self._forward(micro).logprobs
+            sums += torch.stack([losses.double().sum(), micro.advantages.double().sum()])
+        loss, weight = self.world.sum_over_shares(sums.tolist())
+        return loss, weight
 
     def _exact(self, batch: RolloutBatch, phases: Phases) -> dict[str, float]:
         """Metrics of the tokens' scores by the versions that sampled them; none if this version is not due."""

@@ -20,6 +20,9 @@ from sampler.records import DispatchedTask
 from sampler.seeds import task_seed
 from sampler.state import SamplerState
 
+# What `spo data demonstrations` needs of an episode's record: what was said, and the tokens of an evaluation.
+EPISODE = ("messages", "token_ids", "model_spans", "row_lengths")
+
 
 class Answers:
     """Stands in for `Evaluations` in a run without training steps: every prompt is answered `responses` times.
@@ -115,12 +118,14 @@ class Answers:
             "source": self._prompts.source(i),
             "answer": header.answer,
             **({} if self._groups is None else {"groups": self._groups[i]}),
+            **{name: record[name] for name in EPISODE if name in record and self._request.kind == "eval"},
         }
 
     def _task(self, task_id: str) -> Task:
         i = self._index(task_id)
         assert i is not None, "only tasks of this request are sent"
-        return self._prompts.task(i, task_id, kind=self._request.kind, seed=task_seed(self._run, task_id))
+        kind = self._request.kind
+        return self._prompts.task(i, task_id, kind=kind, seed=task_seed(self._run, task_id), keep=kind == "eval")
 
     def _index(self, task_id: str) -> int | None:
         prompt_id = self._request.prompt_id(task_id)

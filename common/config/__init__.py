@@ -18,6 +18,7 @@ from common.config.sampler import (
     SelectionConfig,
     TrackerConfig,
 )
+from common.config.sft import SftConfig
 from common.config.shared import Difference, differences, dump_config, shared_values
 from common.config.teacher import TeacherConfig
 
@@ -25,7 +26,7 @@ __all__ = [
     "AGE_BUCKETS", "AdvantageConfig", "AgentConfig", "AlgorithmConfig", "BrokerConfig", "Config",
     "CorrectionConfig", "CriticConfig", "DataConfig", "DataSource", "Deltas", "Difference", "DriftConfig",
     "EpisodeConfig", "EvalConfig", "GeneratorConfig", "LearnerConfig", "LoraConfig", "ModelConfig", "RunConfig",
-    "RunTrackerConfig", "SamplerConfig", "SandboxConfig", "SelectionConfig", "SkyRLCorrection", "Source",
+    "RunTrackerConfig", "SamplerConfig", "SandboxConfig", "SelectionConfig", "SftConfig", "SkyRLCorrection", "Source",
     "TeacherConfig", "TrackerConfig", "WeightsConfig", "changed_config", "differences", "dump_config", "load_config",
     "parse_config", "shared_values",
 ]  # fmt: skip

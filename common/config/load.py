@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from common.config.run import Config
 from common.config.section import explain
 from common.errors import UserError
 from common.files import near_file
+from common.model import exported_model, is_run_folder
 from common.network import without_password
 from common.plugins import use_modules
 
@@ -150,9 +152,24 @@ def load_config(path: str | Path, overrides: Overrides = (), environ: Mapping[st
         # A user may forget what the environment sets.
         named = [name for key, name in variables.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", str(error))]
         raise UserError(f"{error} (set by {', '.join(named)} in the environment)" if named else str(error)) from None
+    config = _with_export(config)
     modules = path.absolute().parent if config.run.modules is None else Path(config.run.modules).absolute()
     use_modules(modules)
     return config.model_copy(update={"run": config.run.model_copy(update={"modules": str(modules)})})
+
+
+def _with_export(config: Config) -> Config:
+    """The configuration with a model folder as `model.path`, where that is a run folder or a checkpoint.
+
+    A run that has begun keeps the export that it began with, although its run folder may have a newer one.
+    """
+    given = Path(config.model.path)
+    path = exported_model(config.model.path)
+    if is_run_folder(given):
+        with suppress(OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
+            before = parse_yaml((config.run.folder / "config.yaml").read_text(encoding="utf-8"))["model"]["path"]
+            path = before if Path(before).is_relative_to(given.absolute()) else path
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
 def read_values(path: Path) -> dict[str, Any]:

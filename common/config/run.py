@@ -19,6 +19,7 @@ from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfi
 from common.config.learner import LearnerConfig
 from common.config.sampler import EvalConfig, SamplerConfig
 from common.config.section import LOCAL, NUMBERS_AS_TEXT, Section
+from common.config.sft import SftConfig
 from common.config.teacher import TeacherConfig
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -111,8 +112,9 @@ class ModelConfig(Section):
 
     path: str = Field(
         ...,
-        description="Model folder or Hugging Face name; the learner and vLLM load the same. Of a multimodal model the "
-        "language part is trained and served, and exports have the other parts unchanged.",
+        description="Model folder, Hugging Face name, or run folder (its newest export is taken); the learner and vLLM "
+        "load the same. Of a multimodal model the language part is trained and served, and exports have the other "
+        "parts unchanged.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Type in which generators compute and weights are sent."
@@ -164,6 +166,7 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
+    sft: SftConfig = SftConfig()
     episode: EpisodeConfig = EpisodeConfig()
     teacher: TeacherConfig = TeacherConfig()
     sandbox: SandboxConfig = SandboxConfig()

@@ -45,7 +45,10 @@ PATHS = (
     "broker.password_file",
 )
 # Keys that hold a path, if it exists, or else a name: of the Hugging Face hub, or of a set that SPO knows.
-PATHS_OR_NAMES = ("model.path", "algorithm.reference", "critic.model", "teacher.model", "data.train", "data.heldout")
+PATHS_OR_NAMES = (
+    "model.path", "algorithm.reference", "critic.model", "teacher.model", "data.train", "data.heldout",
+    "sft.data", "sft.heldout",
+)  # fmt: skip
 # Sections and keys that can hold a secret: an address with a password in it, or the secret alone.
 SECRETS = (("broker", "url"), ("sandbox", "url"), ("sandbox", "token"))
 PASSWORD_OPTIONS = ("password", "ssl_password")

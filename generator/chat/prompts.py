@@ -15,7 +15,7 @@ from generator.chat.template import ChatTemplate, Message, TemplateFailed, as_me
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Ends of thinking, which templates may leave out of earlier turns.
-_THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|◁/think▷")
+THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|◁/think▷")
 
 
 class UnusablePrompt(Exception):
@@ -61,11 +61,15 @@ class Prompts:
         self.unseen_call = ""
         self._left_out: dict[tuple[Any, ...], int | None] = {}  # by form; see `_check_messages`
 
-    def encode(self, prompt: str | list[Message]) -> np.ndarray:
-        """Token ids of a prompt of any length, int32 [T]; raises `PromptNotSeen`."""
+    def encode(self, prompt: str | list[Message], **variables: Any) -> np.ndarray:
+        """Token ids of a prompt of any length, int32 [T]; raises `PromptNotSeen`.
+
+        Args:
+            variables: of the template, such as `tools`.
+        """
         system, tokens = self._data.system_prompt, self.template.tokens
         try:
-            rendered = self.template.rendered(prompt, system, markup=self._data.prompt_markup)
+            rendered = self.template.rendered(prompt, system, markup=self._data.prompt_markup, **variables)
         except TemplateFailed as error:
             raise PromptNotSeen(str(error)) from None
         self._check_messages(as_messages(prompt, system), tokens.shown(rendered), is_chat=not isinstance(prompt, str))
@@ -85,9 +89,9 @@ class Prompts:
         if form not in self._left_out:
             self._left_out[form] = self._find_left_out(messages)
         for number, message in enumerate(messages):
-            if number == self._left_out[form] or not _occurs(_text(message), rendered):
+            if number == self._left_out[form] or not shown_text(message, rendered):
                 raise PromptNotSeen(self._why(messages, number, is_chat))
-            if hidden := [name for name in _called(message) if name not in rendered]:
+            if hidden := [name for name in called(message) if name not in rendered]:
                 self.unseen_call = self.unseen_call or f"the call of {hidden[0]!r} in message {number + 1}"
 
     def _find_left_out(self, messages: list[Message]) -> int | None:
@@ -128,10 +132,15 @@ class Prompts:
 def _text(message: Message) -> str:
     """The text of a message that every template must show, stripped."""
     text = str(message.get("content") or "")
-    return (_THOUGHT_END.split(text)[-1] if message["role"] == "assistant" else text).strip()
+    return (THOUGHT_END.split(text)[-1] if message["role"] == "assistant" else text).strip()
 
 
-def _called(message: Message) -> list[str]:
+def shown_text(message: Message, rendered: str) -> bool:
+    """Whether the text of a message is in what the template rendered."""
+    return _occurs(_text(message), rendered)
+
+
+def called(message: Message) -> list[str]:
     """Names of the functions that a message calls."""
     calls = message.get("tool_calls")
     functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []

@@ -170,7 +170,8 @@ def _refused(config: Config, error: Exception, reason: str = "") -> UserError:
     failure = download_failure(config.model.path, error)
     if failure:
         return UserError(failure)
-    return UserError(f"vLLM cannot run model.path = {config.model.path!r}: {shortened(reason or str(error) or type(error).__name__)}")
+    text = shortened(reason or str(error) or type(error).__name__)
+    return UserError(f"vLLM cannot run model.path = {config.model.path!r}: {text}")
 
 
 def shortened(text: str) -> str:

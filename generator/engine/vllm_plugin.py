@@ -26,9 +26,9 @@ def register() -> None:
     """Register our weight transfer engine; vLLM may call this several times.
 
     It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
-    generator that is killed could do neither itself. Processes report why they cannot start. On a CPU it fixes sampling with seeds, rotary embeddings and
-    routers, and reports the experts that a mixture chose. In a teacher's server it divides the logits by the policy's
-    temperature.
+    generator that is killed could do neither itself. Processes report why they cannot start. On a CPU it fixes
+    sampling with seeds, rotary embeddings and routers, and reports the experts that a mixture chose. In a teacher's
+    server it divides the logits by the policy's temperature.
     """
     torchvision.stand_in()
     start_failure.report()

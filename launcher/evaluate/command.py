@@ -22,7 +22,7 @@ from launcher.run.summary import evaluation_table
 def eval_(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A model folder, a Hugging Face name, or a checkpoint folder of a run."),
+        typer.Argument(metavar="MODEL", help="A model folder, a Hugging Face name, a run folder, or a checkpoint."),
     ],
     config: Annotated[Path, typer.Option("--config", "-c", help="YAML file with data columns, episode and reward.")],
     data: Annotated[

@@ -11,7 +11,7 @@ from typing import Any
 from common.config import Config
 from common.config.data import DataSource, source_name
 from common.errors import UserError
-from common.model import check_model_folder
+from common.model import check_model_folder, exported_model
 from launcher.evaluate.answer_run import UNSEEN, AnswerScreen, answer
 from launcher.run.processes import EMBEDDED
 from sampler.evaluation_metrics import Response, summarize_groups
@@ -69,17 +69,15 @@ def answer_figures(rows: Iterable[dict[str, Any]], missing: int, samples: int, r
 
 
 def model_path(model: str) -> str:
-    """The model folder that MODEL names, which for a checkpoint is its export; raises `UserError` if there is none."""
-    folder = Path(model)
-    if (folder / "hf" / "config.json").is_file():
-        return str(folder / "hf")
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    """The model folder that MODEL names, which for a run or a checkpoint is an export; raises `UserError`."""
+    path = exported_model(model, "MODEL")
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise UserError(
             f"MODEL {model} is neither a model folder (config.json) nor a checkpoint with an export (hf/config.json); "
             "learner.export=true writes exports"
         )
-    check_model_folder(model)
-    return model
+    check_model_folder(path)
+    return path
 
 
 def _with_data(config: Config, data: Sequence[str]) -> Config:

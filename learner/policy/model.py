@@ -35,8 +35,8 @@ from learner.policy.packing import Packing, check_division
 from learner.policy.routers import Routers, Routing, check_routers
 from learner.ranks.ulysses import SequenceGroup
 
-# Tokens by which vLLM's sliding window is longer than transformers', by model type. vLLM's is the window that the models
-# were trained with, as its own source says (vllm/model_executor/models/commandr.py).
+# Tokens by which vLLM's sliding window is longer than transformers', by model type. vLLM's is the window that these
+# models were trained with, as its own source says (vllm/model_executor/models/commandr.py).
 LONGER_WINDOWS = {"cohere2": 1, "cohere2_moe": 1}
 
 

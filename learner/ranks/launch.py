@@ -11,8 +11,8 @@ LAUNCHER = "SPO_LAUNCHER_PID"  # environment variable of a rank, which ends with
 USER_ERROR = 2
 
 
-def launch(ranks: int, arguments: Sequence[str], unfinished_code: int) -> int:
-    """Run `spo-learner` with these arguments on `ranks` ranks, and return the exit code of the first that failed.
+def launch(ranks: int, arguments: Sequence[str], unfinished_code: int, module: str = "learner.cli") -> int:
+    """Run `spo-learner`, or another module, on `ranks` ranks, and return the exit code of the first that failed.
 
     The code is 0 if all ranks have trained to the end, and `unfinished_code` if a signal has ended them. A code of 2
     means, as for a single rank, that the input is wrong and another try is useless. torchrun itself would end with 1 in
@@ -31,7 +31,7 @@ def launch(ranks: int, arguments: Sequence[str], unfinished_code: int) -> int:
     }
     words = [str(word) for option in options.items() for word in option]
     try:
-        run(parse_args(["--standalone", *words, "--module", "learner.cli", *arguments]))
+        run(parse_args(["--standalone", *words, "--module", module, *arguments]))
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         code: int = error.get_first_failure()[1].exitcode

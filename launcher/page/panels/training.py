@@ -71,9 +71,11 @@ def optimization_panel(metrics: Metrics) -> dict[str, Any]:
     def of(*names: str) -> list[Line]:
         return steps(metrics, {name: f"actor/{name}" for name in names}, "learner")
 
+    demonstrations = {"trained on": "sft/loss", "held out": "sft/heldout_loss"}
+    supervised = lines("sft-loss", "Loss on demonstrations", steps(metrics, demonstrations, "learner"), "nats/token")
     entropy = noisy("entropy", metrics.series("actor/entropy", "learner"))
     charts = [
-        lines("loss", "Policy loss", of("pg_loss", "loss")),
+        supervised if metrics.last("sft/loss") is not None else lines("loss", "Policy loss", of("pg_loss", "loss")),
         lines("entropy", "Entropy of the policy", entropy, "nats/token"),
         lines("grad-norm", "Gradient norm", of("grad_norm")),
         lines("clipped", "Clipped tokens", of("clip_low", "clip_high"), "share"),

@@ -1,0 +1,1 @@
+"""`spo sft`: supervised training on demonstrations, from rows to a model."""

@@ -1,0 +1,138 @@
+"""Supervised training in this process, which is one of the learner's ranks: `python -m launcher.sft.training`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from common import log as logs
+from common.config import Config, load_config
+from common.process import keep_files_private
+from common.scripts import entry_point
+from learner.ranks.launch import die_with_launcher
+from learner.ranks.rank import exits_at_once
+from learner.supervised.demonstrations import Demonstrations
+from sampler.files.metrics_file import Entry, MetricsFile
+from sampler.trackers.feed import TrackerFeed
+
+Progress = Callable[[int, int, float], None]  # step, steps, loss
+UNFINISHED = 3  # exit code if a signal ended it
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def folders(config: Config) -> tuple[Path, Path]:
+    """Where the demonstrations to train on, and those to measure the loss on, are in the run folder."""
+    return config.run.folder / "demonstrations" / "train", config.run.folder / "demonstrations" / "heldout"
+
+
+def train_here(config: Config, log: Any, progress: Progress | None = None) -> bool:
+    """Train on the demonstrations in the run folder, from the newest checkpoint on; returns whether it reached the end.
+
+    SIGTERM and SIGINT end it after a checkpoint. The environment is left as it was, for later processes.
+
+    Args:
+        config: see `supervised` and `with_steps`.
+        progress: called on rank 0 after each step.
+
+    Raises:
+        UserError: the model, a checkpoint or the demonstrations cannot be loaded, or training diverges.
+    """
+    # torch and DeepSpeed take seconds to import, so they wait until the configuration has been checked.
+    from learner.policy.kernels import deterministic
+    from learner.ranks import world as ranks
+    from learner.supervised.loop import SupervisedLearner
+
+    environment = dict(os.environ)
+    world = ranks.start(config.learner.rank_timeout).in_groups(config.learner.sequence_parallel)
+    train, heldout = folders(config)
+    metrics = StepMetrics(config, log, progress)
+    try:
+        with deterministic(config.run.seed) if config.run.deterministic else nullcontext():
+            learner = SupervisedLearner(
+                config,
+                world,
+                Demonstrations.open(train),
+                Demonstrations.open(heldout) if heldout.exists() else None,
+                metrics.add,
+                log,
+            )
+            if world.is_main:
+                metrics.open(learner.version)
+            before = {number: signal.signal(number, lambda *_: learner.stop.set()) for number in SIGNALS}
+            try:
+                return learner.run()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+    finally:
+        metrics.close()
+        if world.size > 1:  # a single rank may train again in this process, and DeepSpeed keeps its group
+            ranks.stop()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+class StepMetrics:
+    """Writes each step's metrics to `metrics.jsonl`, and sends them to the trackers of `run.log_to`."""
+
+    def __init__(self, config: Config, log: Any, progress: Progress | None) -> None:
+        self._config, self._log, self._progress = config, log, progress
+        self._file: MetricsFile | None = None
+        self._feeds: list[TrackerFeed] = []
+        self._version = 0
+
+    def open(self, version: int) -> None:
+        """Begin after this step; metrics of later steps, which are made again, are removed."""
+        run = self._config.run
+        self._file, self._version = MetricsFile(run.folder, self._log, run.metrics_bytes), version
+        removed = self._file.discard(version)
+        self._feeds = [
+            TrackerFeed(name, self._config, self._file.path, self._log) for name in dict.fromkeys(run.log_to)
+        ]
+        for feed in self._feeds:
+            feed.discard(version, removed)
+
+    def add(self, version: int, metrics: dict[str, float]) -> None:
+        assert self._file is not None
+        self._version = version
+        is_full = self._file.append([Entry(version, "learner", metrics)])
+        for feed in self._feeds:
+            if is_full:
+                feed.begin_new_file()
+            feed.wake()
+        if self._progress is not None and "sft/loss" in metrics:
+            self._progress(version, self._config.run.steps, metrics["sft/loss"])
+        heldout = {"heldout_loss": metrics["sft/heldout_loss"]} if "sft/heldout_loss" in metrics else {}
+        if self._progress is None or heldout:
+            loss = {"loss": metrics["sft/loss"]} if "sft/loss" in metrics else {}
+            self._log.info("step", step=f"{version}/{self._config.run.steps}", **loss, **heldout)
+
+    def close(self) -> None:
+        for feed in self._feeds:
+            feed.stop(self._version >= self._config.run.steps)
+        for feed in self._feeds:
+            feed.join()
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def rank(config: Annotated[Path, typer.Option("--config", "-c", help="The run folder's config.yaml.")]) -> None:
+    """One rank of supervised training."""
+    keep_files_private()
+    die_with_launcher()
+    if not train_here(load_config(config, environ={}), logs.setup("learner")):
+        raise SystemExit(UNFINISHED)
+
+
+main = exits_at_once(entry_point(app))
+
+if __name__ == "__main__":
+    main()

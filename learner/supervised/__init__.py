@@ -1,0 +1,1 @@
+"""Supervised training: the learner's own step on demonstrations."""

@@ -1,0 +1,65 @@
+"""From a random model to a policy: `spo sft` on demonstrations, then `spo run` from its newest export."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.quickstart import tiny_model
+from launcher.tasks import find_task
+from launcher.tasks.task import Problem, write
+from tests.support.whole_run import json_lines, spo
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+TASK = find_task("arithmetic")
+STEPS, ROWS = 200, 64
+
+
+def row(problem: Problem, rng: random.Random) -> dict[str, Any]:
+    """A demonstration as messages; what a task weighs by token is chosen as often as it is demonstrated."""
+    messages = [{"role": "user", "content": problem.prompt}]
+    for turn in TASK.demonstrate(problem, rng):
+        messages.append({"role": "assistant", "content": turn.content})
+        if turn.reply is not None:
+            messages.append({"role": turn.replied_by, "content": turn.reply})
+    return {"messages": messages}
+
+
+def done(folder: Path, *words: object) -> str:
+    ended = spo(*words, folder=folder)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+def test_a_random_model_learns_from_demonstrations_and_then_from_rewards(tmp_path: Path) -> None:
+    tokenizer = tiny_model.build_tokenizer(TASK.extra_tokens)
+    tiny_model.save(tiny_model.build_model(tokenizer, seed=0), tokenizer, tmp_path / "random")
+    train, heldout = TASK.split(seed=0)
+    write(train, tmp_path / "train.jsonl")
+    write(heldout[:64], tmp_path / "heldout.jsonl")
+    rng = random.Random(0)
+    lines = [json.dumps(row(problem, rng)) + "\n" for problem in train]
+    (tmp_path / "demonstrations.jsonl").write_text("".join(lines))
+    settings = {
+        "run.name": "start", "run.experiment": "start", "run.output_dir": "runs", "run.steps": 4, "eval.every": 4,
+        "model.path": "random", "data.train": "train.jsonl", "data.heldout": "heldout.jsonl",
+        "sft.data": "demonstrations.jsonl", "sft.steps": STEPS, "sft.batch_size": ROWS,
+        "sft.learner": "{lr: 3e-3, schedule: cosine, warmup_steps: 20, checkpoint_every: 100}",
+    }  # fmt: skip
+    overrides = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
+    done(tmp_path, "sft", TASK.template, "--ranks", 1, "--eval", "--generators", 1, *overrides)
+    *metrics, evaluated = [entry["values"] for entry in json_lines(tmp_path / "runs" / "sft" / "metrics.jsonl")]
+    assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"] / 3
+    assert evaluated["validation/accuracy"] > 0.4
+    done(tmp_path, "run", TASK.template, "--plain", "--generators", 1, *overrides, "-o", "model.path=runs/sft")
+    (first, *_) = [
+        entry["values"] for entry in json_lines(tmp_path / "runs" / "start" / "metrics.jsonl")
+        if "validation/accuracy" in entry["values"]
+    ]  # fmt: skip
+    # Three in four demonstrations call the calculator.
+    assert first["validation/accuracy"] > 0.4
+    assert f"runs/sft/checkpoints/step_{STEPS}/hf" in (tmp_path / "runs" / "start" / "config.yaml").read_text()
