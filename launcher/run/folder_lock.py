@@ -79,8 +79,9 @@ def _holder(file: IO[str]) -> dict[str, object]:
 def _described(holder: dict[str, object]) -> str:
     if not holder:
         return "another command"
-    own = " (this process)" if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname() else ""
-    return f"process {holder.get('pid')} on {holder.get('host')}{own}, since {holder.get('since')}"
+    is_own = holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname()
+    own = " (this process)" if is_own else ""
+    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}{own}"
 
 
 def _is_dead(holder: dict[str, object]) -> bool:

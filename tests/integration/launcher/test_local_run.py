@@ -23,7 +23,7 @@ from launcher.evaluate.answer_run import AnswerCount, LineView, answer_here
 from launcher.run import local_run, teacher_servers
 from launcher.run.display import PlainView
 from launcher.run.folder_lock import locked
-from launcher.run.processes import EndedEarly
+from launcher.run.processes import EndedEarly, interruptible
 from launcher.run.progress import Progress
 from launcher.run.started import RunStopped
 from sampler.files.answer_file import Request
@@ -85,7 +85,7 @@ def test_an_interrupt_stops_everything(run: Scripted) -> None:
     run.plays(f"open({str(ready)!r}, 'w')\n" + FOREVER, FOREVER)
     before = signal.getsignal(signal.SIGINT)
     when_opened(ready, interrupt)
-    with pytest.raises(RunStopped) as stopped:
+    with pytest.raises(RunStopped) as stopped, interruptible():
         run.start()
     assert (stopped.value.code, stopped.value.summary.finished, stopped.value.summary.error) == (130, False, None)
     assert signal.getsignal(signal.SIGINT) is before
@@ -304,7 +304,7 @@ def test_an_interrupted_call_goes_on_where_it_stopped(answers: Answers, tmp_path
     few = GENERATOR.replace("while True:", "for _ in range(4):").replace("block_ms=100", "block_ms=60000")
     written = f"while not os.path.exists({str(output)!r}) or len([*open({str(output)!r})]) < 4: time.sleep(0.01)\n"
     when_opened(done, interrupt)
-    with pytest.raises(EndedEarly) as stopped:
+    with pytest.raises(EndedEarly) as stopped, interruptible():
         answers(few + written + f"open({str(done)!r}, 'w')\n" + FOREVER)
     assert stopped.value.code == 130
     before = output.read_text().splitlines()

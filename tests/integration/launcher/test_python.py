@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import spo
 from launcher.checks import start
 from launcher.run.folder_lock import locked
+from launcher.run.processes import interruptible
 from tests.support.scripted_run import EVALUATE, FOREVER, SAVE, UNTIL_FINISHED, Scripted
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +45,7 @@ def test_a_notebook_starts_follows_stops_and_continues_a_run(run: Scripted) -> N
         assert [next(steps), next(steps)] == [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.2}]
         with pytest.raises(TimeoutError):
             started.wait(timeout=0)
-        with pytest.raises(spo.UserError, match=r"in use by process \d+ on .* \(this process\)"):
+        with pytest.raises(spo.UserError, match=r"in use by process \d+ on .*, since .* \(this process\)"):
             spo.run(run.config, generators=1)
         (address,) = re.findall('href="(.*?)"', started._repr_html_())
         with httpx.Client(base_url=address.partition("?")[0], follow_redirects=True) as browser:
@@ -71,6 +73,21 @@ def test_what_ends_a_run_is_raised_where_it_is_followed(run: Scripted) -> None:
     with pytest.raises(ZeroDivisionError), spo.run(run.config, generators=1) as started:
         _ = 1 / 0
     assert not started.running
+
+
+def test_the_signals_of_a_command_interrupt_it_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stopped() -> None:
+        with interruptible():
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                signal.raise_signal(signal.SIGHUP)  # while it stops its processes
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 PROGRAM = """
