@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from common.errors import UserError, nearest
@@ -36,6 +36,12 @@ def checkpoint_versions(run_folder: Path) -> list[int]:
     """Versions of the complete checkpoints, ascending."""
     names = (path.parent.name.removeprefix(STEP) for path in checkpoints(run_folder).glob(f"{STEP}*/{METADATA}"))
     return sorted(int(name) for name in names if name.isdigit())
+
+
+def best_version(versions: Iterable[int], rewards: Mapping[int, float]) -> int | None:
+    """The version with the highest mean held-out reward, the newest of equal ones; None if none was evaluated."""
+    evaluated = [version for version in versions if version in rewards]
+    return max(evaluated, key=lambda version: (rewards[version], version), default=None)
 
 
 def tracker_path(run_folder: Path, version: int) -> Path:

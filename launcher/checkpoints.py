@@ -13,9 +13,11 @@ import typer
 
 from common.config import dump_config, load_config
 from common.errors import UserError
-from common.files import checkpoint, checkpoint_versions, tracker_is_whole, tracker_path
+from common.files import best_version, checkpoint, checkpoint_versions, tracker_is_whole, tracker_path
 from common.process import keep_files_private
 from common.scripts import OverrideOption
+from launcher.model_card import CARD, held_out, model_card
+from launcher.model_card import push as push_model
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run; it may be running.")]
 Step = Annotated[int | None, typer.Option(min=1, help="Step of the checkpoint; by default the newest.")]
@@ -72,6 +74,17 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write only the adapter, for peft; needs a run with learner.lora.")
     ] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="The checkpoint with the highest held-out reward, instead of the newest.")
+    ] = False,
+    card: Annotated[
+        bool, typer.Option("--card", help="Also write a model card, README.md, with the run's figures.")
+    ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option("--push", metavar="OWNER/NAME", help="Upload the model, with its card, to the Hugging Face hub."),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push, a new model is public, not private.")] = False,
 ) -> None:
     """Write the model of a checkpoint in the format that transformers and vLLM read.
 
@@ -80,15 +93,29 @@ def export(
 
     - `spo export runs/maths maths-model`
     - `spo export runs/maths maths-200 --step 200`
+    - `spo export runs/maths maths-best --best --push me/maths`
     """
-    version = write_export(run, output, step, adapter=adapter)
+    version = write_export(run, output, step, best=best, adapter=adapter, card=card or push is not None)
     typer.echo(f"{output} has the {'adapter' if adapter else 'model'} of step {version} of {run}")
+    if push is not None:
+        typer.echo(f"uploaded to {push_model(output, push, public)}")
 
 
-def write_export(run: Path, output: Path, step: int | None = None, *, adapter: bool = False) -> int:
+def write_export(
+    run: Path,
+    output: Path,
+    step: int | None = None,
+    *,
+    best: bool = False,
+    adapter: bool = False,
+    card: bool = False,
+) -> int:
     """Export a checkpoint, by default the newest; returns its step. See `spo.export`."""
     _check_folders(run, output)
-    version = _chosen(run, checkpoint_versions(run), step, "to export")
+    if best and step is not None:
+        raise UserError(f"--best and --step {step} each name a checkpoint; give one of them")
+    versions = checkpoint_versions(run)
+    version = _best(run, versions) if best and versions else _chosen(run, versions, step, "to export")
     folder = checkpoint(run, version)
     if adapter:
         if not (folder / "adapter").is_dir():
@@ -101,6 +128,18 @@ def write_export(run: Path, output: Path, step: int | None = None, *, adapter: b
         from learner.checkpoint.export import export_checkpoint  # imports torch and DeepSpeed
 
         export_checkpoint(load_config(run / "config.yaml"), folder, output)
+    if card:
+        (output / CARD).write_text(model_card(load_config(run / "config.yaml"), run, version), encoding="utf-8")
+    return version
+
+
+def _best(run: Path, versions: list[int]) -> int:
+    version = best_version(versions, held_out(run))
+    if version is None:
+        raise UserError(
+            f"--best: no checkpoint of {run} is of a version that was evaluated; it has steps "
+            f"{', '.join(map(str, versions))}: give --step"
+        )
     return version
 
 

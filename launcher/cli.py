@@ -27,6 +27,7 @@ from launcher.compare import compare
 from launcher.dashboard.command import dashboard
 from launcher.episodes import episodes
 from launcher.evaluate.command import eval_
+from launcher.init import init
 from launcher.layout.layout import Choice
 from launcher.options import GeneratorGpus, Generators, LearnerGpus, Plain, RedisOption, TeacherGpus
 from launcher.quickstart.command import prepare, quickstart
@@ -184,6 +185,7 @@ data.app.command("demonstrations")(demonstrations)
 GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Run": [
         ("quickstart", quickstart, "Train a tiny model on one of six tasks, in minutes."),
+        ("init", init, "Write a configuration for a data set, from what its rows hold."),
         ("run", run, "Run a configuration on this machine; --dry-run only tries it."),
         ("sft", sft, "Train a model on demonstrations, before a run."),
         ("fork", fork, "Start a new run from a checkpoint of another."),

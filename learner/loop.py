@@ -86,7 +86,7 @@ class Learner:
         if world.is_main:
             self._log_choices()
         self.folder = HeldFolder(config.run.folder)
-        self.checkpoints = Checkpoints(config, self.trainer, self.timeline, self._check)
+        self.checkpoints = Checkpoints(config, self.trainer, self.timeline, self._check, self.rewards)
         self.version = self.saved = self.checkpoints.load(self._usable())
         self.masked: list[float] = []  # shares of the newest steps' tokens
         self.masked_advice = advice(config)
@@ -103,6 +103,10 @@ class Learner:
             self.log.info(name, kind=choice.name, because=choice.reason)
         for setting in choices(self.config.learner, self.world.device.type == "cuda", self.world.size):
             self.log.info("deepspeed", key=setting.key, value=setting.value, because=setting.reason)
+
+    def rewards(self) -> dict[int, float]:
+        """The mean held-out reward of each version evaluated so far."""
+        return {result["version"]: result["reward"] for result in self.broker.evaluations()}
 
     def run(self) -> bool:
         """Run from the first weights to the end.

@@ -160,14 +160,24 @@ def evaluate(
     )  # fmt: skip
 
 
-def export(run: str | Path, output: str | Path, *, step: int | None = None, adapter: bool = False) -> int:
+def export(
+    run: str | Path,
+    output: str | Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    adapter: bool = False,
+    card: bool = False,
+) -> int:
     """Write a checkpoint's model in the format that transformers and vLLM read, as `spo export` does.
 
     Args:
         run: the run folder; the run may be under way.
         output: the folder for the model, new or empty.
         step: the checkpoint's step; by default the newest.
+        best: take the checkpoint with the highest held-out reward instead.
         adapter: write only the adapter, for peft; needs a run with `learner.lora`.
+        card: also write a model card, README.md, with the run's figures.
 
     Returns:
         The checkpoint's step.
@@ -180,7 +190,7 @@ def export(run: str | Path, output: str | Path, *, step: int | None = None, adap
     """
     from launcher.checkpoints import write_export
 
-    return write_export(Path(run), Path(output), step, adapter=adapter)
+    return write_export(Path(run), Path(output), step, best=best, adapter=adapter, card=card)
 
 
 def doctor(

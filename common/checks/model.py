@@ -187,7 +187,8 @@ def disk(context: Context) -> Finding:
     checkpoint = size.stored if config.learner.lora is not None else CHECKPOINT * size.parameters + size.stored
     checkpoint *= 2 if config.algorithm.has_critic else 1
     # A new checkpoint is complete before an old one is removed.
-    count = config.learner.keep_checkpoints + 1
+    best = config.learner.keep_best and config.data.heldout is not None
+    count = config.learner.keep_checkpoints + 1 + best
     if free < count * checkpoint:
         return warning(
             f"{format_bytes(free)} are free at {existing}, but up to {count} checkpoints of about "

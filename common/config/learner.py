@@ -161,6 +161,11 @@ class LearnerConfig(Section):
     keep_checkpoints: int = Field(
         2, ge=1, description="Checkpoints to keep; older ones are removed. With 1, none is left if it is damaged."
     )
+    keep_best: bool = Field(
+        True,
+        description="Also keep the checkpoint with the highest held-out reward, of those whose version was "
+        "evaluated, however old it is (`spo export --best`).",
+    )
     checkpoint_in_background: bool = Field(
         True,
         description="Write checkpoints during training, from a copy in host memory; false: training waits instead.",

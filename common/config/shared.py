@@ -23,7 +23,7 @@ CHANGEABLE = {
         "eval": " ".join(EvalConfig.model_fields),
         "learner": "lr schedule warmup_steps min_lr_ratio grad_clip token_budget sequence_parallel "
         "gradient_checkpointing exact_every zero_stage checkpoint_every checkpoint_in_background "
-        "keep_checkpoints max_left_out rank_timeout export",
+        "keep_checkpoints keep_best max_left_out rank_timeout export",
         "generator": "max_attempts retry_pause",
         "sampler": "max_set_aside",
         "critic": "lr updates gae_lambda return_lambda warmup_steps",

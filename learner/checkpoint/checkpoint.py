@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from common.config import Config
 from common.errors import UserError
-from common.files import checkpoint_versions, checkpoints, sync_folder
+from common.files import best_version, checkpoint_versions, checkpoints, sync_folder
 from common.log import Timeline, get_logger
 from learner.checkpoint.export import export_adapter, export_critic, export_model
 from learner.checkpoint.files import (
@@ -59,17 +59,20 @@ class Checkpoints:
         trainer: Trainer,
         timeline: Timeline | None = None,
         confirm: Callable[[], object] = lambda: None,
+        rewards: Callable[[], Mapping[int, float]] = dict,
     ) -> None:
         """Nothing is read or written yet.
 
         Args:
             confirm: called on rank 0 before a checkpoint gets its name; an error in it leaves everything unchanged.
+            rewards: called on rank 0 for the mean held-out reward of each version evaluated so far.
         """
         self.folder = checkpoints(config.run.folder)
         self._timeline = timeline or Timeline(None, "")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Writing | None = None
         self._config, self._trainer, self._world, self._confirm = config, trainer, trainer.world, confirm
+        self._rewards = rewards
         # Each learner has its own folder, because one that was replaced while it saved may resume writing later.
         self._unfinished = self.folder / self._world.broadcast(f"{UNFINISHED}-{secrets.token_hex(4)}".encode()).decode()
 
@@ -139,7 +142,7 @@ class Checkpoints:
     def finish(self) -> int | None:
         """Wait until all ranks have written the checkpoint, and give it its name: from now on it counts.
 
-        The oldest beyond `keep_checkpoints` are removed.
+        The oldest beyond `keep_checkpoints` are removed, except the best.
 
         Returns:
             Its version; None if no checkpoint was begun.
@@ -191,7 +194,11 @@ class Checkpoints:
         shutil.rmtree(target, ignore_errors=True)
         unfinished.rename(target)
         sync_folder(self.folder)
-        for old in self.versions()[: -self._config.learner.keep_checkpoints]:
+        old_versions = self.versions()[: -self._config.learner.keep_checkpoints]
+        best = (
+            best_version(self.versions(), self._rewards()) if old_versions and self._config.learner.keep_best else None
+        )
+        for old in (one for one in old_versions if one != best):
             shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
 
     def _raise_disk_error(self, version: int, error: BaseException) -> None:

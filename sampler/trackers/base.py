@@ -41,6 +41,9 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, entries: Sequence[Entry]) -> None: ...
 
+    def log_samples(self, version: int, rows: list[list[Any]]) -> None:  # noqa: B027
+        """Log a few episodes of a version's evaluation, in the columns of `sampler.trackers.samples`."""
+
     @abstractmethod
     def close(self, finished: bool) -> None:
         """Send the rest, and end; `finished` says whether the run is over."""

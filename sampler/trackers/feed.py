@@ -14,6 +14,7 @@ from typing import IO, Any
 from common.config import Config
 from sampler.files.metrics_file import Entry, Span
 from sampler.trackers.base import Tracker, open_tracker
+from sampler.trackers.samples import EVALUATED, samples
 
 READ = 256 << 10  # bytes
 PAUSE = 30.0  # seconds before a tracker that has failed is tried again
@@ -152,7 +153,11 @@ class TrackerFeed:
             lines = [line for line in file.readlines(READ) if line.endswith(b"\n")]
             if not lines:
                 return
-            self._opened().log([entry for line in lines if (entry := Entry.parse(line)) is not None])
+            entries = [entry for line in lines if (entry := Entry.parse(line)) is not None]
+            self._opened().log(entries)
+            for entry in entries:
+                if EVALUATED in entry.values and (rows := samples(self._file.parent, entry.version)):
+                    self._opened().log_samples(entry.version, rows)
             self._offset += sum(map(len, lines))
             self._sent.append((time.monotonic(), self._offset))
             self._keep()

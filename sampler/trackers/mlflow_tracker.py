@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
@@ -13,6 +14,7 @@ from mlflow.tracking import MlflowClient
 from common.config import Config, dump_config
 from sampler.files.metrics_file import Entry
 from sampler.trackers.base import Tracker, flat_config, flat_name
+from sampler.trackers.samples import COLUMNS
 
 MOST_METRICS, MOST_PARAMS = 1000, 100  # per request
 LONGEST_PARAM = 6000  # characters
@@ -38,6 +40,10 @@ class MlflowTracker(Tracker):
         ]
         for start in range(0, len(metrics), MOST_METRICS):
             self._client.log_batch(self.id, metrics=metrics[start : start + MOST_METRICS])
+
+    def log_samples(self, version: int, rows: list[list[Any]]) -> None:
+        # In the form of `log_table`, which would append the rows once more if they are sent again.
+        self._client.log_dict(self.id, {"columns": list(COLUMNS), "data": rows}, f"samples/{version}.json")
 
     def close(self, finished: bool) -> None:
         """Mark the run as finished, or as interrupted."""

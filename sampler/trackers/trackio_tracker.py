@@ -6,12 +6,14 @@ import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import trackio
 
 from common.config import Config
 from sampler.files.metrics_file import Entry
 from sampler.trackers.base import Tracker, flat_config, flat_values
+from sampler.trackers.samples import COLUMNS
 
 
 class TrackioTracker(Tracker):
@@ -34,6 +36,10 @@ class TrackioTracker(Tracker):
     def log(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._run.log(flat_values(entry, trackio.Histogram), step=entry.version)
+
+    def log_samples(self, version: int, rows: list[list[Any]]) -> None:
+        table = trackio.Table(columns=list(COLUMNS), data=rows)
+        self._run.log({"validation/samples": table}, step=version)
 
     def close(self, finished: bool) -> None:
         self._run.finish()

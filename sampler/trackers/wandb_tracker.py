@@ -6,12 +6,14 @@ import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import wandb
 
 from common.config import Config
 from sampler.files.metrics_file import Entry
 from sampler.trackers.base import Tracker, flat_config, flat_values
+from sampler.trackers.samples import COLUMNS
 
 
 class WandbTracker(Tracker):
@@ -38,6 +40,10 @@ class WandbTracker(Tracker):
     def log(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._run.log(flat_values(entry, wandb.Histogram) | {"version": entry.version, "time": entry.time})
+
+    def log_samples(self, version: int, rows: list[list[Any]]) -> None:
+        table = wandb.Table(columns=list(COLUMNS), data=rows)
+        self._run.log({"validation/samples": table, "version": version})
 
     def close(self, finished: bool) -> None:
         """Mark the run as finished, or as interrupted."""

@@ -18,8 +18,9 @@ from structlog.testing import capture_logs
 from sampler.files.metrics_file import Entry, Histogram, MetricsFile
 from sampler.trackers import feed
 from sampler.trackers.feed import TrackerFeed
+from tests.support.run_folder import add_evaluation
 from tests.support.sampler import make_config
-from tests.support.tracked import TRACKERS, offline, read_back, run_id
+from tests.support.tracked import TRACKERS, offline, read_back, run_id, tables
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +64,7 @@ def test_each_tracker_has_every_entry_once_after_a_restart(tmp_path: Path, monke
     folder.mkdir()
     file = MetricsFile(folder, LOG)
     file.append(entries(range(1, 4)))
+    evaluate(file, 3)
     live(tmp_path, *TRACKERS)
     first = {tracker: run_id(tracker, folder) for tracker in TRACKERS}
     file.append(entries(range(4, 7)))
@@ -74,7 +76,11 @@ def test_each_tracker_has_every_entry_once_after_a_restart(tmp_path: Path, monke
         values = read_back(tracker, folder)
         assert values["reward/mean"] == [(v, v / 8) for v in range(1, 7)], tracker
         assert values["validation/avg@4" if tracker != "mlflow" else "validation/avg_at_4"][-1] == (6, 0.5)
+        assert tables(tracker, folder) == ([] if tracker == "tensorboard" else [SAMPLES]), tracker
         assert values["generator/tokens" if tracker == "tensorboard" else "generator-1/tokens"] == [(3, 5), (6, 5)]
+
+
+SAMPLES = [["question a", "2", "2", 1.0], ["question b", "2", "2", 0.25]]
 
 
 class Recorder:
@@ -85,6 +91,7 @@ class Recorder:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.discarded: list[int] = []
+        self.samples: dict[int, list[list[Any]]] = {}
         self.is_away = False
         self.tried, self.got = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -94,6 +101,9 @@ class Recorder:
             raise ConnectionError("server gone")
         self.entries += entries
         self.got.release()
+
+    def log_samples(self, version: int, rows: list[list[Any]]) -> None:
+        self.samples[version] = rows
 
     def discard(self, version: int) -> None:
         self.discarded.append(version)
@@ -139,6 +149,24 @@ def test_a_tracker_that_was_away_gets_what_it_missed(tmp_path: Path, recorder: R
         end(follows)
     assert [entry.version for entry in recorder.entries if entry.process == "sampler"] == [1, 2, 3, 4]
     assert [entry["tracker"] for entry in logs if entry["log_level"] == "warning"] == ["wandb"]
+
+
+def evaluate(file: MetricsFile, version: int) -> None:
+    """A complete evaluation of a version: its figures, and the file of its answers."""
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    add_evaluation(file.path.parent, version, {"a": [1.0], "b": [0.25]}, output="2", gts=2, messages=messages)
+    file.append([Entry(version, "sampler", {"validation/reward": 0.625}, {})])
+
+
+def test_an_evaluation_comes_with_its_first_answers(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sampler.trackers.samples.MOST", 1)
+    file, follows = begun(tmp_path)
+    evaluate(file, 2)
+    file.append([Entry(3, "sampler", {"validation/reward": 1.0}, {})])  # its answers were removed to save space
+    end(follows)
+    assert recorder.samples == {2: [["question a", "2", "2", 1.0]]}
 
 
 def test_versions_made_again_replace_those_before(tmp_path: Path, recorder: Recorder) -> None:

@@ -66,7 +66,9 @@ def serve(
                 double.connected -= 1
 
         def do_POST(self) -> None:
-            self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            data = self.rfile.read(int(self.headers["Content-Length"]))
+            is_lines = "ndjson" in self.headers.get("Content-Type", "")
+            self.answer([json.loads(line) for line in data.splitlines()] if is_lines else json.loads(data))
 
         def do_GET(self) -> None:
             self.answer(None)

@@ -33,6 +33,23 @@ def read_back(tracker: str, run: Path) -> Values:
     return {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}[tracker](run)
 
 
+def tables(tracker: str, run: Path) -> list[Any]:
+    """The rows of each table of samples that a tracker has of the run in this folder."""
+    if tracker == "wandb":
+        paths = sorted((run / "wandb").glob("offline-run-*/files/media/table/validation/samples*.json"))
+    elif tracker == "mlflow":
+        paths = sorted((run / "mlruns").glob(f"*/{run_id(tracker, run)}/artifacts/samples/*.json"))
+    elif tracker == "trackio":
+        from trackio.sqlite_storage import SQLiteStorage
+
+        logs = SQLiteStorage.get_logs("spo", run_id(tracker, run))
+        found = [row["validation/samples"]["_value"] for row in logs if "validation/samples" in row]
+        return [[list(row.values()) for row in table] for table in found]
+    else:
+        paths = []
+    return [json.loads(path.read_text())["data"] for path in paths]
+
+
 def run_id(tracker: str, run: Path) -> str:
     return str(json.loads((run / "trackers" / f"{tracker}.json").read_text())["id"])
 

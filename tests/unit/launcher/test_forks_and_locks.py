@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +24,8 @@ from launcher.run.folder_lock import FolderInUse, locked
 from learner.checkpoint.files import paths_in, sum_up, write_metadata
 from sampler.files.snapshots import write_snapshot
 from sampler.state import SamplerState
+from tests.support.http_double import Handler, fails, raw, serve
+from tests.support.run_folder import write_metrics
 from tests.support.sampler import make_config
 from tests.support.spo_command import Spo
 
@@ -85,6 +89,77 @@ def test_the_newest_checkpoint_is_exported_by_default(
     assert (first.parent / "out/config.json").read_text() == content
 
 
+EVALUATED = {0: (0.125, 0.0), 2: (0.75, 0.5), 3: (0.875, 1.0), 4: (0.5, 0.25)}
+
+
+def evaluate(folder: Path) -> None:
+    for version, (reward, accuracy) in EVALUATED.items():
+        write_metrics(folder, version, {"validation/reward": reward, "validation/accuracy": accuracy})
+
+
+def test_the_best_evaluated_checkpoint_is_exported_with_a_card(first: Path, spo: Spo) -> None:
+    refused = spo("export", "first", "out", "--best")
+    assert (refused.returncode, "no checkpoint of first is of a version that was evaluated" in refused.stderr) == (
+        2,
+        True,
+    )
+    evaluate(first)
+    assert spo("export", "first", "out", "--best", "--card").returncode == 0
+    assert (first.parent / "out/config.json").read_text() == "hf of 2"
+    card = (first.parent / "out/README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == "transformers"
+    assert "| 0 | 0.1250 | 0.0% |\n| 2 | 0.7500 | 50.0% |\n\n" in card
+    assert "`none`, trained for 2 steps with SPO on train." in card
+    assert str(first.parent) not in card, "paths say nothing to others"
+
+
+def hub(handler: Handler, body: Any) -> None:
+    """The Hugging Face hub's answers, as far as an upload asks."""
+    address = f"http://{handler.headers['Host']}/me/maths"
+    answers: dict[str, Any] = {
+        "create": {"url": address, "id": "me/maths"},
+        "preupload": {
+            "files": [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in (body or {}).get("files", [])
+            ]
+        }
+        if isinstance(body, dict)
+        else {},
+        "validate-yaml": {"errors": [], "warnings": []},
+        "commit": {"success": True, "commitOid": "c0", "commitUrl": f"{address}/commit/c0"},
+    }
+    raw(handler, json.dumps(next((answers[part] for part in handler.path.split("/") if part in answers), {})).encode())
+
+
+def test_a_model_is_pushed_with_its_card_and_is_private(first: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate(first)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    with serve(hub) as double:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", double.url)
+        ran = spo("export", "first", "out", "--push", "me/maths")
+        assert (ran.returncode, "uploaded to" in ran.stdout) == (0, True), ran.stderr
+    asked = dict(zip(double.paths, double.requests, strict=True))
+    created = asked["/api/repos/create"]
+    assert (created["name"], created["organization"], created["visibility"]) == ("maths", "me", "private")
+    tokens = {value for sent in double.headers for name, value in sent.items() if name.lower() == "authorization"}
+    assert tokens == {"Bearer hf_of_a_test"}
+    commit = next(body for path, body in asked.items() if "/commit/" in path)
+    files = {one["value"]["path"]: b64decode(one["value"]["content"]).decode() for one in commit[1:]}
+    assert files["config.json"] == "hf of 6"
+    assert files["README.md"] == (first.parent / "out/README.md").read_text()
+
+
+def test_a_hub_that_refuses_is_one_line(first: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(fails(401, "{}")) as double:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", double.url)
+        ran = spo("export", "first", "out", "--push", "me/maths")
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert "--push me/maths: " in ran.stderr
+    assert "set HF_TOKEN" in ran.stderr
+    assert (first.parent / "out/config.json").is_file(), "the export is kept"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -95,6 +170,7 @@ def test_the_newest_checkpoint_is_exported_by_default(
         (["fork", "first", "first"], "exists already"),
         (["export", "nowhere", "new"], "nowhere is not a run folder: it has no config.yaml"),
         (["export", "first", "first/config.yaml"], "first/config.yaml exists already; name a new folder"),
+        (["export", "first", "new", "--step", "2", "--best"], "--best and --step 2 each name a checkpoint"),
         (["export", "first", "new", "--step", "3"], "first has no checkpoint of step 3; it has 2, 4, 6"),
         (["export", "first", "first/config.yaml/new"], "first/config.yaml/new cannot be written: Not a directory"),
     ],

@@ -51,12 +51,16 @@ class FileEngine:
 
 
 def checkpoints(
-    folder: Path, path: str = "none", confirm: Callable[[], object] = lambda: None, **learner: Any
+    folder: Path,
+    path: str = "none",
+    confirm: Callable[[], object] = lambda: None,
+    rewards: Callable[[], dict[int, float]] = dict,
+    **learner: Any,
 ) -> tuple[Checkpoints, FileEngine]:
     engine = FileEngine()
     config = learner_config(path, folder, export=False, **learner)
     trainer: Any = SimpleNamespace(engines=lambda: {"deepspeed": engine}, critic=None, world=ALONE, config=config)
-    return Checkpoints(config, trainer, None, confirm), engine
+    return Checkpoints(config, trainer, None, confirm, rewards), engine
 
 
 def saved(folder: Path, *versions: int, **learner: Any) -> Path:
@@ -218,6 +222,25 @@ def test_batches_are_kept_from_the_checkpoint_before_the_newest(tmp_path, keep, 
         needed_from.append(made.previous(version))
     assert needed_from == previous
     assert made.versions() == [2, 4, 6][-keep:]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keep_best", "kept"),
+    [
+        ({0: 0.9, 2: 0.5, 4: 0.6, 7: 0.8}, True, [4, 8, 10]),
+        ({2: 0.6, 4: 0.6}, True, [4, 8, 10]),
+        ({4: 0.5, 10: 0.6}, True, [8, 10]),
+        ({}, True, [8, 10]),
+        ({4: 0.5}, False, [8, 10]),
+    ],
+)
+def test_the_best_evaluated_checkpoint_is_kept_beside_the_newest(tmp_path, rewards, keep_best, kept):
+    told: dict[int, float] = {}
+    made, _ = checkpoints(tmp_path, keep_checkpoints=2, keep_best=keep_best, rewards=lambda: told)
+    for version in (2, 4, 6, 8, 10):
+        told |= {evaluated: reward for evaluated, reward in rewards.items() if evaluated <= version}
+        made.save(version)
+    assert made.versions() == kept
 
 
 def test_only_an_adapter_of_the_same_shape_and_base_is_continued(tmp_path, monkeypatch):
