@@ -91,7 +91,19 @@ def run_here(config: Config, options: RunOptions, view: Callable[[], View], log:
         layout = lay_out(config, options.choice)
         options.check(config)
         supervisor = Supervisor(config.run.folder / "logs", log, options.max_restarts, lock=lock)
-        return _run(config, options, layout, view, phases, supervisor)
+        try:
+            return _run(config, options, layout, view, phases, supervisor)
+        finally:
+            _remove_containers(config, log)
+
+
+def _remove_containers(config: Config, log: Any) -> None:
+    """Remove the containers of agents whose generators were killed."""
+    if any(episode.agent and episode.agent.image for episode in config.episodes_in_use().values()):
+        # Imported here, since the command line starts without what a generator needs.
+        from generator.agents.containers.container import remove_all_left
+
+        remove_all_left(log)
 
 
 def _run(

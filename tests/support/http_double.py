@@ -66,10 +66,17 @@ def serve(
                 double.connected -= 1
 
         def do_POST(self) -> None:
-            self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            content = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            is_json = self.headers["Content-Type"] in (None, "application/json")
+            self.answer(json.loads(content or b"null") if is_json else content)
+
+        def do_PUT(self) -> None:
+            self.answer(self.rfile.read(int(self.headers["Content-Length"])))
 
         def do_GET(self) -> None:
             self.answer(None)
+
+        do_DELETE = do_GET
 
         def answer(self, body: Any) -> None:
             with double.lock:
