@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -150,6 +151,8 @@ class StandIn:
         if act == "archive":
             path = query["path"][0].strip("/")
             data = _tarred(path, box.files[path]) if path in box.files else b""
+            if "gzip" in handler.headers["Accept-Encoding"]:  # as Docker does
+                data = gzip.compress(data)
             return raw(handler, data) if data else self._there(handler, False, {})
         if act == "restart":
             box.restarts.append(sorted(box.files))

@@ -71,6 +71,7 @@ class ContainerEngine:
                 uds=path, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
             ),
             base_url="http://engine",
+            headers={"Accept-Encoding": "identity"},  # limits count bytes before decompression
             timeout=None,
         )
 
