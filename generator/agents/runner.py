@@ -140,7 +140,7 @@ class AgentRunner:
 
     async def _graded(self, task: Task, episode: Episode, container: TaskContainer) -> float:
         """The reward of the task's own tests; the lowest one if they do not end in time."""
-        episode.step = EpisodeStep("grading", math.inf)
+        episode.step = EpisodeStep("grading", math.inf)  # the tests have a limit of their own
         with episode.measured("grading"):
             try:
                 return await grade(container, task.answer)

@@ -51,7 +51,7 @@ def task_row(folder: Path) -> dict[str, Any]:
     """A task as a row; raises `NotATask`.
 
     It has `prompt`, the instruction; `answer`, the folder of the tests, which no agent sees; `task`, the folder's name;
-    `image`; and `container`, the task's own limits.
+    `docker_image`, its name; and `container`, the task's own limits.
     """
     settings = _settings(folder)
     for needed in (INSTRUCTION, TESTS):
@@ -61,7 +61,7 @@ def task_row(folder: Path) -> dict[str, Any]:
         "prompt": (folder / INSTRUCTION).read_text(encoding="utf-8", errors="replace").strip(),
         "answer": str((folder / TESTS).parent),
         "task": folder.name,
-        "image": _image(folder, settings),
+        "docker_image": _image(folder, settings),
         "container": _limits(settings),
     }
 

@@ -364,7 +364,7 @@ def test_settings_that_contradict_each_other_are_refused(episode, says_what) -> 
 
 
 def harbor_config(folder: Path, **episode: Any) -> Config:
-    agent = {"command": ["solve"], "image": "image"}
+    agent = {"command": ["solve"], "image": "docker_image"}
     data = {"data": {"train": f"harbor:{folder}"}}
     return agent_config(data, agent=agent, reward="container", **episode)
 

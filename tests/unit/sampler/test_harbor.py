@@ -31,19 +31,21 @@ def test_a_task_is_a_row_with_its_image_and_limits(tmp_path: Path) -> None:
     assert one.row["container"] == {
         "cpus": 2, "memory_mb": 1024, "disk_mb": 500, "agent_seconds": 60.0, "grading_seconds": 30.0, "network": "none",
     }  # fmt: skip
-    images = one.row["image"], other.row["image"]
+    images = one.row["docker_image"], other.row["docker_image"]
     assert [image.partition(":")[0] for image in images] == ["spo-harbor/a", "spo-harbor/b-1"]
     # The same files give the same image, and another environment another one.
     (second / "environment" / "Dockerfile").write_text("FROM scratch\n")
     assert (
-        rows_of(second)[0].row["image"].partition(":")[2] == images[0].partition(":")[2] != images[1].partition(":")[2]
+        rows_of(second)[0].row["docker_image"].partition(":")[2]
+        == images[0].partition(":")[2]
+        != images[1].partition(":")[2]
     )
 
 
 def test_an_image_may_be_named(tmp_path: Path) -> None:
     harbor_task(tmp_path, task_toml='[environment]\ndocker_image = "mine:1"\n', environment_Dockerfile=None)
     (row,) = rows_of(tmp_path)
-    assert (row.row["image"], row.row["container"]) == ("mine:1", {})
+    assert (row.row["docker_image"], row.row["container"]) == ("mine:1", {})
 
 
 @pytest.mark.parametrize(
