@@ -98,6 +98,21 @@ def short_temporary() -> str:
     )
 
 
+def is_abandoned(folder: Path) -> bool:
+    """Whether the process that a folder of `own_folder` belonged to has ended."""
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)  # any other error says nothing: another account's, for example
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(opened)
+    return True
+
+
 def _own_folder(temporary: str) -> Path:
     prefix = f"spo-{os.getuid()}-"
     for left in Path(temporary).glob(f"{prefix}*"):

@@ -66,6 +66,7 @@ class Failure(StrEnum):
     AGENT_FAILED = "AgentFailed"
     ENDPOINT_FAILED = "EndpointFailed"
     ENVIRONMENT_FAILED = "EnvironmentFailed"
+    CONTAINER_FAILED = "ContainerFailed"
     REWARD_FAILED = "RewardFailed"
     OUT_OF_RANGE = "OutOfRange"
     WORKER_DIED = "WorkerDied"
@@ -180,6 +181,9 @@ class SampleHeader(Message):
     prompt_tokens: Count = Field(0, description="Prompt tokens of the other requests; each prompt is counted in full.")
     kept_tokens: Count = Field(0, description="Those of them that are the ids of earlier turns.")
     seconds: Seconds = 0.0
+    container_seconds: dict[str, Seconds] = Field(
+        default_factory=dict, max_length=8, description="How long `start`, `agent` and `grading` of a container took."
+    )
     turn_rewards: Rewards = Field(
         default_factory=list, max_length=MAX_TURNS, description="Rewards by a simulated user, turn by turn."
     )

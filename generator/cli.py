@@ -55,6 +55,7 @@ async def _serve(config: Config, name: str) -> int:
     notes = check_start(Role.GENERATOR, config)
     for line in episode_warnings(config):
         log.warning(line)
+    from generator.agents.containers.container import check_containers
     from generator.agents.environment import check_environments
     from generator.agents.sandboxed import check_agents
     from generator.engine.arguments import check_engine_names
@@ -73,6 +74,7 @@ async def _serve(config: Config, name: str) -> int:
         await parts.shared.ready(log)
         presence.status(state="waiting for the environment server")
         await check_environments(config, log)
+        await check_containers(config, log)
         for line in notes:  # logged only now, so that a refused process reports only the reason
             log.warning(line)
         # vLLM takes seconds to import, so this waits until the configuration is known to be good.

@@ -238,6 +238,7 @@ def _counts(episode: Episode) -> dict[str, Any]:
         "dropped": len(episode.requests) - len(answered),
         "prompt_tokens": sum(request["prompt"] for request in answered),
         "kept_tokens": sum(request["kept"] for request in answered),
+        "container_seconds": episode.seconds,
     }
 
 

@@ -70,6 +70,7 @@ def _task(config: Config, row: int, log: Any) -> Task:
 
 async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
     """Play a task once; returns its record, with its reward, or with its error as `failed`."""
+    from generator.agents.containers.container import check_containers
     from generator.agents.endpoint import Endpoint, check_parsers
     from generator.agents.environment import check_environments
     from generator.agents.sandboxed import check_agents
@@ -84,6 +85,7 @@ async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
     try:
         await parts.shared.ready(log)
         await check_environments(config, log)
+        await check_containers(config, log)
         check_parsers(config)
         engine = await Engine.start(config, log)
         try:

@@ -234,6 +234,7 @@ class EpisodeMetrics:
         self._episodes = self._rows = self._turns = self._calls = self._errors = 0
         self._seconds = self._longest = 0.0
         self._agents: Counter[str] = Counter()
+        self._containers: defaultdict[str, list[float]] = defaultdict(list)  # seconds, by part
 
     def add(self, header: SampleHeader) -> None:
         self._episodes += 1
@@ -246,6 +247,8 @@ class EpisodeMetrics:
         self._longest = max(self._longest, header.seconds)
         if header.requests:
             self._agents.update(episodes=1, **{name: getattr(header, name) for name in OF_AGENTS})
+        for part, seconds in header.container_seconds.items():
+            self._containers[part].append(seconds)
 
     def values(self) -> dict[str, float]:
         """Means and shares; empty if there was no episode."""
@@ -266,5 +269,6 @@ class EpisodeMetrics:
             values["agent/kept_prompt_ids"] = self._agents["kept_tokens"] / max(1, self._agents["prompt_tokens"])
         if self._calls:
             values["tool_calls/error_ratio"] = self._errors / self._calls
+        values |= {f"container/{part}_seconds": sum(all_) / len(all_) for part, all_ in self._containers.items()}
         values |= {f"ending/{ending}": count / n for ending, count in self._endings.items()}
         return values

@@ -18,6 +18,25 @@ Ignorable = Literal[
 IGNORABLE: tuple[str, ...] = get_args(Ignorable)
 
 
+class ContainerConfig(Section):
+    """What the container of an agent may use (docs/containers.md); a row's column `container` overrides it."""
+
+    network: str = Field(
+        "none", min_length=1, description="Network of the engine that the container joins: `none`, `bridge` or another."
+    )
+    cpus: float = Field(1.0, gt=0, le=1024, description="Processor cores.")
+    memory_mb: int = Field(2048, ge=16, description="Memory in MiB, without swap.")
+    processes: int = Field(512, ge=8, description="Processes and threads.")
+    disk_mb: int = Field(10240, ge=1, description="What the agent may write to the container's disk, in MiB.")
+    start_seconds: float = Field(120.0, gt=0, description="Seconds until a start counts as failed.")
+    agent_seconds: float | None = Field(
+        None, gt=0, description="Seconds of the agent, beside `episode.max_seconds`; the smaller one ends it."
+    )
+    grading_seconds: float = Field(
+        600.0, gt=0, description="Seconds of the task's tests; longer ones give the lowest reward."
+    )
+
+
 class AgentConfig(Section):
     """A program of your own that plays the episodes and asks the policy over HTTP (docs/agents.md).
 
@@ -40,6 +59,13 @@ class AgentConfig(Section):
         description="Or the address `tcp://host:port` of an environment server of `verifiers`, on the generator's "
         "machine: the episodes are played there, and scored (docs/environments.md).",
     )
+    image: str | None = Field(
+        None,
+        min_length=1,
+        description="Run the command in a container of this image, one for each task; an image's name, or that of the "
+        "column with it. Needs Docker or Podman on the generator's machine (docs/containers.md).",
+    )
+    container: ContainerConfig = ContainerConfig()
     sandbox: bool = Field(
         False,
         description="Run the command in the sandbox of the generator's machine, from which it reaches the model and "
@@ -97,6 +123,8 @@ class AgentConfig(Section):
             )
         if self.sandbox and self.command is None:
             raise ValueError("sandbox: true needs a `command`: a function or an environment runs outside")
+        if self.image is not None and (self.command is None or self.sandbox):
+            raise ValueError("image: NAME needs a `command`, and no `sandbox`: the container is one")
         return self
 
     @property

@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.network import check_bind, is_tcp, without_password
 
 # Built-in rewards that always compare with a reference answer.
-NEED_ANSWERS = ("exact", "boxed", "boxed_think", "math")
+NEED_ANSWERS = ("exact", "boxed", "boxed_think", "math", "container")
 
 # Whether the rule is broken, and the message if it is.
 Rule = tuple[bool, str]
@@ -254,6 +254,17 @@ def _episode(config: Config, episode: EpisodeConfig) -> Iterator[Rule]:
         "agent" in weights and episode.agent is None,
         "episode.reward = 'agent' is the number that an agent gives, but episode.agent is null; name an agent, or "
         "another reward",
+    )
+    image = None if episode.agent is None else episode.agent.image
+    yield (
+        "container" in weights and image is None,
+        "episode.reward = 'container' is what the task's tests give in the agent's container, but episode.agent has no "
+        "image; name one, or another reward",
+    )
+    yield (
+        "agent" in weights and image is not None,
+        "episode.reward = 'agent' beside episode.agent.image: an agent in a container cannot give itself a reward; set "
+        "episode.reward=container, or a reward of its answer",
     )
     for name in episode.reward_options:
         yield (

@@ -17,6 +17,7 @@ from common.errors import UserError, nearest
 
 FILES = (".jsonl", ".parquet")
 NOT_READ = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".xlsx")  # refused with a hint
+HARBOR = "harbor:"  # before the folder of Harbor's tasks
 CONTINUE = "continue_final_message"  # the template option by which the model continues an assistant's message
 # Arguments of the chat template that SPO sets itself: neither data nor an agent's requests may set them.
 DECIDED_VARIABLES = {
@@ -71,6 +72,10 @@ KNOWN_SETS: dict[str, KnownSet] = {
         "openai/gsm8k", "question", "answer", config="main", heldout_split="test", answer_after="####"
     ),
 }  # fmt: skip
+
+
+# Tasks of Harbor: the answer is the folder of their tests (`sampler.prompts.harbor`).
+HARBOR_TASKS = KnownSet("", "prompt", "answer")
 
 
 def nearest_set(name: str) -> str | None:
@@ -161,8 +166,8 @@ class DataSource(Section):
 
     path: str | tuple[str, ...] = Field(
         ...,
-        description="`*.jsonl`, `*.parquet`, a pattern or a list of such files, a Hugging Face dataset, or a set known "
-        "by name (docs/data.md).",
+        description="`*.jsonl`, `*.parquet`, a pattern or a list of such files, a Hugging Face dataset, a set known by "
+        "name (docs/data.md), or `harbor:FOLDER` (docs/containers.md).",
     )
     name: str | None = Field(
         None,
@@ -303,19 +308,21 @@ class DataConfig(Section):
     def _resolved(self, item: DataSource, side: Side, key: str) -> Source:
         """Each key from the item, else from the set known by name, else from this section."""
         known_set = KNOWN_SETS.get(item.path) if isinstance(item.path, str) else None
+        is_harbor = isinstance(item.path, str) and item.path.startswith(HARBOR)
+        known_set = HARBOR_TASKS if is_harbor else known_set
         place: KnownSet | DataConfig = known_set or self
         rows: KnownSet | DataConfig = known_set or KNOWN_SETS.get(item.format or "") or self
         return Source(
             key=key,
             name=source_name(item),
-            path=known_set.path if known_set else item.path,
+            path=(known_set.path if known_set else "") or item.path,
             split=item.split or (known_set.splits if known_set else SPLITS)[side],
             config=item.config or place.config,
             options=self.options if item.options is None else item.options,
             weight=item.weight,
             prompt_column=item.prompt_column or rows.prompt_column,
             answer_column=item.answer_column or rows.answer_column,
-            id_column=item.id_column or (self.id_column if rows is self else None),
+            id_column=item.id_column or (self.id_column if rows is self else "task" if is_harbor else None),
             answer_after=item.answer_after or rows.answer_after,
             system_prompt=self.system_prompt if item.system_prompt is None else item.system_prompt,
             prompt_markup=self.prompt_markup if item.prompt_markup is None else item.prompt_markup,

@@ -81,8 +81,9 @@ class EpisodeConfig(SourceSection):
     reward: str | dict[str, float] = Field(
         "exact",
         description="`exact`, `boxed`, `boxed_think`, `math`, `reasoning_gym`, `code`, `format`, `length`, `overlong`, "
-        "`judge`, `agent` (the number that the agent gives), or `module:function` or `module:Class` of your own, or "
-        "the name of an installed one; or a weighted sum, {name: weight}. docs/rewards.md says what each is.",
+        "`judge`, `agent` (the number that the agent gives), `container` (that of the task's tests), or "
+        "`module:function` or `module:Class` of your own, or the name of an installed one; or a weighted "
+        "sum, {name: weight}. docs/rewards.md says what each is.",
     )
     reward_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Arguments of each reward, by its name in `reward`."

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from common.config.data import HARBOR
 from common.config.run import Config
 from common.config.sampler import EvalConfig
 
@@ -171,6 +172,8 @@ def _absolute_if_there(value: Any) -> Any:
             else _absolute_if_there(source)
             for source in value
         ]
+    if isinstance(value, str) and value.startswith(HARBOR):
+        return HARBOR + str(Path(value.removeprefix(HARBOR)).expanduser().absolute())
     return str(Path(value).absolute()) if value is not None and (Path(value).exists() or glob(value)) else value
 
 
@@ -180,6 +183,8 @@ def _same_path(here: Any, there: Any) -> bool:
     A relative path agrees with an absolute one that ends in it: machines may have the run's files in different places.
     """
     if isinstance(here, str) and isinstance(there, str):
+        if here.startswith(HARBOR) and there.startswith(HARBOR):
+            here, there = here.removeprefix(HARBOR), there.removeprefix(HARBOR)
         shorter, longer = sorted((Path(here), Path(there)), key=lambda path: path.is_absolute())
         return here == there or (not shorter.is_absolute() and longer.parts[-len(shorter.parts) :] == shorter.parts)
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from common.config import Config
+from common.config import AgentConfig, Config
 from common.connections import Connections, ServerWithoutSignals
 from common.errors import UserError
 from common.files import socket_folder
@@ -43,7 +43,7 @@ class Endpoint:
 
     Attributes:
         url: of the server, without a path.
-        socket: path of a Unix socket where it also listens, for programs in the sandbox; None if there is none.
+        socket: path of a Unix socket where it also listens, for agents in sandboxes and containers; None if unused.
         model: the only model's name.
     """
 
@@ -78,7 +78,7 @@ class Endpoint:
         longest = max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_model_len)
         layer = SessionLayer(app, dialects(app), MODEL, longest, log)
         agents = [episode.agent for episode in config.episodes_in_use().values()]
-        path = socket_folder() / "endpoint" / "socket" if any(agent and agent.sandbox for agent in agents) else None
+        path = socket_folder() / "endpoint" / "socket" if any(map(_by_socket, agents)) else None
         endpoint = cls(layer, template, engine.max_model_len, log, path)
         await endpoint._serve()
         return endpoint
@@ -126,7 +126,7 @@ class Endpoint:
             self.socket.parent.chmod(0o711)
             listeners.append(socket.socket(socket.AF_UNIX))
             listeners[1].bind(str(self.socket))
-            self.socket.chmod(0o666)  # programs in the sandbox run as other users; here too they need a key
+            self.socket.chmod(0o666)  # programs in sandboxes run as other users; here too they need a key
             listeners[1].listen(self._waiting)
         self._server = ServerWithoutSignals(
             uvicorn.Config(
@@ -142,6 +142,11 @@ class Endpoint:
             )
         )
         self._serving = asyncio.create_task(self._server.serve(listeners))
+
+
+def _by_socket(agent: AgentConfig | None) -> bool:
+    """Whether an agent reaches the endpoint by a Unix socket: from the sandbox, or from a container."""
+    return agent is not None and (agent.sandbox or agent.image is not None)
 
 
 async def vllm_app(config: Config, client: Any) -> Any:

@@ -22,6 +22,7 @@ from common.errors import UserError
 from common.messages import Failure
 from common.network import without_proxy_on_loopback
 from common.plugins import FOLDERS, load_object
+from generator.agents.tree import leaves
 from generator.tools.toolbox import in_short
 
 ENTRY_POINTS = "spo.agents"  # entry points of installed packages
@@ -217,6 +218,29 @@ def named_file(word: str) -> str | None:
     """The absolute path of a file, relative to this folder or the configuration's; None if there is no such file."""
     paths = (os.path.join(folder, word) for folder in (Path.cwd(), *FOLDERS))
     return next(filter(os.path.isfile, paths), None)
+
+
+def packed(command: Sequence[str], folder: str) -> tuple[list[str], dict[str, Path]]:
+    """A command whose arguments that name files name them in `folder`, and these files by their names there.
+
+    Raises:
+        UserError: two of them have the same name.
+    """
+    name, *words = command
+    named = {word: Path(path) for word in words if (path := named_file(word)) is not None}
+    files = {path.name: path for path in named.values()}
+    if len(files) < len(set(named.values())):
+        raise UserError(
+            f"episode.agent.command = {list(command)}: two files have the same name, and would share a folder"
+        )
+    return [name, *(f"{folder}/{named[word].name}" if word in named else word for word in words)], files
+
+
+def asked(prompt: str | list[dict[str, Any]]) -> str:
+    """What a prompt asks: its text, or that of its last user message."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    contents = [message.get("content") for message in messages if message["role"] == "user"]
+    return "\n".join(leaves(contents[-1:]))
 
 
 def _environment(task: AgentTask) -> dict[str, str]:

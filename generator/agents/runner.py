@@ -12,6 +12,8 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,19 +22,22 @@ from common.config import Config
 from common.files import own_folder
 from common.messages import MAX_TURNS, Ending, Task
 from common.process import in_thread
+from generator.agents.containers.container import URL as IN_CONTAINER
+from generator.agents.containers.container import Containers, TaskContainer
+from generator.agents.containers.grading import GradingTimedOut, grade
 from generator.agents.endpoint import Endpoint
 from generator.agents.environment import EnvironmentServer
 from generator.agents.lost import first_lost
-from generator.agents.programs import AgentFailed, AgentTask, Program, make_program
+from generator.agents.programs import AgentFailed, AgentTask, Program, asked, make_program
 from generator.agents.sandboxed import URL, SandboxedCommand
 from generator.agents.session import AgentSession, EndpointFailed, SessionLimits
-from generator.agents.tree import leaves
 from generator.chat.prompts import Prompts
 from generator.concurrency import LONG_TOKENS, offload, with_timeout
 from generator.engine.engine import Engine
 from generator.episode.episode import Episode, EpisodeStep
 from generator.episode.parts import EpisodeParts
 from generator.episode.runner import prepared
+from generator.rewards.registry import IN_CONTAINER as GRADED
 from generator.rewards.registry import OWN
 from generator.tools.toolbox import encodable
 
@@ -54,13 +59,18 @@ class AgentRunner:
         self._data, self._endpoint = config.data, endpoint
         self._prompts = Prompts(self.template, config.data)
         self._url = endpoint.url if endpoint is not None else ""
-        if self.agent.environment is not None:
+        self._containers: Containers | None = None
+        if self.agent.image is not None:
+            sockets = endpoint.socket.parent if endpoint is not None and endpoint.socket is not None else None
+            self._containers, self._url = Containers(config, sockets), IN_CONTAINER
+        elif self.agent.environment is not None:
             self._program: Program = EnvironmentServer(self.agent.environment)
         elif self.agent.sandbox:
             self._program, self._url = SandboxedCommand(config, endpoint.socket if endpoint else None), URL
         else:
             self._program = make_program(self.agent)
         self._gives_reward = OWN in config.episode.reward_weights
+        self._is_graded = GRADED in config.episode.reward_weights
         self._reward_range = config.sampler.tracker.reward_range
 
     async def prepare(self, task: Task) -> Episode:
@@ -80,12 +90,35 @@ class AgentRunner:
         """
         assert self._endpoint is not None
         episode = episode or await self.prepare(task)
-        seconds = self.config.max_seconds
-        episode.step = EpisodeStep("agent", math.inf if seconds is None else time.monotonic() + seconds)
         episode.folder = Path(await in_thread(tempfile.mkdtemp, prefix="agent-", dir=own_folder()))
+        async with self._ready(task, episode) as program:
+            await self._run(task, episode, program, **sampling)
+            if self._is_graded and isinstance(program, TaskContainer) and episode.reason != Ending.AGENT_FAILED:
+                episode.reward = await self._graded(task, episode, program)
+        episode.step = None
+        return episode
+
+    @asynccontextmanager
+    async def _ready(self, task: Task, episode: Episode) -> AsyncIterator[Program]:
+        """The agent, ready to play; in a container of its own if there are containers."""
+        if self._containers is None:
+            yield self._program
+            return
+        async with AsyncExitStack() as stack:
+            with episode.measured("start"):
+                container = await stack.enter_async_context(self._containers.started(task.row))
+            yield container
+
+    async def _run(self, task: Task, episode: Episode, program: Program, **sampling: Any) -> None:
+        """Have the agent play, and record what it did; raises like `run`."""
+        assert self._endpoint is not None
+        assert episode.folder is not None
+        seconds = self._seconds(program)
+        episode.step = EpisodeStep("agent", math.inf if seconds is None else time.monotonic() + seconds)
         session, strangers = self._endpoint.open_session(self._limits(task, **sampling)), self._endpoint.strangers
         try:
-            program = await self._play(self._task(task, session, episode.folder), session)
+            with episode.measured("agent") if self._containers is not None else nullcontext():
+                played = await self._play(program, self._task(task, session, episode.folder), session, seconds)
         finally:
             episode.rows = session.rows() or episode.rows
             episode.transcript.entries = session.transcript()
@@ -101,25 +134,42 @@ class AgentRunner:
             )
         if fault := session.fault(seconds if session.reason == Ending.MAX_SECONDS else None):
             raise EndpointFailed(fault)
-        self._conclude(episode, session, program)
+        self._conclude(episode, session, played)
         read = partial(self._response, episode)
         episode.response = await offload(episode.length > LONG_TOKENS, read)
-        episode.step = None
-        return episode
+
+    async def _graded(self, task: Task, episode: Episode, container: TaskContainer) -> float:
+        """The reward of the task's own tests; the lowest one if they do not end in time."""
+        episode.step = EpisodeStep("grading", math.inf)  # the tests have a limit of their own
+        with episode.measured("grading"):
+            try:
+                return await grade(container, task.answer)
+            except GradingTimedOut:
+                return self._reward_range[0]
+
+    def _seconds(self, program: Program) -> float | None:
+        """The time limit of an attempt; None if there is none."""
+        own = program.settings.agent_seconds if isinstance(program, TaskContainer) else None
+        limits = [limit for limit in (self.config.max_seconds, own) if limit is not None]
+        return min(limits, default=None)
 
     async def close(self) -> None:
-        """Close the connection to an environment server, or the sandbox."""
-        if isinstance(self._program, (EnvironmentServer, SandboxedCommand)):
+        """Close the connection to an environment server, the sandbox, or all containers."""
+        if self._containers is not None:
+            await self._containers.close()
+        elif isinstance(self._program, (EnvironmentServer, SandboxedCommand)):
             await self._program.close()
 
-    async def _play(self, task: AgentTask, session: AgentSession) -> asyncio.Task[object] | None:
+    async def _play(
+        self, agent: Program, task: AgentTask, session: AgentSession, seconds: float | None
+    ) -> asyncio.Task[object] | None:
         """Run the agent until it ends, and return its finished task; None if a limit came first."""
         assert self._endpoint is not None
-        program = asyncio.ensure_future(with_timeout(None, self._program.run(task)))
+        program = asyncio.ensure_future(with_timeout(None, agent.run(task)))
         over = asyncio.ensure_future(session.over.wait())
         reason = "stopped"  # if cancelled during the wait
         try:
-            await asyncio.wait((program, over), timeout=self.config.max_seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((program, over), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             ended = program.done() and not session.over.is_set()
             reason = Ending.STOP if ended else Ending.MAX_SECONDS
             return program if ended else None
@@ -175,7 +225,7 @@ class AgentRunner:
             seed=seed,
             history=self.agent.history,
             train=self.agent.train,
-            task=_asked(task.prompt),
+            task=asked(task.prompt),
             ignore=tuple(self.agent.ignore),
             reward_range=self._reward_range if self._gives_reward else None,
             markup=self._data.prompt_markup,
@@ -218,13 +268,6 @@ def _never_called(session: AgentSession) -> str:
     else:
         return "the agent never called the model: no request came to task.base_url (OPENAI_BASE_URL of a program)"
     return f"{problem}: {session.refusals.shown()}" if refused else problem
-
-
-def _asked(prompt: str | list[dict[str, Any]]) -> str:
-    """What a prompt asks: its text, or that of its last user message."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    contents = [message.get("content") for message in messages if message["role"] == "user"]
-    return "\n".join(leaves(contents[-1:]))
 
 
 def _text(returned: object) -> str:

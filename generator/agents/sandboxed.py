@@ -20,7 +20,7 @@ from generator.agents.programs import (
     AgentFailed,
     AgentTask,
     make_program,
-    named_file,
+    packed,
     variables,
 )
 from sandbox_client import RunCodeRequest, Status
@@ -64,20 +64,14 @@ class SandboxedCommand:
                 f"episode.agent.sandbox contradicts sandbox.url = {limits.url!r}: agents run in the sandbox of the "
                 "generator's machine, since the model is there; leave sandbox.url out"
             )
-        name, *words = agent.command
+        name = agent.command[0]
         if shutil.which(name, path=SEARCH_PATH) is None:
             raise UserError(
                 f"episode.agent.command = {agent.command}: there is no program {name!r} in the sandbox, where the "
                 f"PATH is {SEARCH_PATH}; before a file of your own, give its interpreter"
             )
-        named = {word: Path(path) for word in words if (path := named_file(word)) is not None}
-        self._files = {path.name: path for path in named.values()}
-        if len(self._files) < len(set(named.values())):
-            raise UserError(
-                f"episode.agent.command = {agent.command}: two files have the same name, and would share a folder"
-            )
         self._name = name
-        self._command = [name, *(f"{WORK}/{named[word].name}" if word in named else word for word in words)]
+        self._command, self._files = packed(agent.command, WORK)
         # The session's limit, which ends an episode, must come before the sandbox's, which is a failure.
         self._seconds = (config.episode.max_seconds or LONGEST) + MARGIN
         self._memory = limits.memory_mb
@@ -143,6 +137,9 @@ def check_agents(config: Config) -> None:
     for key, episode in config.episodes_in_use().items():
         try:
             if episode.agent is None or episode.agent.environment is not None:
+                continue
+            if episode.agent.image is not None:
+                packed(episode.agent.command or (), "")
                 continue
             if episode.agent.sandbox:
                 SandboxedCommand(config.model_copy(update={"episode": episode}), None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -158,6 +161,7 @@ class Episode:
         refused: number of refused requests, not counting those beyond a limit.
         lost: which of an agent's requests does not continue an earlier one, and why; see `generator.agents.lost`.
         folder: an agent's files, until the episode is scored.
+        seconds: how long the start of an agent's container, the agent and the grading took, by these names.
         step: the current step, from the first turn to the last.
     """
 
@@ -178,7 +182,17 @@ class Episode:
     refused: int = 0
     lost: str = ""
     folder: Path | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
     step: EpisodeStep | None = None
+
+    @contextmanager
+    def measured(self, part: str) -> Iterator[None]:
+        """Add the time that the block takes to `seconds`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] = time.monotonic() - began
 
     @property
     def length(self) -> int:

@@ -23,8 +23,10 @@ BUILTIN: dict[str, str] = {
     "overlong": "generator.rewards.rules:Overlong",
     "judge": "generator.rewards.judge:Judge",
     "agent": "generator.rewards.rules:OwnReward",
+    "container": "generator.rewards.rules:ContainerReward",
 }
 OWN = "agent"  # the name of the reward that an agent gives itself
+IN_CONTAINER = "container"  # and of the one that the task's tests give, in the agent's container
 
 ENTRY_POINTS = "spo.rewards"  # group of entry points for rewards of installed packages
 

@@ -66,6 +66,10 @@ class OwnReward(Builtin):
         return outcome.reward
 
 
+class ContainerReward(OwnReward):
+    """The reward of the task's own tests, which have run in the agent's container by now."""
+
+
 def last_boxed(text: str) -> str | None:
     r"""Content of the last \boxed{} in a text, braces within it balanced; None if there is none, or it never closes."""
     start = text.rfind("\\boxed{")

@@ -15,7 +15,7 @@ from common.config.data import Side
 from common.errors import UserError
 from common.messages import Ending
 from generator.rewards import Outcome, Score, Scorer
-from generator.rewards.registry import OWN, sees_folder
+from generator.rewards.registry import IN_CONTAINER, OWN, sees_folder
 from launcher.audit.evidence import Evidence
 from launcher.audit.journal_lines import some
 from launcher.audit.records import episode_files, lines_of
@@ -24,7 +24,7 @@ from sampler.prompts.prompt_set import PromptSet
 # Rewards that are not computed again, and why.
 ELSEWHERE = {"code": "needs a sandbox", "judge": "asks a server"}
 # Rewards that read only the last turn, or the agent's own reward.
-WITHOUT_RESPONSE = {"exact", "boxed", "math", "reasoning_gym", "length", "overlong", OWN}
+WITHOUT_RESPONSE = {"exact", "boxed", "math", "reasoning_gym", "length", "overlong", OWN, IN_CONTAINER}
 TURN_LIMITS = (Ending.MAX_ASSISTANT_TURNS, Ending.MAX_USER_TURNS)
 AT_ONCE = 64  # episodes that are scored side by side
 

@@ -56,8 +56,8 @@ def check(
 ) -> None:
     """Read every row of a run's data, and report on each source: how many rows can be used, what is wrong with the
     others, columns, types of answers, lengths of prompts, and a row as the model sees it; with a reward, the references
-    that it fails on, or that no answer can match. Exit code 2 if a source has no usable row, or the reward fails on
-    most.
+    that it fails on, or that no answer can match; of tasks in containers, images, which are built, and rewards of some
+    solutions. Exit code 2 if a source has no usable row, or the reward fails on most.
 
     - `spo data check my.yaml`
     - `spo data check data/maths.parquet -o data.prompt_column=problem`
@@ -82,9 +82,11 @@ def check(
         *CHECKS,
         rows,
         *([Check("reward", _reward, When.DATA, (Role.SAMPLER,), Need.CONFIG)] if has_reward else []),
+        Check("tasks", _tasks, When.DATA, (Role.SAMPLER,), Need.CONFIG),
     ]
     findings = examine(checks, When.DATA, Context(Role.SAMPLER, Machine(), config))
     rewards = [finding for finding in findings if finding.name == "reward"]
+    tasks = [finding for finding in findings if finding.name == "tasks"]
     note = notes[-1] if notes else ""
     trained = set().union(*(report.ids for report in reports if report.key.startswith("data.train")))
     heldout = [report.ids for report in reports if report.key.startswith("data.heldout")]
@@ -93,13 +95,14 @@ def check(
         sources = [_plain(report) for report in reports]
         result = {"sources": sources, "heldout_also_trained_on": shared, "tokens_not_counted": note}
         result["reward"] = [{"level": finding.level.value, "line": finding.line} for finding in rewards]
+        result["tasks"] = [{"level": finding.level.value, "line": finding.line} for finding in tasks]
         sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     else:
         limit = config.data.max_prompt_tokens
         text = [line for report in reports for line in lines(report, limit)]
         text += [f"tokens are not counted: {note}"] if note else []
         text += [f"{shared:,} held-out prompts are also trained on"] if shared else []
-        text += [f"reward: {one_line(finding.line)}" for finding in rewards]
+        text += [f"{finding.name}: {one_line(finding.line)}" for finding in (*rewards, *tasks)]
         sys.stdout.write("\n".join(text) + "\n")
     refuse_problems(findings)
 
@@ -147,6 +150,14 @@ def _reward(context: Context) -> Iterator[Finding]:
         yield warning(f"not tried, since {error.name} is not installed here")
         return
     yield from try_sources(context.config, SLOW_ROWS, all_if_quick=True, track=_track)
+
+
+def _tasks(context: Context) -> Iterator[Finding]:
+    """Build the images of tasks that agents play in containers, and play some of them."""
+    if any(episode.agent and episode.agent.image for episode in context.config.episodes_in_use().values()):
+        from launcher.checks.containers import try_tasks  # needs packages of the generator
+
+        yield from try_tasks(context.config, _track)
 
 
 def _track(rows: Iterable[Any], total: int, what: str) -> Iterator[Any]:

@@ -17,7 +17,11 @@ from generator.rewards.rules import last_boxed
 from sampler.prompts.prompt_set import Prompt
 
 FAILURES = (RewardFailed, WorkerDied, TimeoutError, ValueError)
-UNTRIED = {"judge": "it would ask a server", "agent": "only an agent gives it"}
+UNTRIED = {
+    "judge": "it would ask a server",
+    "agent": "only an agent gives it",
+    "container": "tests in a container give it",
+}
 COMPARE = {"exact", "boxed", "boxed_think", "math"}  # built-in rewards that compare an answer with the reference
 # Forms in which a reward may read a right answer; {} is the reference.
 FORMS = (

@@ -15,11 +15,13 @@ from common.config.data import Source
 from common.errors import UserError
 from common.log import get_logger
 from common.process import run_coroutine
+from generator.agents.containers.container import check_containers
 from generator.agents.environment import check_environments
 from generator.agents.sandboxed import check_agents
 from generator.episode.parts import SIDES, SharedParts
 from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
+from launcher.checks.containers import check_images
 from launcher.checks.references import START_ROWS, can_be_tried, compares_only, not_tried, try_references
 from launcher.checks.vocabulary import check_vocabularies
 from sampler.advantages import load_advantage
@@ -36,6 +38,8 @@ def check_with_rewards(config: Config) -> None:
     check_agents(config)
     check_parts(config)
     run_coroutine(check_environments(config, get_logger()))
+    run_coroutine(check_containers(config, get_logger()))
+    check_images(config)
     findings = try_sources(config, START_ROWS)
     refuse_problems(findings)
     for finding in findings:

@@ -107,9 +107,21 @@ def start(config: Config, options: RunOptions, view: Callable[[], View], log: An
 
     def work() -> Summary:
         with held, closing(feed):
-            return _run(config, options, layout, view, phases, supervisor, feed)
+            try:
+                return _run(config, options, layout, view, phases, supervisor, feed)
+            finally:
+                _remove_containers(config, log)
 
     return StartedRun(config.run.folder, supervisor, feed, in_background(work, supervisor))
+
+
+def _remove_containers(config: Config, log: Any) -> None:
+    """Remove the containers of agents whose generators were killed."""
+    if any(episode.agent and episode.agent.image for episode in config.episodes_in_use().values()):
+        # Imported here, since the command line starts without what a generator needs.
+        from generator.agents.containers.container import remove_all_left
+
+        remove_all_left(log)
 
 
 def _run(

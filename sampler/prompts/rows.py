@@ -19,12 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.config.data import FILES, NOT_READ, matching_files, misspelt_set
+from common.config.data import FILES, HARBOR, NOT_READ, matching_files, misspelt_set
 from common.errors import UserError, one_line
 from common.files import near_file
 from common.gym_families import make_family, score_answer
 from common.model import LFS
 from sampler.prompts.chat import Messages
+from sampler.prompts.harbor import NotATask, task_folders, task_row
 
 CHUNK = 4096
 BOM = codecs.BOM_UTF8  # Windows' editors begin files with it
@@ -245,6 +246,25 @@ class GymRows(Rows):
                 )
 
 
+class HarborTasks(Rows):
+    """Harbor's tasks; see `sampler.prompts.harbor`. Raises `UserError` if the folder holds none."""
+
+    def __init__(self, source: str) -> None:
+        self.folders = task_folders(source)
+
+    def __len__(self) -> int:
+        return len(self.folders)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        try:
+            return task_row(self.folders[i])
+        except NotATask as problem:
+            raise BadRow(str(problem), reason=problem.reason) from None
+
+    def where(self, i: int) -> str:
+        return str(self.folders[i])
+
+
 def _seed(split: str, options: Mapping[str, Any], field: str) -> int:
     """The family's seed for a split. Item i has seed + i, so the seeds of splits must be far apart."""
     seed = options.get("seed", 0)
@@ -304,6 +324,8 @@ def open_rows(
 def _open(path: str, split: str, options: Mapping[str, Any] | None, config: str | None) -> Rows:
     if path.startswith(PREFIX):
         return GymRows(path, split, options or {})
+    if path.startswith(HARBOR) and not options:
+        return HarborTasks(path)
     if options:
         raise UserError(f"data {path} takes no options (given: {', '.join(options)}); they are for {PREFIX}FAMILY")
     file = Path(path)

@@ -59,7 +59,7 @@ listener = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
 if os.fork():
     listener.close()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.execv(sys.argv[3], sys.argv[3:])
+    os.execvp(sys.argv[3], sys.argv[3:])
 os.closerange(0, 3)
 import asyncio
 async def pump(reader, writer):

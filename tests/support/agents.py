@@ -130,12 +130,12 @@ async def agent_tasks(config: Config) -> AsyncIterator[tuple[TaskRunner, Pretend
         await parts.close()
 
 
-async def run_agent(config: Config, prompt: Any = "What is 1+1?", **row: Any) -> Episode:
+async def run_agent(config: Config, prompt: Any = "What is 1+1?", answer: Any = "2", **row: Any) -> Episode:
     parts = EpisodeParts(config)
     engine: Any = ScriptedEngine()
     endpoint: Any = PretendEndpoint()
     runner = AgentRunner(config, engine, parts, endpoint)
-    task = Task(task_id="t", prompt_id="p", prompt=prompt, answer="2", row=row)
+    task = Task(task_id="t", prompt_id="p", prompt=prompt, answer=answer, row=row)
     episode = await runner.prepare(task)
     try:
         return await runner.run(task, episode, temperature=1.0, top_p=1.0, top_k=0)

@@ -66,12 +66,20 @@ def serve(
                 double.connected -= 1
 
         def do_POST(self) -> None:
-            data = self.rfile.read(int(self.headers["Content-Length"]))
-            is_lines = "ndjson" in self.headers.get("Content-Type", "")
-            self.answer([json.loads(line) for line in data.splitlines()] if is_lines else json.loads(data))
+            content = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            kind = self.headers["Content-Type"] or "application/json"
+            if "ndjson" in kind:
+                self.answer([json.loads(line) for line in content.splitlines()])
+            else:
+                self.answer(json.loads(content or b"null") if kind == "application/json" else content)
+
+        def do_PUT(self) -> None:
+            self.answer(self.rfile.read(int(self.headers["Content-Length"])))
 
         def do_GET(self) -> None:
             self.answer(None)
+
+        do_DELETE = do_GET
 
         def answer(self, body: Any) -> None:
             with double.lock:

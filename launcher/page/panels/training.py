@@ -96,11 +96,17 @@ def lengths_panel(metrics: Metrics) -> dict[str, Any]:
         turns="num_turns/mean", tool_calls="tool_calls/mean", rows="num_rows/mean",
         requests="agent/requests", refused_requests="agent/refused",
     )  # fmt: skip
+    parts = {name: f"container/{name}_seconds" for name in ("start", "agent", "grading")}
     charts = [
         lines("lengths", "Response length", lengths, "tokens"),
         lines("cut-off", "Cut off by a limit", of(of_episodes="response_length/clip_ratio"), "share"),
         lines("turns", "Turns, tool calls, rows and requests per episode", calls),
-        lines("seconds", "Seconds per episode", of(mean="episode/seconds_mean", longest="episode/seconds_max"), "s"),
+        lines(
+            "seconds",
+            "Seconds per episode",
+            of(mean="episode/seconds_mean", longest="episode/seconds_max", **parts),
+            "s",
+        ),
     ]
     return panel("lengths", "Lengths and cut-offs", charts, missing=NO_BATCH)
 

@@ -1,0 +1,335 @@
+"""The containers of agents: started ahead, one for each task, removed after it, and never left behind.
+
+A container's first process only sleeps. The agent is run beside it by the engine's `exec`, and so are the task's tests,
+after a restart that has killed all that the agent has started. The endpoint comes in as a Unix socket; a forwarder lets
+the agent reach it by TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from common.config import Config
+from common.config.agent import ContainerConfig
+from common.errors import UserError
+from common.files import is_abandoned
+from common.messages import first_problem
+from generator.agents.containers.engine import ContainerEngine, ContainerFailed
+from generator.agents.programs import (
+    ANSWER_FILE,
+    MAX_ANSWER,
+    TASK_FILE,
+    AgentFailed,
+    AgentTask,
+    asked,
+    packed,
+    variables,
+)
+from sandbox_client.worker.command import FORWARD
+
+FOLDER = "/spo"  # of the task's files, in the container
+SOCKETS = "/run/spo"  # the folder of the endpoint's socket, in the container
+PORT = 39111  # where agents find the endpoint; programs of a task rarely listen there
+URL = f"http://127.0.0.1:{PORT}"
+PROMPT_FILE, LOG_FILE = "prompt.txt", "agent.log"
+OWNER, RUN, GENERATOR = "spo.folder", "spo.run", "spo.generator"  # labels
+LOOK_SECONDS = 5.0  # between two looks at what was written to a container's disk
+CLOSE_SECONDS = 20.0
+SHOWN_OUTPUT = 400  # characters at the end of what an agent prints, for messages
+
+# The same for images with Node.js; see `FORWARD`.
+FORWARD_JS = """
+const net = require("net"), [port, path, ...command] = process.argv.slice(2);
+net.createServer((one) => {
+  const other = net.connect(path);
+  one.on("error", () => other.destroy()), other.on("error", () => one.destroy());
+  one.pipe(other), other.pipe(one);
+}).listen(Number(port), "127.0.0.1", () => {
+  const agent = require("child_process").spawn(command[0], command.slice(1), { stdio: "inherit" });
+  agent.on("error", (error) => { console.error(String(error)); process.exit(127); });
+  agent.on("exit", (code) => process.exit(code === null ? 137 : code));
+});
+"""
+_START = f"""
+if command -v python3 >/dev/null; then exec python3 -I -S {FOLDER}/forward.py {PORT} {SOCKETS}/socket "$@"; fi
+if command -v node >/dev/null; then exec node {FOLDER}/forward.js {PORT} {SOCKETS}/socket "$@"; fi
+echo "the image has neither python3 nor node, one of which lets the agent reach the model" >&2; exit 125
+"""
+CANNOT_FORWARD = 125
+
+
+def settings_for(config: ContainerConfig, row: dict[str, Any]) -> ContainerConfig:
+    """The container's settings for a task; raises `ContainerFailed` for those of its row that are wrong."""
+    own = row.get("container")
+    if own is None:
+        return config
+    try:
+        return ContainerConfig.model_validate({**config.model_dump(), **own})
+    except (ValidationError, TypeError) as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise ContainerFailed(f"the row's column 'container' = {own!r}: {problem}") from None
+
+
+class TaskContainer:
+    """A started container with one attempt at a task.
+
+    Args:
+        image: its name, for messages.
+        command: of the agent.
+        files: that the command names, by their names in the container's folder.
+    """
+
+    def __init__(
+        self,
+        engine: ContainerEngine,
+        container: str,
+        image: str,
+        settings: ContainerConfig,
+        command: Sequence[str] = (),
+        files: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
+        self.engine, self.id, self.settings = engine, container, settings
+        self._image, self._command, self._files = image, command, files
+
+    async def run(self, task: AgentTask) -> object:
+        """Play a task until the program ends; see `Program.run`.
+
+        If this is cancelled, what the program has started goes on until `stop`.
+
+        Raises:
+            AgentFailed: the program failed, or wrote more than it may.
+            ContainerFailed: the engine or the container failed.
+        """
+        await self.engine.put(self.id, self._given(task), [FOLDER.removeprefix("/")])
+        command = ["sh", "-c", _START, "sh", *self._command]
+        playing = asyncio.ensure_future(self.execute(command, self._variables(task)))
+        filling = asyncio.ensure_future(self._full())
+        try:
+            await asyncio.wait((playing, filling), return_when=asyncio.FIRST_COMPLETED)
+            if not playing.done():
+                raise AgentFailed(filling.result())
+            code, output = playing.result()
+        finally:
+            playing.cancel()
+            filling.cancel()
+            await asyncio.wait((playing, filling))
+        (task.folder / LOG_FILE).write_text(output, encoding="utf-8")
+        if code == CANNOT_FORWARD:
+            raise ContainerFailed(" ".join(output.split())[-SHOWN_OUTPUT:])
+        if code != 0:
+            shown = " ".join(output.split())[-SHOWN_OUTPUT:] or "it printed nothing"
+            raise AgentFailed(f"{self._command[0]} ended with exit code {code}: {shown}")
+        answer = await self.engine.get(self.id, f"{FOLDER}/{ANSWER_FILE}", MAX_ANSWER + 1)
+        if answer is not None and len(answer) > MAX_ANSWER:
+            raise AgentFailed(f"{ANSWER_FILE} has more than {MAX_ANSWER:,} bytes")
+        return None if answer is None else answer.decode(errors="replace")
+
+    async def execute(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, user: str = ""
+    ) -> tuple[int, str]:
+        """See `ContainerEngine.execute`; if the container has ended, the error says so."""
+        try:
+            return await self.engine.execute(self.id, command, environment, user)
+        except ContainerFailed:
+            state = (await self.engine.state(self.id))["State"]
+            if state["Running"]:
+                raise
+            raise ContainerFailed(
+                f"the container of image {self._image} has ended by itself, with exit code {state['ExitCode']}"
+                + (": out of memory" if state.get("OOMKilled") else "")
+            ) from None
+
+    async def stop(self) -> None:
+        """Kill all that runs in the container; its files stay."""
+        await self.engine.restart(self.id)
+
+    def _given(self, task: AgentTask) -> dict[str, bytes]:
+        """The files that the agent finds, by their paths."""
+        described = asdict(task) | {"folder": FOLDER}
+        del described["reward_url"]
+        files = {name: path.read_bytes() for name, path in self._files.items()}
+        files |= {"forward.py": FORWARD.encode(), "forward.js": FORWARD_JS.encode()}
+        files |= {TASK_FILE: json.dumps(described).encode(), PROMPT_FILE: asked(task.prompt).encode()}
+        return {f"{FOLDER.removeprefix('/')}/{name}": content for name, content in files.items()}
+
+    def _variables(self, task: AgentTask) -> dict[str, str]:
+        return variables(task, FOLDER) | {"SPO_PROMPT_FILE": f"{FOLDER}/{PROMPT_FILE}"}
+
+    async def _full(self) -> str:
+        """Wait until more is written to the disk than may be, and say so."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            written = (await self.engine.state(self.id, size=True)).get("SizeRw") or 0
+            if written > self.settings.disk_mb << 20:
+                return (
+                    f"it wrote {written >> 20:,} MiB to the container's disk; "
+                    f"episode.agent.container.disk_mb = {self.settings.disk_mb} are allowed"
+                )
+
+
+class Containers:
+    """The containers of one configuration with an agent; for one event loop.
+
+    A fixed image has as many containers started ahead as are in use, so that the start of one takes no time of a task.
+
+    Args:
+        sockets: the folder with the endpoint's socket, below this process's own folder.
+
+    Raises:
+        UserError: `DOCKER_HOST` or the command cannot be used.
+    """
+
+    def __init__(self, config: Config, sockets: Path | None, engine: ContainerEngine | None = None) -> None:
+        agent = config.episode.agent
+        assert agent is not None
+        assert agent.image is not None
+        assert agent.command is not None
+        self._image, self._settings, self._run = agent.image, agent.container, config.run.name
+        self._command, self._files = packed(agent.command, FOLDER)
+        self._sockets = sockets
+        self.engine = engine or ContainerEngine()
+        self._ahead: defaultdict[ContainerConfig, deque[asyncio.Task[str]]] = defaultdict(deque)
+        self._in_use: Counter[ContainerConfig] = Counter()
+        self._removing: set[asyncio.Task[None]] = set()
+
+    def image_of(self, row: Mapping[str, Any]) -> str:
+        """The image of a task: the row's own, or the fixed one."""
+        own = row.get(self._image)
+        return own if isinstance(own, str) else self._image
+
+    @asynccontextmanager
+    async def started(self, row: dict[str, Any]) -> AsyncIterator[TaskContainer]:
+        """A container for a task, removed afterwards; raises `ContainerFailed`."""
+        settings = settings_for(self._settings, row)
+        image = self.image_of(row)
+        starting = asyncio.create_task(self._taken(image, settings))
+        self._in_use[settings] += 1
+        try:
+            container = await asyncio.shield(starting)
+            yield TaskContainer(self.engine, container, image, settings, self._command, self._files)
+        finally:
+            self._in_use[settings] -= 1
+            self._later(self._discard(starting))
+
+    async def close(self) -> None:
+        """Remove all containers, also those that are starting, and close the connection."""
+        ahead = [starting for queue in self._ahead.values() for starting in queue]
+        self._ahead.clear()
+        for starting in ahead:
+            self._later(self._discard(starting))
+        if self._removing:
+            await asyncio.wait(self._removing, timeout=CLOSE_SECONDS)  # the next generator removes the others
+        await self.engine.close()
+
+    async def _taken(self, image: str, settings: ContainerConfig) -> str:
+        """A container of a row's own image, or one of those that were started ahead."""
+        if image != self._image:
+            return await self._start(image, settings)
+        ahead = self._ahead[settings]
+        taken = ahead.popleft() if ahead else None
+        if len(ahead) < self._in_use[settings]:
+            ahead.append(asyncio.create_task(self._start(self._image, settings)))
+        if taken is not None:
+            with suppress(ContainerFailed):
+                container = await taken
+                if (await self.engine.state(container))["State"]["Running"]:
+                    return container
+            self._later(self._discard(taken))  # the engine was restarted since
+        return await self._start(self._image, settings)
+
+    async def _start(self, image: str, settings: ContainerConfig) -> str:
+        try:
+            async with asyncio.timeout(settings.start_seconds):
+                return await self.engine.start(self._created(image, settings))
+        except TimeoutError:
+            raise ContainerFailed(f"a container of {image} has not started in {settings.start_seconds:g} s") from None
+
+    def _created(self, image: str, settings: ContainerConfig) -> dict[str, Any]:
+        """The engine's settings for a container."""
+        assert self._sockets is not None
+        labels = {OWNER: str(self._sockets.parent), RUN: self._run, GENERATOR: f"{socket.gethostname()}-{os.getpid()}"}
+        host = {
+            "NetworkMode": settings.network,
+            "Binds": [f"{self._sockets}:{SOCKETS}:ro"],
+            "Init": True,
+            "NanoCpus": round(settings.cpus * 1e9),
+            "Memory": settings.memory_mb << 20,
+            "MemorySwap": settings.memory_mb << 20,  # with memory, so no swap
+            "PidsLimit": settings.processes,
+            "LogConfig": {"Type": "none"},
+        }
+        return {"Image": image, "Entrypoint": ["sleep"], "Cmd": ["infinity"], "Labels": labels, "HostConfig": host}
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what no task waits for; `close` does."""
+        doing = asyncio.create_task(work)
+        self._removing.add(doing)
+        doing.add_done_callback(self._removing.discard)
+
+    async def _discard(self, starting: asyncio.Task[str]) -> None:
+        """Remove a container once it has started; if the engine refuses, `remove_left` removes it later."""
+        with suppress(ContainerFailed):
+            await self.engine.remove(await starting)
+
+
+async def remove_left(engine: ContainerEngine) -> int:
+    """Remove the containers whose generators have ended; returns how many.
+
+    Raises:
+        ContainerFailed: the engine is away or refuses.
+    """
+    left = [
+        found["Id"]
+        for found in await engine.labelled(OWNER)
+        if is_abandoned(Path(found.get("Labels", {}).get(OWNER, "/")))
+    ]
+    for container in left:
+        await engine.remove(container)
+    return len(left)
+
+
+def remove_all_left(log: Any) -> None:
+    """Remove the containers of generators that have ended, at the end of a run; a failure is only logged."""
+
+    async def remove() -> None:
+        engine = ContainerEngine()
+        try:
+            await remove_left(engine)
+        except ContainerFailed as error:
+            log.warning("containers of agents may be left; the next generator removes them", error=str(error))
+        finally:
+            await engine.close()
+
+    asyncio.run(remove())
+
+
+async def check_containers(config: Config, log: Any) -> None:
+    """Ask the engine whether it answers, and remove what dead generators have left; raises `UserError`."""
+    if not uses_containers(config):
+        return
+    engine = ContainerEngine()
+    try:
+        log.info("agents run in containers", engine=await engine.version())
+        if left := await remove_left(engine):
+            log.warning("removed containers of generators that have ended", containers=left)
+    except ContainerFailed as error:
+        raise UserError(f"episode.agent.image: {error}") from None
+    finally:
+        await engine.close()
+
+
+def uses_containers(config: Config) -> bool:
+    """Whether an agent of a source runs in containers."""
+    return any(episode.agent and episode.agent.image for episode in config.episodes_in_use().values())

@@ -1,0 +1,173 @@
+"""Before a run, builds the images of tasks and plays some: the solution must pass, and doing nothing must not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from common.checks.check import Finding, ok, problem, warning
+from common.config import Config, Source
+from common.errors import UserError
+from common.files import own_folder
+from common.process import run_coroutine
+from generator.agents.containers.container import Containers, TaskContainer, uses_containers
+from generator.agents.containers.engine import ContainerFailed
+from generator.agents.containers.grading import GradingTimedOut, files_of, grade
+from generator.rewards.pool import RewardFailed
+from sampler.prompts.harbor import DOCKERFILE, SOLUTION
+from sampler.prompts.prompt_set import check_rows, read_answer
+from sampler.prompts.rows import CheckedRow, HarborTasks, open_rows
+
+SAMPLE = 3  # tasks of each source that are played
+START_ROWS = 16  # of each source, whose images must be there when a run starts
+BUILD_SECONDS = 3600.0
+PLACE = "solution"  # of the solution's files, in the container
+FAILURES = (ContainerFailed, RewardFailed)
+
+
+def check_images(config: Config) -> None:
+    """Raise `UserError` if the image of one of the first tasks is not there."""
+    if not uses_containers(config):
+        return
+
+    async def check() -> None:
+        for source, own in _sources(config):
+            containers = Containers(own, None)
+            try:
+                for row in islice(_usable(source), START_ROWS):
+                    image = containers.image_of(row.row or {})
+                    if not await containers.engine.has_image(image):
+                        raise UserError(
+                            f"{source.key}: there is no image {image!r} for the task of "
+                            f"{_rows(source).where(row.number)}; build it, or have `spo data check` build Harbor's"
+                        )
+            except ContainerFailed as error:
+                raise UserError(f"{source.key}: {error}") from None
+            finally:
+                await containers.close()
+
+    run_coroutine(check())
+
+
+def try_tasks(config: Config, track: Any = None) -> list[Finding]:
+    """Findings about the tasks of each source whose agent runs in containers; builds the images that are not there.
+
+    Args:
+        track: shows progress over rows: `track(rows, how many, what)`.
+    """
+
+    async def each() -> list[Finding]:
+        return [one for source, own in _sources(config) async for one in _try_source(source, own, track)]
+
+    return run_coroutine(each())
+
+
+async def _try_source(source: Source, own: Config, track: Any) -> AsyncIterator[Finding]:
+    sockets = own_folder() / "endpoint"
+    sockets.mkdir(exist_ok=True)
+    containers = Containers(own, sockets)
+    try:
+        rows = [row for row in _usable(source) if row.row is not None]
+        built, missing = await _build(source, containers, track(rows, len(rows), "images") if track else rows)
+        for line in missing:
+            yield problem(f"{source.key}: {line}")
+        yield ok(f"{source.key}: {built} images built, {len(rows) - len(missing)} of {len(rows)} tasks have theirs")
+        if not missing and "container" in own.episode.reward_weights:
+            step = max(1, len(rows) // SAMPLE)
+            for row in rows[::step][:SAMPLE]:
+                yield await _played(source, own, containers, row)
+    except ContainerFailed as error:
+        yield problem(f"{source.key}: {error}")
+    finally:
+        await containers.close()
+
+
+async def _build(source: Source, containers: Containers, rows: Any) -> tuple[int, list[str]]:
+    """Build the images that are not there: how many were built, and what is wrong with the others."""
+    opened, built, wrong, seen = _rows(source), 0, list[str](), set[str]()
+    for row in rows:
+        image = containers.image_of(row.row)
+        if image in seen or await containers.engine.has_image(image):
+            continue
+        seen.add(image)
+        where = opened.where(row.number)
+        folder = opened.folders[row.number] if isinstance(opened, HarborTasks) else None
+        if folder is None or not (folder / DOCKERFILE).is_file():
+            wrong.append(f"{where}: there is no image {image!r}; build or pull it")
+            continue
+        try:
+            await _build_task(containers, image, folder)
+            built += 1
+        except FAILURES as error:
+            wrong.append(f"{where}: {error}")
+    return built, wrong
+
+
+async def _build_task(containers: Containers, image: str, folder: Path) -> None:
+    context = files_of(folder / "environment", "Dockerfile")
+    await containers.engine.build(image, context, os.environ.get("SPO_BUILD_NETWORK"), BUILD_SECONDS)
+
+
+async def _played(source: Source, own: Config, containers: Containers, row: CheckedRow) -> Finding:
+    """Whether a task's tests give the highest reward to its solution, and less to an agent that does nothing."""
+    opened, highest = _rows(source), own.sampler.tracker.reward_range[1]
+    where, tests = f"{source.key}: {opened.where(row.number)}", read_answer(row.row or {}, source)
+    try:
+        async with containers.started(row.row or {}) as idle:
+            nothing = await _reward(idle, tests)
+        if nothing >= highest:
+            return problem(f"{where}: an agent that does nothing gets {nothing:g}; its tests must fail at first")
+        solution = opened.folders[row.number] / SOLUTION if isinstance(opened, HarborTasks) else None
+        if solution is None or not solution.is_file():
+            return warning(f"{where}: it has no solution to try; an agent that does nothing gets {nothing:g}")
+        async with containers.started(row.row or {}) as solved:
+            output = await _solve(solved, solution)
+            reward = await _reward(solved, tests)
+    except FAILURES as error:
+        return problem(f"{where}: {error}")
+    if reward < highest:
+        return problem(f"{where}: its solution gets {reward:g} instead of {highest:g} (it ended with {output})")
+    return ok(f"{where}: its solution gets {reward:g}, doing nothing {nothing:g}")
+
+
+async def _solve(container: TaskContainer, solution: Path) -> str:
+    """Run a solution; returns how it ended."""
+    files = files_of(solution.parent, solution.name)
+    await container.engine.put(container.id, {f"{PLACE}/{path}": content for path, content in files.items()})
+    try:
+        async with asyncio.timeout(container.settings.agent_seconds):
+            code, output = await container.execute([f"/{PLACE}/{solution.name}"])
+    except TimeoutError:
+        return f"no exit code within {container.settings.agent_seconds:g} s"
+    return f"exit code {code}, {' '.join(output.split())[-200:] or 'and printed nothing'}"
+
+
+async def _reward(container: TaskContainer, tests: Any) -> float:
+    try:
+        return await grade(container, tests)
+    except GradingTimedOut:
+        raise RewardFailed(f"its tests take longer than {container.settings.grading_seconds:g} s") from None
+
+
+def _sources(config: Config) -> Iterator[tuple[Source, Config]]:
+    """The sources whose agents run in containers, each with its configuration."""
+    for source in (*config.data.sources("train"), *config.data.sources("heldout")):
+        own = config.for_source(source)
+        if own.episode.agent is not None and own.episode.agent.image is not None:
+            yield source, own
+
+
+def _rows(source: Source) -> Any:
+    return open_rows(source.path, source.split, source.options, source.config)
+
+
+def _usable(source: Source) -> Iterator[CheckedRow]:
+    """The rows that can be used; none if the data cannot be opened, which other checks report."""
+    try:
+        rows = _rows(source)
+    except UserError:
+        return iter(())
+    return (row for row in check_rows(rows, source) if row.problem is None)

@@ -1,0 +1,138 @@
+"""Tasks in Harbor's folders: `task.toml`, `instruction.md`, `environment/`, `tests/` and `solution/`.
+
+Harbor's own package reads them too, but needs Python 3.12; the verifiers package does not build a Dockerfile.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from common.config.data import HARBOR
+from common.errors import UserError
+
+CONFIG, INSTRUCTION, DOCKERFILE = "task.toml", "instruction.md", "environment/Dockerfile"
+TESTS, SOLUTION = "tests/test.sh", "solution/solve.sh"
+# Parts of a task that its tests may rely on, and that are not provided.
+COMPOSE = ("environment/docker-compose.yaml", "environment/docker-compose.yml")
+UNITS = {"K": 1 / 1024, "M": 1, "G": 1024}  # MiB
+
+
+class NotATask(Exception):
+    """A folder that cannot be used as a task; the text says why.
+
+    Attributes:
+        reason: the text without details that differ from task to task.
+    """
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason or text
+
+
+def task_folders(source: str) -> list[Path]:
+    """The tasks in a folder, given as `harbor:FOLDER`, or the folder itself if it is a task.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = Path(source.removeprefix(HARBOR)).expanduser().absolute()
+    if not folder.is_dir():
+        raise UserError(f"data {source}: there is no folder {folder}")
+    configs = [folder / CONFIG] if (folder / CONFIG).is_file() else sorted(folder.glob(f"*/{CONFIG}"))
+    if not configs:
+        raise UserError(f"data {source}: there is no {CONFIG} in {folder}, nor in its folders")
+    return [config.parent for config in configs]
+
+
+def task_row(folder: Path) -> dict[str, Any]:
+    """A task as a row; raises `NotATask`.
+
+    It has `prompt`, the instruction; `answer`, the folder of the tests, which no agent sees; `task`, the folder's name;
+    `docker_image`, its name; and `container`, the task's own limits.
+    """
+    settings = _settings(folder)
+    for needed in (INSTRUCTION, TESTS):
+        if not (folder / needed).is_file():
+            raise NotATask(f"the task has no {needed}")
+    return {
+        "prompt": (folder / INSTRUCTION).read_text(encoding="utf-8", errors="replace").strip(),
+        "answer": str((folder / TESTS).parent),
+        "task": folder.name,
+        "docker_image": _image(folder, settings),
+        "container": _limits(settings),
+    }
+
+
+def _image(folder: Path, settings: dict[str, Any]) -> str:
+    """The name of a task's image: the one that it names, or one with a hash of what it is built from."""
+    if named := _section(settings, "environment").get("docker_image"):
+        return str(named)
+    if not (folder / DOCKERFILE).is_file():
+        raise NotATask(f"the task has neither {DOCKERFILE} nor environment.docker_image in {CONFIG}")
+    digest = blake2b(digest_size=6)
+    environment = folder / "environment"
+    for path in sorted(environment.rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(environment)}\0{len(content)}\0".encode())
+            digest.update(content)
+    name = "".join(letter if letter.isalnum() else "-" for letter in folder.name.lower()).strip("-") or "task"
+    return f"spo-harbor/{name}:{digest.hexdigest()}"
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The task's configuration; raises `NotATask` if it cannot be read, or asks for what there is not."""
+    try:
+        settings = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise NotATask(f"{CONFIG} cannot be read ({error})", reason=f"{CONFIG} cannot be read") from None
+    environment, verifier = _section(settings, "environment"), _section(settings, "verifier")
+    for what, is_asked in {
+        "several steps": settings.get("steps"),
+        "several services (docker-compose)": any((folder / name).exists() for name in COMPOSE),
+        "another system than Linux": str(environment.get("os", "linux")).lower() != "linux",
+        "GPUs or TPUs": environment.get("gpus") or environment.get("tpu"),
+        "MCP servers": environment.get("mcp_servers"),
+        "a network with a list of allowed hosts": environment.get("network_mode") == "allowlist",
+        "a verifier in a container of its own": verifier.get("environment_mode") == "separate"
+        or verifier.get("environment"),
+    }.items():
+        if is_asked:
+            raise NotATask(f"the task asks for {what}, which is not supported")
+    return settings
+
+
+def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    section = settings.get(name, {})
+    if not isinstance(section, dict):
+        raise NotATask(f"{CONFIG}: {name} = {section!r} is no section", reason=f"{CONFIG} cannot be read")
+    return section
+
+
+def _limits(settings: dict[str, Any]) -> dict[str, Any]:
+    """The task's limits, by the keys of `episode.agent.container`."""
+    environment = _section(settings, "environment")
+    limits = {
+        "cpus": environment.get("cpus"),
+        "memory_mb": environment.get("memory_mb", _size(environment.get("memory"))),
+        "disk_mb": environment.get("storage_mb", _size(environment.get("storage"))),
+        "agent_seconds": _section(settings, "agent").get("timeout_sec"),
+        "grading_seconds": _section(settings, "verifier").get("timeout_sec"),
+        "network": "none" if environment.get("network_mode") == "no-network" else None,
+    }
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _size(text: Any) -> int | None:
+    """MiB of a size such as `2G`, the older form."""
+    if text is None:
+        return None
+    try:
+        return int(float(str(text)[:-1]) * UNITS[str(text)[-1:].upper()])
+    except (ValueError, KeyError):
+        raise NotATask(
+            f"{CONFIG} has the size {text!r}; write it as 512M or 2G", reason=f"{CONFIG} has no size"
+        ) from None
