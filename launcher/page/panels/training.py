@@ -75,7 +75,8 @@ def optimization_panel(metrics: Metrics) -> dict[str, Any]:
     supervised = lines("sft-loss", "Loss on demonstrations", steps(metrics, demonstrations, "learner"), "nats/token")
     entropy = noisy("entropy", metrics.series("actor/entropy", "learner"))
     charts = [
-        supervised if metrics.last("sft/loss") is not None else lines("loss", "Policy loss", of("pg_loss", "loss")),
+        *([] if metrics.last("sft/loss") is None else [supervised]),
+        lines("loss", "Policy loss", of("pg_loss", "loss")),
         lines("entropy", "Entropy of the policy", entropy, "nats/token"),
         lines("grad-norm", "Gradient norm", of("grad_norm")),
         lines("clipped", "Clipped tokens", of("clip_low", "clip_high"), "share"),
