@@ -23,11 +23,10 @@ from common.scripts import ConfigArgument, OverrideOption
 from launcher.options import Generators
 from launcher.run.folder_lock import locked
 from launcher.sft.settings import supervised, with_steps
-from launcher.sft.training import UNFINISHED, folders, train_here
 
 STOPPED = 130
 # Keys of the section that may change when training continues; the demonstrations are in the run folder.
-MAY_CHANGE = ("epochs", "steps", "learner", "heldout")
+MAY_CHANGE = ("epochs", "steps", "learner", "heldout", "experiment")
 
 
 def sft(
@@ -107,6 +106,7 @@ def prepare(config: Config, log: Any) -> Config:
         UserError: no demonstration can be used, or the run folder is that of another training.
     """
     # Imported here, since the command line starts without what a generator needs.
+    from launcher.sft.training import folders
     from learner.supervised.demonstrations import Demonstrations
 
     folder, (train, heldout) = config.run.folder, folders(config)
@@ -149,17 +149,25 @@ def _check_folder(config: Config, train: Path) -> None:
         raise UserError(f"{folder} is the folder of another run; choose another sft.experiment")
     if not checkpoint_versions(folder):
         return
-    before, now = (yaml.safe_load(text) for text in (existing.read_text(), dump_config(config, absolute=True)))
-    for key, value in now["sft"].items():
-        if key not in MAY_CHANGE and before.get("sft", {}).get(key) != value:
+    before, now = (_fixed(yaml.safe_load(text)) for text in (existing.read_text(), dump_config(config, absolute=True)))
+    for key, value in now.items():
+        if before.get(key) != value:
             raise UserError(
-                f"{folder} was trained with sft.{key} = {before['sft'].get(key)!r}, and sft.{key} = {value!r} now: "
-                "continue with its value, or choose another sft.experiment"
+                f"{folder} was trained with {key} = {before.get(key)!r}, and it is {value!r} now: continue with its "
+                "value, or choose another sft.experiment"
             )
+
+
+def _fixed(values: dict[str, Any]) -> dict[str, Any]:
+    """What must not change when training continues, by key."""
+    own = {f"sft.{key}": value for key, value in values.get("sft", {}).items() if key not in MAY_CHANGE}
+    return own | {"run.seed": values["run"]["seed"], "model.path": values["model"]["path"]}
 
 
 def _train(config: Config, ranks: int, log: Any) -> bool:
     """Train on this many ranks; returns whether it reached the end. Raises `SystemExit` if a rank failed."""
+    from launcher.sft.training import UNFINISHED, train_here
+
     if ranks == 1:
         return train_here(config, log)
     from learner.ranks.launch import launch

@@ -87,10 +87,12 @@ class RowReader:
             raise BadRow(
                 f"it needs the columns {wanted} {self._sft.completion_column!r}; it has {', '.join(row) or 'none'}"
             )
-        messages = as_messages(prompt, self._data.system_prompt) if isinstance(prompt, str) else list(prompt)
+        for column, value in ((self._data.prompt_column, prompt), (self._sft.completion_column, completion)):
+            if not isinstance(value, str | list):
+                raise BadRow(f"column {column!r} is of type {type(value).__name__}, and neither text nor messages")
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion, "weight": row.get("weight")}]
-        return [*messages, *completion]
+        return [*as_messages(prompt, self._data.system_prompt), *completion]
 
     def _tools(self, row: Mapping[str, Any]) -> dict[str, Any]:
         tools, column = row.get(self._sft.tools_column), self._sft.tools_column

@@ -89,6 +89,7 @@ BAD: dict[str, dict[str, Any]] = {
     "is of type str, and not a list of messages": {"messages": "hello"},
     "message 1 has no role": {"messages": [{"content": "x"}, SAID]},
     "needs the columns 'messages', or 'prompt' and 'completion'; it has prompt": {"prompt": "x"},
+    "'completion' is of type int, and neither text nor messages": {"prompt": "x", "completion": 1},
     "'tools' is not JSON": {"messages": MESSAGES, "tools": "{"},
     "contains '<|im_end|>', which ends a turn": {"messages": [USER, {**SAID, "content": "a<|im_end|>b"}]},
     "not those of an episode of this model": {"token_ids": [1, 2], "model_spans": [[1, 3]]},
