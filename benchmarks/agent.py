@@ -23,6 +23,7 @@ import contextlib
 import json
 import random
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -59,25 +60,21 @@ def make_model(shape: str, folder: Path) -> None:
 
         save_model(folder)
         return
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from launcher.quickstart.tiny_model import save
     from launcher.quickstart.warm_start import train
     from launcher.tasks import arithmetic
     from launcher.tasks.special_tokens import calculator_call
     from launcher.tasks.task import Problem, Turn
 
     initial = cached_model(find_task("agent"))
-    tokenizer: Any = AutoTokenizer.from_pretrained(initial)
-    model: Any = AutoModelForCausalLM.from_pretrained(initial)
     if shape == "calls":
 
         def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
             return [Turn(calculator_call(problem.solution[0]), problem.answer), Turn(problem.answer)]
 
         recipe = Recipe(steps=STEPS, rows=32, lr=1e-3, warmup=1)
-        train(model, tokenizer, QuickstartTask("calls", "", arithmetic.problems, demonstrate, recipe=recipe))
-    save(model, tokenizer, folder)
+        train(initial, folder, QuickstartTask("calls", "", arithmetic.problems, demonstrate, recipe=recipe))
+    else:
+        shutil.copytree(initial, folder, dirs_exist_ok=True)
 
 
 def configuration(shape: str, model: Path, concurrency: int, agent: bool) -> Config:

@@ -61,9 +61,8 @@ def make_task(folder: Path) -> None:
     )
     torch.set_num_threads(2)
     tokenizer = build_tokenizer(task.extra_tokens)
-    model = build_model(tokenizer, seed=0)
-    train(model, tokenizer, task)
-    save(model, tokenizer, folder / "model")
+    save(build_model(tokenizer, seed=0), tokenizer, folder / "untrained")
+    train(folder / "untrained", folder / "model", task)
     write(task.split(0, TASK_SIZE, 1)[0], folder / "train.jsonl")
 
 

@@ -68,9 +68,10 @@ def _train_model(task: QuickstartTask, folder: Path, progress: Progress | None) 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = tiny_model.build_tokenizer(task.extra_tokens)
-    model = tiny_model.build_model(tokenizer, task.recipe.seed, experts=task.recipe.experts)
-    train(model, tokenizer, task, progress)
-    tiny_model.save(model, tokenizer, folder)
+    with tempfile.TemporaryDirectory() as untrained:
+        model = tiny_model.build_model(tokenizer, task.recipe.seed, experts=task.recipe.experts)
+        tiny_model.save(model, tokenizer, Path(untrained))
+        train(Path(untrained), folder, task, progress)
 
 
 @contextmanager

@@ -1,38 +1,35 @@
 """Trains the initial model with supervision: it learns a good and a bad way to answer, and mostly takes the bad one.
 
-It is trained on the demonstrations of a task, with exactly the tokens that episodes will have. The two ways differ in
-one token, the first of a turn. That token's weight in the loss decides how often the model will take the better way:
-seldom, but often enough for RL to find it.
+`spo sft`'s training gets the demonstrations of a task, with exactly the tokens that episodes will have. The two ways
+differ in one token, the first of a turn. That token's weight in the loss decides how often the model will take the
+better way: seldom, but often enough for RL to find it.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
+import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from common.config import Config, parse_config
+from common.files import checkpoint
+from common.log import get_logger
 from generator.chat.template import ChatTemplate
 from generator.formats import make_format
-from launcher.quickstart.tiny_model import TinyModel
+from launcher.sft.settings import supervised, with_steps
+from launcher.sft.training import folders, train_here
 from launcher.tasks.special_tokens import TURN_END
-from launcher.tasks.task import Problem, QuickstartTask, Recipe, Turn
+from launcher.tasks.task import Problem, QuickstartTask, Turn
+from learner.supervised.demonstrations import Demonstration, Demonstrations
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A demonstration as tokens, and each token's weight in the loss (0 for tokens the model does not generate)."""
-
-    token_ids: list[int]
-    weights: list[float]
-
-
-class Demonstrations:
+class TaskDemonstrations:
     """Tokenizes a task's demonstrations piece by piece, exactly as an episode is tokenized."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, task: QuickstartTask) -> None:
@@ -42,23 +39,21 @@ class Demonstrations:
         self.wrap = make_format(task.call_format).wrap
         self.rng = random.Random(f"warm start {task.recipe.seed}")
 
-    def batches(self) -> Iterator[list[Example]]:
-        stream = self.task.problems(self.rng)
-        while True:
-            problems = itertools.islice(stream, self.task.recipe.rows)
-            yield [self.example(problem, self.task.demonstrate(problem, self.rng)) for problem in problems]
+    def __iter__(self) -> Iterator[Demonstration]:
+        for problem in self.task.problems(self.rng):
+            yield self.example(problem, self.task.demonstrate(problem, self.rng))
 
-    def example(self, problem: Problem, turns: list[Turn]) -> Example:
+    def example(self, problem: Problem, turns: list[Turn]) -> Demonstration:
         ids = self.template.prompt([{"role": "user", "content": problem.prompt}]).tolist()
-        weights = [0.0] * len(ids)
+        spans = []
         for turn in turns:
             # Where results stand inside the assistant's turn, a call does not end it.
             continues = turn.replied_by == "tool" and turn.reply is not None and self.wrap is not None
             content = self.tokenizer.encode(turn.content + ("" if continues else TURN_END), add_special_tokens=False)
-            reply = self._reply(turn)
-            ids += content + reply
-            weights += [turn.weight] + [1.0] * (len(content) - 1) + [0.0] * len(reply)
-        return Example(ids, weights)
+            start, end = len(ids), len(ids) + len(content)
+            spans += [(start, start + 1, turn.weight), (start + 1, end, 1.0)]
+            ids += content + self._reply(turn)
+        return Demonstration.of_spans(np.array(ids, np.int32), spans)
 
     def _reply(self, turn: Turn) -> list[int]:
         if turn.reply is None:
@@ -69,59 +64,51 @@ class Demonstrations:
 
 
 def train(
-    model: TinyModel,
-    tokenizer: PreTrainedTokenizerFast,
-    task: QuickstartTask,
-    progress: Callable[[int, int, float], None] | None = None,
+    model: Path, output: Path, task: QuickstartTask, progress: Callable[[int, int, float], None] | None = None
 ) -> None:
-    """Train the model in place by the task's recipe; `progress` is called with (step, steps, loss)."""
+    """Train a model folder by the task's recipe, and write the trained one; both have the task's tokenizer.
+
+    Args:
+        output: an empty folder.
+        progress: called with (step, steps, loss).
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM.
+    """
+    work = output / "training"
+    config, recipe = _config(model, work, task), task.recipe
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    rows = itertools.islice(TaskDemonstrations(tokenizer, task), recipe.steps * recipe.rows)
+    Demonstrations.of([*rows]).save(folders(config)[0])
+    if not train_here(config, get_logger(), progress or (lambda *_: None)):
+        raise KeyboardInterrupt
+    for file in (checkpoint(config.run.folder, config.run.steps) / "hf").iterdir():
+        shutil.move(file, output / file.name)
+    shutil.rmtree(work)
+
+
+def _config(model: Path, work: Path, task: QuickstartTask) -> Config:
     recipe = task.recipe
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, recipe))
-    demonstrations = Demonstrations(tokenizer, task).batches()
-    model.train()
-    for step in range(1, recipe.steps + 1):
-        loss = _loss(model, next(demonstrations), tokenizer.pad_token_id)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if progress is not None:
-            progress(step, recipe.steps, loss.item())
-    model.eval()
-
-
-def _schedule(step: int, recipe: Recipe) -> float:
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup) / (recipe.steps - recipe.warmup)))
-
-
-def _loss(model: TinyModel, rows: list[Example], pad: int) -> torch.Tensor:
-    """Mean cross-entropy, weighted by token; short and long rows go in separate batches to save padding."""
-    rows = sorted(rows, key=lambda row: len(row.token_ids))
-    total = sum(sum(row.weights) for row in rows)
-    loss = torch.zeros(())
-    for group in _by_length(rows):
-        width = max(len(row.token_ids) for row in group)
-        ids = torch.tensor([row.token_ids + [pad] * (width - len(row.token_ids)) for row in group])
-        weights = torch.tensor([row.weights + [0.0] * (width - len(row.weights)) for row in group])
-        # Rows are padded on the right and attention is causal: no attention mask is needed.
-        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-        learned = weights[:, 1:] > 0
-        logits = model.lm_head(hidden[learned])
-        losses = F.cross_entropy(logits, ids[:, 1:][learned], reduction="none")
-        loss = loss + (losses * weights[:, 1:][learned]).sum() / total
-    return loss
-
-
-def _by_length(rows: list[Example], spread: int = 8) -> Iterator[list[Example]]:
-    """Cut rows that are sorted by length into groups whose lengths differ by at most `spread`."""
-    group: list[Example] = []
-    for row in rows:
-        if group and len(row.token_ids) - len(group[0].token_ids) > spread:
-            yield group
-            group = []
-        group.append(row)
-    yield group
+    adam: dict[str, Any] = {"lr": recipe.lr, "betas": [0.9, 0.98], "weight_decay": 0.01}
+    adam |= {"torch_adam": True, "fused": True}
+    config = parse_config(
+        {
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"train": "none.jsonl"},
+            "run": {"output_dir": str(work), "log_to": []},
+            "learner": {
+                "dtype": "float32",
+                "lr": recipe.lr,
+                "schedule": "cosine",
+                "warmup_steps": recipe.warmup - 1,
+                "min_lr_ratio": 0.02,
+                "token_budget": 1 << 14,
+                "checkpoint_every": recipe.steps,
+                "checkpoint_in_background": False,
+                "deepspeed": {"optimizer": {"type": "AdamW", "params": adam}},
+            },
+            # Every step has demonstrations of its own, in the order in which they were made.
+            "sft": {"steps": recipe.steps, "batch_size": recipe.rows, "shuffle": False},
+        }
+    )
+    return with_steps(supervised(config), recipe.steps * recipe.rows)

@@ -23,7 +23,7 @@ from common.errors import UserError
 from launcher.quickstart import cache, tiny_model
 from launcher.quickstart.cache import cached_model, key
 from launcher.quickstart.tiny_model import build_tokenizer
-from launcher.quickstart.warm_start import Demonstrations, train
+from launcher.quickstart.warm_start import TaskDemonstrations, train
 from launcher.tasks import DEFAULT, TASKS, arithmetic, code, corrector, dialogue, gym
 from launcher.tasks.special_tokens import CALL_END, CALL_START, TURN_END, calculator_call
 from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Choice, Problem, QuickstartTask, Recipe, Turn, write
@@ -58,12 +58,12 @@ def final_answer(text: str) -> str:
 def test_a_demonstration_with_a_right_end_is_worth_1(task: QuickstartTask) -> None:
     rng = random.Random(1)
     conversations = [(problem, task.demonstrate(problem, rng)) for problem in some(task, 40)]
-    demonstrations = Demonstrations(build_tokenizer(task.extra_tokens), task)
+    demonstrations = TaskDemonstrations(build_tokenizer(task.extra_tokens), task)
     rewards = set()
     for (problem, turns), (episode, reward) in zip(conversations, play_all(task, conversations), strict=True):
         row = demonstrations.example(problem, turns)
         (played,) = episode.rows
-        assert played.tokens().tolist() == row.token_ids
+        assert played.tokens().tolist() == row.token_ids.tolist()
         sampled = [i for start, end in played.spans for i in range(start, end)]
         assert [i for i, weight in enumerate(row.weights) if weight] == sampled
         assert reward == float(final_answer(turns[-1].content) == problem.answer)
@@ -235,10 +235,10 @@ def test_a_demonstration_has_the_tokens_of_an_episode(tokenizer: PreTrainedToken
         "\n<|im_start|>user\n<tool_response>\n89\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     answer = tokenizer.encode("89" + TURN_END)
-    row = Demonstrations(tokenizer, DEFAULT).example(PROBLEM, CALLED)
-    assert row.token_ids == prompt + call + result + answer
+    row = TaskDemonstrations(tokenizer, DEFAULT).example(PROBLEM, CALLED)
+    assert row.token_ids.tolist() == prompt + call + result + answer
     assert len(row.token_ids) <= 50
-    assert row.weights == pytest.approx(
+    assert row.weights.tolist() == pytest.approx(
         [0.0] * len(prompt) + [0.2] + [1.0] * (len(call) - 1) + [0.0] * len(result) + [1.0] * len(answer)
     )
 
@@ -246,7 +246,7 @@ def test_a_demonstration_has_the_tokens_of_an_episode(tokenizer: PreTrainedToken
 @pytest.mark.slow
 def test_a_program_is_answered_within_the_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [Turn("<code>\nprint(1)\n</code>", "1"), Turn("1")]
-    row = Demonstrations(tokenizer, replace(DEFAULT, call_format="code")).example(Problem("What is 1?", "1"), turns)
+    row = TaskDemonstrations(tokenizer, replace(DEFAULT, call_format="code")).example(Problem("What is 1?", "1"), turns)
     assert tokenizer.decode(row.token_ids) == (
         "<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\n"
         "<code>\nprint(1)\n</code><interpreter>\n1\n</interpreter>\n\n1<|im_end|>"
@@ -266,16 +266,19 @@ def test_choices_are_demonstrated_more_often_than_taken() -> None:
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     quick = with_recipe(steps=60, rows=16, warmup=5)
-    model = tiny_model.build_model(tokenizer, seed=0)
+    tiny_model.save(tiny_model.build_model(tokenizer, seed=0), tokenizer, tmp_path / "random")
     losses: list[float] = []
-    train(model, tokenizer, quick, lambda step, steps, loss: losses.append(loss))
+    trained = tmp_path / "trained"
+    train(tmp_path / "random", trained, quick, lambda step, steps, loss: losses.append(loss))
+    assert len(losses) == 60
     assert losses[-1] < losses[0] / 2
-    prompt = Demonstrations(tokenizer, quick).example(PROBLEM, CALLED).token_ids
-    first = prompt.index(tokenizer.convert_tokens_to_ids(CALL_START))
+    prompt = TaskDemonstrations(tokenizer, quick).example(PROBLEM, CALLED).token_ids
+    first = prompt.tolist().index(tokenizer.convert_tokens_to_ids(CALL_START))
+    model = AutoModelForCausalLM.from_pretrained(trained)
     with torch.no_grad():
-        next_token = model(torch.tensor([prompt[:first]])).logits[0, -1].softmax(-1)
+        next_token = model(torch.from_numpy(prompt[None, :first]).long()).logits[0, -1].softmax(-1)
     assert 0.05 < next_token[prompt[first]].item() < 0.3
 
 
