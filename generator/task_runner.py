@@ -30,7 +30,6 @@ from generator.rewards.scorer import returns_to_go
 from generator.teacher.self_teacher import SelfTeacher
 from generator.teacher.server import TeacherServer
 
-
 SCORING = "scoring"  # the step of an episode that waits for its teacher's scores
 
 
