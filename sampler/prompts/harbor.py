@@ -10,8 +10,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from common.config.agent import ContainerConfig
 from common.config.data import HARBOR
 from common.errors import UserError
+from common.messages import first_problem
 
 CONFIG, INSTRUCTION, DOCKERFILE = "task.toml", "instruction.md", "environment/Dockerfile"
 TESTS, SOLUTION = "tests/test.sh", "solution/solve.sh"
@@ -123,7 +127,12 @@ def _limits(settings: dict[str, Any]) -> dict[str, Any]:
         "grading_seconds": _section(settings, "verifier").get("timeout_sec"),
         "network": "none" if environment.get("network_mode") == "no-network" else None,
     }
-    return {name: limit for name, limit in limits.items() if limit is not None}
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    try:
+        ContainerConfig.model_validate(limits)
+    except ValidationError as error:
+        raise NotATask(f"{CONFIG} has wrong limits ({first_problem(error)})", f"{CONFIG} has wrong limits") from None
+    return limits
 
 
 def _size(text: Any) -> int | None:

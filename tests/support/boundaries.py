@@ -25,7 +25,9 @@ from common.network import RetryableError
 from common.payload import Payload, decode_payload, encode_payload, open_record, pack_record
 from common.unpack import Unreadable, unpack
 from common.weights import wire
+from generator.agents.containers.grading import reward_of
 from generator.rewards import scoring_process as frames
+from generator.rewards.pool import RewardFailed
 from sampler.files.episode_files import episode_line
 from sampler.prompts.prompt_set import check_rows, read_answer, read_prompt
 from sampler.prompts.rows import BadRow, open_rows
@@ -228,6 +230,12 @@ BOUNDARIES: dict[str, Boundary] = {
     ),
     "reward job": Boundary(JOBS, reads(frames.unpack_job), (Unreadable,)),
     "reward result": Boundary(RESULTS, reads(reward_result), (Unreadable,)),
+    "reward of tests": Boundary(
+        [b"0.5", to_json({"reward": 1, "other": [2]})],
+        reads(lambda data: reward_of(None, data, "")),
+        (RewardFailed,),
+        **JSON,
+    ),
     "row": Boundary([to_json(row) for row in ROWS], rows, (), **JSON),
     "scores": Boundary([to_json(row) for row in SCORES], scores, (), **JSON),
 }

@@ -88,7 +88,7 @@ def _number(content: bytes, name: str) -> float:
         if isinstance(value, bool) or not math.isfinite(value):
             raise ValueError
         return float(value)
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         raise RewardFailed(
             f"reward 'container': {name} holds {excerpt(content)!r}, which is no finite number"
             + (" and no mapping with one as `reward`" if name.endswith("json") else "")

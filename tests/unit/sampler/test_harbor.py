@@ -57,6 +57,10 @@ def test_an_image_may_be_named(tmp_path: Path) -> None:
         ({"task_toml": "[environment"}, "task.toml cannot be read"),
         ({"task_toml": "environment = 3"}, "environment = 3 is no section"),
         ({"task_toml": '[environment]\nmemory = "much"'}, "size 'much'; write it as 512M or 2G"),
+        (
+            {"task_toml": "[environment]\ncpus = 'all'"},
+            "task.toml has wrong limits (cpus: Input should be a valid number",
+        ),
         ({"task_toml": "[environment]\ngpus = 1"}, "asks for GPUs or TPUs"),
         ({"task_toml": '[environment]\nos = "windows"'}, "another system than Linux"),
         ({"task_toml": '[environment]\nnetwork_mode = "allowlist"'}, "a list of allowed hosts"),
