@@ -36,7 +36,7 @@ def model_card(config: Config, run: Path, version: int) -> str:
         "samples per step": config.sampler.batch_size,
         "learning rate": f"{config.learner.lr:g}",
         "longest response": f"{config.episode.max_response_tokens:,} tokens",
-        "adapter": "none" if config.learner.lora is None else f"LoRA of rank {config.learner.lora.rank}, merged",
+        "adapter": "none" if config.learner.lora is None else f"LoRA of rank {config.learner.lora.rank}",
         "seed": config.run.seed,
     }
     lines = ["---", "library_name: transformers", "tags: [reinforcement-learning, spo]"]
