@@ -33,7 +33,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert [line.split()[0] for line in steps.splitlines()] == ["1", "2", "3", "4"]
     assert ended.count("<polyline") == 2
     assert "finished, step 4 of 4" in ended
-    assert [table.count("<tr") for table in (evaluations, metrics)] == [3, 6]  # with their heads
+    assert [table.count("<tr") for table in (evaluations, metrics)] == [3, 7]  # with heads of one and two rows
     assert "<td>0.0</td>" in wrong
     assert exported == "4"
     assert (tmp_path / "trained/config.json").exists()
