@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # These names follow semantic versioning, and docs/python.md lists them.
 __all__ = [
     "Config", "EndedEarly", "RecordedRun", "StartedRun", "Summary", "UserError", "config", "doctor", "evaluate",
-    "export", "load", "run",
+    "export", "load", "run", "sft",
 ]  # fmt: skip
 
 _CLASSES = {
@@ -92,6 +92,40 @@ def run(
 
     choice = Choice(generators, learner_gpus, generator_gpus, teacher_gpus)
     return start_unseen(_resolved(config, overrides), RunOptions(choice, redis, resume, check=check_before_start))
+
+
+def sft(config: str | Path | Config, overrides: Mapping[str, Any] | None = None, *, ranks: int = 0) -> Path:
+    """Train a model on demonstrations, as `spo sft` does, and return when it is trained.
+
+    Training that was stopped continues. The ranks are processes of their own, which write their progress to stderr and
+    to the run folder, `sft.experiment` under `run.output_dir`; `load` opens it.
+
+    Args:
+        config: the YAML file, whose section `sft` names the demonstrations, or a configuration.
+        overrides: values by key, such as `{"sft.epochs": 2}`.
+        ranks: on this machine, each on a GPU of its own; 0: one for each GPU.
+
+    Returns:
+        The folder of the last checkpoint. The run folder, too, can be the `model.path` of a run.
+
+    Raises:
+        UserError: the configuration, the model, the demonstrations or the run folder cannot be used.
+        EndedEarly: a rank failed, or a signal stopped the training after a checkpoint.
+
+    Example:
+        spo.sft("maths.yaml", {"sft.data": "demonstrations.jsonl"})
+        run = spo.run("maths.yaml", {"model.path": "runs/sft"})
+    """
+    from common import log as logs
+    from common.process import keep_files_private
+    from launcher.sft.settings import supervised
+    from launcher.sft.work import train
+
+    keep_files_private()
+    run = _resolved(config, overrides)
+    folder = supervised(run).run.folder / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return train(run, ranks, logs.to_file("launcher", folder / "launcher.log"), here=False)
 
 
 def load(folder: str | Path) -> RecordedRun:

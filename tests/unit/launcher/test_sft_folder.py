@@ -12,7 +12,7 @@ import pytest
 from common.config import Config, load_config, parse_config
 from common.errors import UserError
 from launcher.quickstart.tiny_model import build_tokenizer
-from launcher.sft.command import prepare
+from launcher.sft.work import prepare
 from launcher.sft.settings import supervised
 from launcher.sft.training import folders
 from learner.supervised.demonstrations import Demonstrations

@@ -1,0 +1,135 @@
+"""Supervised training from rows to a checkpoint: the work of `spo sft` and of `spo.sft`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.checks.computing import visible_gpus
+from common.config import Config, dump_config
+from common.config.combinations import check_ranks
+from common.errors import UserError
+from common.files import checkpoint, checkpoint_versions, rewrite
+from common.model import check_model_folder
+from launcher.run.folder_lock import locked
+from launcher.run.processes import INTERRUPTED, EndedEarly
+from launcher.sft.settings import supervised, with_steps
+from launcher.sft.training import UNFINISHED, folders, train_here
+
+# Keys of the section that may change when training continues; the demonstrations are in the run folder.
+MAY_CHANGE = ("epochs", "steps", "learner", "heldout")
+
+
+def train(run: Config, ranks: int, log: Any, *, here: bool) -> Path:
+    """Train on the demonstrations of `run.sft`, from the newest checkpoint on; see `spo.sft`.
+
+    Args:
+        run: the configuration of the run that comes after.
+        ranks: on this machine; 0: one for each GPU.
+        here: a single rank trains in this process, and not in one of its own.
+
+    Returns:
+        The folder of the last checkpoint.
+
+    Raises:
+        UserError: the model, the demonstrations or the run folder cannot be used, or training diverges.
+        EndedEarly: a signal stopped it after a checkpoint, or a rank failed.
+    """
+    config = supervised(run)
+    ranks = ranks or max(1, visible_gpus(dict(os.environ)).count)
+    check_ranks(config, ranks)
+    check_model_folder(config.model.path, tokenizer=True)
+    folder = config.run.folder
+    with locked(folder, "sft.experiment or run.output_dir"):
+        config = prepare(config, log)
+        if config.run.steps in checkpoint_versions(folder):
+            log.info("trained already; for more, raise sft.epochs or sft.steps", steps=config.run.steps)
+        elif not _train(config, ranks, log, here):
+            newest = max(checkpoint_versions(folder), default=0)
+            raise EndedEarly(f"stopped; the same configuration continues from step {newest}", INTERRUPTED)
+    return checkpoint(folder, config.run.steps)
+
+
+def prepare(config: Config, log: Any) -> Config:
+    """Render the demonstrations into the run folder, and write the configuration there.
+
+    They are not rendered again once there is a checkpoint.
+
+    Returns:
+        The configuration with the number of steps.
+
+    Raises:
+        UserError: no demonstration can be used, or the run folder is that of another training.
+    """
+    # Imported here, since the command line starts without what a generator needs.
+    from learner.supervised.demonstrations import Demonstrations
+
+    folder, (train, heldout) = config.run.folder, folders(config)
+    _check_folder(config, train)
+    if not checkpoint_versions(folder):
+        shutil.rmtree(train.parent, ignore_errors=True)
+        _render(config, train, heldout, log)
+    demonstrations = Demonstrations.open(train)
+    config = with_steps(config, len(demonstrations))
+    log.info(
+        "demonstrations",
+        rows=len(demonstrations),
+        tokens=demonstrations.tokens,
+        trained_on=demonstrations.trained_tokens,
+        steps=config.run.steps,
+    )
+    rewrite(folder / "config.yaml", [dump_config(config, absolute=True).encode()])
+    return config
+
+
+def _render(config: Config, train: Path, heldout: Path, log: Any) -> None:
+    from generator.chat.token_text import load_tokenizer
+    from launcher.sft.rows import RowReader, load_demonstrations
+
+    sft = config.sft
+    if sft.data is None:
+        raise UserError("sft.data is missing: name the demonstrations, *.jsonl for example")
+    reader = RowReader(config, load_tokenizer(config.model.path, config.model.trust_remote_code))
+    load_demonstrations(config, sft.data, reader, "sft.data", "train", log).save(train)
+    if sft.heldout is not None:
+        load_demonstrations(config, sft.heldout, reader, "sft.heldout", "test", log).save(heldout)
+
+
+def _check_folder(config: Config, train: Path) -> None:
+    """Raise `UserError` if the run folder is that of a run, or of training with other settings."""
+    folder, existing = config.run.folder, config.run.folder / "config.yaml"
+    if not existing.exists():
+        return
+    if not train.exists():
+        raise UserError(f"{folder} is the folder of another run; choose another sft.experiment")
+    if not checkpoint_versions(folder):
+        return
+    before, now = (_fixed(yaml.safe_load(text)) for text in (existing.read_text(), dump_config(config, absolute=True)))
+    for key, value in now.items():
+        if before.get(key) != value:
+            raise UserError(
+                f"{folder} was trained with {key} = {before.get(key)!r}, and it is {value!r} now: continue with its "
+                "value, or choose another sft.experiment"
+            )
+
+
+def _fixed(values: dict[str, Any]) -> dict[str, Any]:
+    """What must not change when training continues, by key."""
+    own = {f"sft.{key}": value for key, value in values.get("sft", {}).items() if key not in MAY_CHANGE}
+    return own | {"run.seed": values["run"]["seed"], "model.path": values["model"]["path"]}
+
+
+def _train(config: Config, ranks: int, log: Any, here: bool) -> bool:
+    """Train on this many ranks; returns whether it reached the end."""
+    if ranks == 1 and here:
+        return train_here(config, log)
+    from learner.ranks.launch import launch  # imports torch
+
+    code = launch(ranks, ["--config", str(config.run.folder / "config.yaml")], UNFINISHED, "launcher.sft.training")
+    if code not in (0, UNFINISHED):
+        raise EndedEarly(f"a rank ended with exit code {code}; it has said why", code)
+    return code == 0
