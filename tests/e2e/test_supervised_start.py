@@ -30,7 +30,7 @@ def row(problem: Problem, rng: random.Random) -> dict[str, Any]:
 
 
 def done(folder: Path, *words: object) -> str:
-    ended = spo(*words, folder=folder)
+    ended = spo(*words, folder=folder, timeout=1500)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
 
