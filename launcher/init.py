@@ -145,7 +145,8 @@ def _most(are: Iterator[bool]) -> bool:
 
 def _look_at(data: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The first rows that can be read, and their columns; keys of mappings within them as `column.key`."""
-    from sampler.prompts.rows import BadRow, open_rows  # imports pyarrow, which not every role has
+    from sampler.prompts.row import BadRow
+    from sampler.prompts.rows import open_rows  # imports pyarrow, which not every role has
 
     (source,) = parse_config({"model": {"path": MODEL}, "data": {"train": data}}).data.sources("train")
     opened = open_rows(source.path, source.split, source.options, source.config)

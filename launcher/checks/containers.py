@@ -18,9 +18,10 @@ from generator.agents.containers.container import Containers, TaskContainer, use
 from generator.agents.containers.engine import ContainerFailed
 from generator.agents.containers.grading import GradingTimedOut, files_of, grade
 from generator.rewards.pool import RewardFailed
-from sampler.prompts.harbor import DOCKERFILE, SOLUTION
+from sampler.prompts.harbor import DOCKERFILE, SOLUTION, HarborTasks
 from sampler.prompts.prompt_set import check_rows, read_answer
-from sampler.prompts.rows import CheckedRow, HarborTasks, open_rows
+from sampler.prompts.row import CheckedRow
+from sampler.prompts.rows import open_rows
 
 SAMPLE = 3  # tasks of each source that are played
 START_ROWS = 16  # of each source, whose images must be there when a run starts

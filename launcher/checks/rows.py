@@ -14,7 +14,8 @@ from common.errors import UserError, one_line, visible
 from sampler.prompts.chat import Messages
 from sampler.prompts.hints import Hints
 from sampler.prompts.prompt_set import check_rows, missing_columns, prompt_hash
-from sampler.prompts.rows import BadRow, CheckedRow, Rows, open_rows
+from sampler.prompts.row import BadRow, CheckedRow, Rows
+from sampler.prompts.rows import open_rows
 
 SHOWN = 1000  # characters of each end of an example
 # Shows progress over rows: `track(rows, how many, what)`.

@@ -161,7 +161,7 @@ PHRASES = (
 def problems(rng: random.Random) -> Iterator[Problem]:
     """Yield problems of all families equally often; a guess is the answer to another problem of the family."""
     # Imported here, since most of the command line works without reasoning-gym.
-    from sampler.prompts.rows import PREFIX, GymRows
+    from sampler.prompts.gym_rows import PREFIX, GymRows
 
     items = {
         name: GymRows(PREFIX + name, "train", {**family.options, "size": ITEMS}) for name, family in FAMILIES.items()

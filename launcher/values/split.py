@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from common.config import DataConfig
 from common.config.data import DataSource
 from common.errors import UserError
-from sampler.prompts.rows import ArrowRows, BadRow, Rows, open_rows
+from sampler.prompts.row import BadRow, Rows
+from sampler.prompts.rows import ArrowRows, open_rows
 
 ARROW_ERRORS = (pa.ArrowException, OverflowError)
 

@@ -19,7 +19,7 @@ from learner.policy.model import load_policy
 from learner.policy.prompt_states import prompt_states
 from sampler.prompts.chat import Messages
 from sampler.prompts.prompt_set import load_prompts
-from sampler.prompts.rows import BadRow
+from sampler.prompts.row import BadRow
 from sampler.values.states import write_states
 from sampler.values.traits import MAX_PROMPTS
 

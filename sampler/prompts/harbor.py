@@ -16,6 +16,7 @@ from common.config.agent import ContainerConfig
 from common.config.data import HARBOR
 from common.errors import UserError
 from common.messages import first_problem
+from sampler.prompts.row import BadRow, Rows
 
 CONFIG, INSTRUCTION, DOCKERFILE = "task.toml", "instruction.md", "environment/Dockerfile"
 TESTS, SOLUTION = "tests/test.sh", "solution/solve.sh"
@@ -24,16 +25,24 @@ COMPOSE = ("environment/docker-compose.yaml", "environment/docker-compose.yml")
 UNITS = {"K": 1 / 1024, "M": 1, "G": 1024}  # MiB
 
 
-class NotATask(Exception):
-    """A folder that cannot be used as a task; the text says why.
+class HarborTasks(Rows):
+    """The tasks in a folder, `harbor:FOLDER`; raises `UserError` if it holds none."""
 
-    Attributes:
-        reason: the text without details that differ from task to task.
-    """
+    def __init__(self, source: str) -> None:
+        self.folders = task_folders(source)
+        self._rows: dict[int, dict[str, Any]] = {}
 
-    def __init__(self, text: str, reason: str = "") -> None:
-        super().__init__(text)
-        self.reason = reason or text
+    def __len__(self) -> int:
+        return len(self.folders)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        # Kept, since the name of an image is a hash of all that it is built from.
+        if i not in self._rows:
+            self._rows[i] = task_row(self.folders[i])
+        return dict(self._rows[i])
+
+    def where(self, i: int) -> str:
+        return str(self.folders[i])
 
 
 def task_folders(source: str) -> list[Path]:
@@ -52,7 +61,7 @@ def task_folders(source: str) -> list[Path]:
 
 
 def task_row(folder: Path) -> dict[str, Any]:
-    """A task as a row; raises `NotATask`.
+    """A task as a row; raises `BadRow`.
 
     It has `prompt`, the instruction; `answer`, the folder of the tests, which no agent sees; `task`, the folder's name;
     `docker_image`, its name; and `container`, the task's own limits.
@@ -60,7 +69,7 @@ def task_row(folder: Path) -> dict[str, Any]:
     settings = _settings(folder)
     for needed in (INSTRUCTION, TESTS):
         if not (folder / needed).is_file():
-            raise NotATask(f"the task has no {needed}")
+            raise BadRow(f"the task has no {needed}")
     return {
         "prompt": (folder / INSTRUCTION).read_text(encoding="utf-8", errors="replace").strip(),
         "answer": str((folder / TESTS).parent),
@@ -75,7 +84,7 @@ def _image(folder: Path, settings: dict[str, Any]) -> str:
     if named := _section(settings, "environment").get("docker_image"):
         return str(named)
     if not (folder / DOCKERFILE).is_file():
-        raise NotATask(f"the task has neither {DOCKERFILE} nor environment.docker_image in {CONFIG}")
+        raise BadRow(f"the task has neither {DOCKERFILE} nor environment.docker_image in {CONFIG}")
     digest = blake2b(digest_size=6)
     environment = folder / "environment"
     for path in sorted(environment.rglob("*")):
@@ -88,11 +97,11 @@ def _image(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The task's configuration; raises `NotATask` if it cannot be read, or asks for what there is not."""
+    """The task's configuration; raises `BadRow` if it cannot be read, or asks for what there is not."""
     try:
         settings = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise NotATask(f"{CONFIG} cannot be read ({error})", reason=f"{CONFIG} cannot be read") from None
+        raise BadRow(f"{CONFIG} cannot be read ({error})", reason=f"{CONFIG} cannot be read") from None
     environment, verifier = _section(settings, "environment"), _section(settings, "verifier")
     for what, is_asked in {
         "several steps": settings.get("steps"),
@@ -105,14 +114,14 @@ def _settings(folder: Path) -> dict[str, Any]:
         or verifier.get("environment"),
     }.items():
         if is_asked:
-            raise NotATask(f"the task asks for {what}, which is not supported")
+            raise BadRow(f"the task asks for {what}, which is not supported")
     return settings
 
 
 def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
     section = settings.get(name, {})
     if not isinstance(section, dict):
-        raise NotATask(f"{CONFIG}: {name} = {section!r} is no section", reason=f"{CONFIG} cannot be read")
+        raise BadRow(f"{CONFIG}: {name} = {section!r} is no section", reason=f"{CONFIG} cannot be read")
     return section
 
 
@@ -131,7 +140,7 @@ def _limits(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         ContainerConfig.model_validate(limits)
     except ValidationError as error:
-        raise NotATask(f"{CONFIG} has wrong limits ({first_problem(error)})", f"{CONFIG} has wrong limits") from None
+        raise BadRow(f"{CONFIG} has wrong limits ({first_problem(error)})", f"{CONFIG} has wrong limits") from None
     return limits
 
 
@@ -142,6 +151,6 @@ def _size(text: Any) -> int | None:
     try:
         return int(float(str(text)[:-1]) * UNITS[str(text)[-1:].upper()])
     except (ValueError, KeyError):
-        raise NotATask(
+        raise BadRow(
             f"{CONFIG} has the size {text!r}; write it as 512M or 2G", reason=f"{CONFIG} has no size"
         ) from None

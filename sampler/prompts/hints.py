@@ -12,7 +12,7 @@ import numpy as np
 from common.config import Source
 from common.config.data import CONTINUE
 from sampler.prompts.chat import Messages
-from sampler.prompts.rows import BadRow, CheckedRow, Rows
+from sampler.prompts.row import BadRow, CheckedRow, Rows
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
 # Where the turns of a conversation begin or end in the templates of common models.

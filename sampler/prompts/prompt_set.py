@@ -23,7 +23,8 @@ from common.payload import json_line
 from common.unpack import MAX_BYTES, MAX_VALUES, Unreadable, check
 from sampler.prompts.chat import Messages, NotAMessage, plain_messages
 from sampler.prompts.hints import Hints
-from sampler.prompts.rows import BadRow, CheckedRow, Rows, open_rows
+from sampler.prompts.row import BadRow, CheckedRow, Rows
+from sampler.prompts.rows import open_rows
 
 # A task carries the answer beside its row, so a part of the row may be in it twice.
 MAX_ROW_BYTES, MAX_ROW_VALUES = MAX_BYTES // 2 - (1 << 16), MAX_VALUES // 2 - 256

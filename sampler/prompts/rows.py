@@ -1,4 +1,4 @@
-"""Rows of a data set, read on demand: JSONL, Parquet, a Hugging Face dataset, or a family of reasoning-gym."""
+"""Opens the rows of a data set, which are read on demand: JSONL, Parquet, a Hugging Face dataset, or another source."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import codecs
 import contextlib
 import json
 import mmap
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -22,14 +19,13 @@ import pyarrow.parquet as pq
 from common.config.data import FILES, HARBOR, NOT_READ, matching_files, misspelt_set
 from common.errors import UserError, one_line
 from common.files import near_file
-from common.gym_families import make_family, score_answer
 from common.model import LFS
-from sampler.prompts.chat import Messages
-from sampler.prompts.harbor import NotATask, task_folders, task_row
+from sampler.prompts.gym_rows import PREFIX, GymRows
+from sampler.prompts.harbor import HarborTasks
+from sampler.prompts.row import BadRow, Rows
 
 CHUNK = 4096
 BOM = codecs.BOM_UTF8  # Windows' editors begin files with it
-PREFIX = "reasoning_gym:"
 # First bytes by which files with a misleading name are recognised.
 BEGINNINGS = {
     b"\x1f\x8b": "is compressed by gzip; unpack it",
@@ -37,65 +33,6 @@ BEGINNINGS = {
     LFS: "is a Git LFS pointer, not the data; run `git lfs pull` in its folder",
 }
 ONE_LIST = "; the file begins like one JSON list: write each of its items on a line of its own"
-CHECKED = 4  # items of a family whose own answers are verified when it is opened
-
-
-class BadRow(Exception):
-    """A row that cannot be used; the text says why.
-
-    Attributes:
-        problem: the kind of problem: `unreadable`, `prompt`, `answer`, `id`, `duplicate` or `template`.
-        reason: the text without details that differ from row to row.
-    """
-
-    def __init__(self, text: str, problem: str = "unreadable", reason: str = "") -> None:
-        super().__init__(text)
-        self.problem, self.reason = problem, reason or text
-
-
-@dataclass(slots=True)
-class CheckedRow:
-    """A row and its problem, if it has one.
-
-    Attributes:
-        number: position in the data.
-        row: None if it cannot be read.
-        prompt_id, prompt, answer: set if the row has no problem or is a duplicate.
-        problem: why the row cannot be used; None if it can.
-        earlier: of a duplicate, the number of the row with the same prompt or id.
-    """
-
-    number: int
-    row: dict[str, Any] | None = None
-    prompt_id: str = ""
-    prompt: str | Messages = ""
-    answer: Any = None
-    problem: BadRow | None = None
-    earlier: int | None = None
-
-
-class Rows(ABC):
-    """A sequence of rows that does not hold them as Python objects."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        """Row i; raises `BadRow` if it cannot be read."""
-
-    @abstractmethod
-    def where(self, i: int) -> str:
-        """File and line of row i, for messages."""
-
-    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
-        return map(self.row_or_problem, range(len(self)))
-
-    def row_or_problem(self, i: int) -> dict[str, Any] | BadRow:
-        try:
-            return self[i]
-        except BadRow as problem:
-            return problem
 
 
 class JsonLines(Rows):
@@ -186,92 +123,6 @@ class ArrowRows(Rows):
 
     def where(self, i: int) -> str:
         return f"{self._name} row {i + 1}"
-
-
-class GymRows(Rows):
-    """Items of one family, generated whenever they are asked for; item i is always the same.
-
-    A row has `prompt`, `answer`, `family`, and `entry`: what the family's verifier needs, as JSON.
-
-    Args:
-        source: `reasoning_gym:` and the name of a family.
-        split: different splits have different items, even with the same seed.
-        options: the family's own (`min_terms`, ...), and two that every family has: `size` (500), the number of items,
-            and `seed` (0).
-
-    Raises:
-        UserError: there is no such family, it does not take the options, or its verifier does not accept its own
-            answers, so that no reward could be trusted.
-    """
-
-    def __init__(self, source: str, split: str, options: Mapping[str, Any]) -> None:
-        self._family = source.removeprefix(PREFIX)
-        field = f"data {source}"
-        self._options = {name: value for name, value in options.items() if name not in ("seed", "size")}
-        self._items = make_family(self._family, {"size": 500, **options, "seed": _seed(split, options, field)}, field)
-        self._name = f"{source} ({split})"
-        self._check(field)
-
-    def __len__(self) -> int:
-        return int(self._items.size)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        try:
-            item = self._items[i]
-        except Exception as error:  # a family may raise anything on options that it cannot fulfil
-            text = f"cannot be generated ({type(error).__name__}: {error})"
-            raise BadRow(text, reason="cannot be generated") from None
-        entry = {**item, "options": self._options} if self._options else item
-        return {
-            "prompt": item["question"],
-            "answer": item["answer"],
-            "family": self._family,
-            "entry": json.dumps(entry, ensure_ascii=False, default=str),
-        }
-
-    def where(self, i: int) -> str:
-        return f"{self._name} item {i + 1}"
-
-    def _check(self, field: str) -> None:
-        for i in range(min(CHECKED, len(self))):
-            try:
-                row = self[i]
-            except BadRow as problem:
-                raise UserError(f"{field}: item {i + 1} {problem}") from None
-            score = score_answer(self._family, str(row["answer"]), json.loads(row["entry"]))
-            if score < 1:
-                raise UserError(
-                    f"{field}: family {self._family!r} of reasoning-gym cannot be used: its verifier gives {score:g} "
-                    f"for its own answer {str(row['answer'])[:80]!r}"
-                )
-
-
-class HarborTasks(Rows):
-    """Harbor's tasks; see `sampler.prompts.harbor`. Raises `UserError` if the folder holds none."""
-
-    def __init__(self, source: str) -> None:
-        self.folders = task_folders(source)
-
-    def __len__(self) -> int:
-        return len(self.folders)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        try:
-            return task_row(self.folders[i])
-        except NotATask as problem:
-            raise BadRow(str(problem), reason=problem.reason) from None
-
-    def where(self, i: int) -> str:
-        return str(self.folders[i])
-
-
-def _seed(split: str, options: Mapping[str, Any], field: str) -> int:
-    """The family's seed for a split. Item i has seed + i, so the seeds of splits must be far apart."""
-    seed = options.get("seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise UserError(f"{field}: seed = {seed!r} is not an integer of 0 or more")
-    # Some families take no more than 32 bits.
-    return int.from_bytes(blake2b(f"{split} {seed}".encode(), digest_size=4).digest()) >> 1
 
 
 class JoinedRows(Rows):

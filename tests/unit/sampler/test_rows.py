@@ -18,8 +18,9 @@ from common.config.data import KNOWN_SETS, misspelt_set
 from common.errors import UserError
 from common.gym_families import installed_families, score_answer
 from common.messages import Task
+from sampler.prompts.gym_rows import GymRows
 from sampler.prompts.prompt_set import PromptSet, load_prompts
-from sampler.prompts.rows import GymRows, open_rows
+from sampler.prompts.rows import open_rows
 from sampler.values.scores import apply_initial_values, prompt_key, read_scores, recipe_key
 from sampler.values.tracker import ValueTracker
 from tests.support.golden import GOLDEN
