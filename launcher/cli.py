@@ -35,8 +35,8 @@ from launcher.report import report
 from launcher.run.local_run import RunOptions
 from launcher.run.processes import EMBEDDED
 from launcher.run.screen import Screen, show_run
-from launcher.sft.chosen import demonstrations
 from launcher.sft.command import sft
+from launcher.sft.right_answers import demonstrations
 from launcher.status import dead, status
 from launcher.trace import trace
 from launcher.values import command as values

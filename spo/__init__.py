@@ -119,7 +119,7 @@ def sft(config: str | Path | Config, overrides: Mapping[str, Any] | None = None,
     from common import log as logs
     from common.process import keep_files_private
     from launcher.sft.settings import supervised
-    from launcher.sft.work import train
+    from launcher.sft.train import train
 
     keep_files_private()
     run = _resolved(config, overrides)

@@ -22,8 +22,8 @@ from common.files import checkpoint
 from common.log import get_logger
 from generator.chat.template import ChatTemplate
 from generator.formats import make_format
+from launcher.sft.rank import folders, train_here
 from launcher.sft.settings import supervised, with_steps
-from launcher.sft.training import folders, train_here
 from launcher.tasks.special_tokens import TURN_END
 from launcher.tasks.task import Problem, QuickstartTask, Turn
 from learner.supervised.demonstrations import Demonstration, Demonstrations

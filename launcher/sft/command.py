@@ -16,7 +16,7 @@ from common.process import keep_files_private
 from common.scripts import ConfigArgument, OverrideOption
 from launcher.options import Generators
 from launcher.run.processes import EndedEarly
-from launcher.sft.work import train
+from launcher.sft.train import train
 
 
 def sft(

@@ -1,4 +1,4 @@
-"""Supervised training in this process, which is one of the learner's ranks: `python -m launcher.sft.training`."""
+"""Supervised training in this process, alone or as one of several ranks (`python -m launcher.sft.rank`)."""
 
 from __future__ import annotations
 

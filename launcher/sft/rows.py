@@ -21,7 +21,8 @@ from generator.formats import make_format
 from generator.tools import Toolbox
 from learner.supervised.demonstrations import Demonstration, Demonstrations
 from sampler.prompts.chat import NotAMessage, plain_messages
-from sampler.prompts.rows import BadRow, Rows, open_rows
+from sampler.prompts.row import BadRow, Rows
+from sampler.prompts.rows import open_rows
 
 MAX_LOGGED = 10  # skipped rows that are logged one by one
 TOO_LONG, CUT = "longer than the limit", "cut to the limit"

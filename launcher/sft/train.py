@@ -17,8 +17,8 @@ from common.files import checkpoint, checkpoint_versions, rewrite
 from common.model import check_model_folder
 from launcher.run.folder_lock import locked
 from launcher.run.processes import INTERRUPTED, EndedEarly
+from launcher.sft.rank import UNFINISHED, folders, train_here
 from launcher.sft.settings import supervised, with_steps
-from launcher.sft.training import UNFINISHED, folders, train_here
 
 # Keys of the section that may change when training continues; the demonstrations are in the run folder.
 MAY_CHANGE = ("epochs", "steps", "learner", "heldout")
@@ -129,7 +129,7 @@ def _train(config: Config, ranks: int, log: Any, here: bool) -> bool:
         return train_here(config, log)
     from learner.ranks.launch import launch  # imports torch
 
-    code = launch(ranks, ["--config", str(config.run.folder / "config.yaml")], UNFINISHED, "launcher.sft.training")
+    code = launch(ranks, ["--config", str(config.run.folder / "config.yaml")], UNFINISHED, "launcher.sft.rank")
     if code not in (0, UNFINISHED):
-        raise EndedEarly(f"a rank ended with exit code {code}; it has said why", code)
+        raise EndedEarly(f"a rank ended with exit code {code}; the reason is on its stderr", code)
     return code == 0

@@ -12,9 +12,9 @@ import pytest
 from common.config import Config, load_config, parse_config
 from common.errors import UserError
 from launcher.quickstart.tiny_model import build_tokenizer
+from launcher.sft.rank import folders
 from launcher.sft.settings import supervised
-from launcher.sft.training import folders
-from launcher.sft.work import prepare
+from launcher.sft.train import prepare
 from learner.supervised.demonstrations import Demonstrations
 
 

@@ -15,7 +15,7 @@ from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.sft.rows import RowReader, load_demonstrations
 from launcher.sft.settings import supervised, with_steps
 from learner.supervised.demonstrations import Demonstration
-from sampler.prompts.rows import BadRow
+from sampler.prompts.row import BadRow
 
 TOKENIZER = build_tokenizer()
 USER, SAID = {"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "1"}
