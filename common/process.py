@@ -6,8 +6,10 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MOST_FILES = 1 << 16
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)  # those that ask a process to end
 OTHERS = 0o027  # umask: the group may not write, others may do nothing
 # asyncio's default threads run the code of tools, simulated users and rewards, which may hang and never return its
 # thread. The calls that a process depends on must not wait behind it.
@@ -65,6 +68,24 @@ def keep_files_private() -> None:
 def ending(code: int) -> str:
     """How a process ended, given its return code: `SIGKILL` or `exit code 1`."""
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+@contextmanager
+def leaving_no_trace() -> Iterator[None]:
+    """Have the environment, and what signals that end a process do, be after the block what they were before it.
+
+    Libraries change both, and the process may be a notebook that goes on.
+    """
+    environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other can set handlers
+            for number, handler in handlers.items():
+                if handler is not None:  # as it is for one set in C
+                    signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:

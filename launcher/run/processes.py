@@ -22,7 +22,7 @@ from common.config.shared import SECRETS, secrets
 from common.errors import UserError
 from common.files import rewrite
 from common.held_folder import FolderGone
-from common.process import Role
+from common.process import Role, leaving_no_trace
 from common.streams.broker import Broker, connect
 from launcher.layout.layout import Placement
 from launcher.run.embedded_redis import EmbeddedRedis
@@ -99,12 +99,10 @@ def interruptible() -> Iterator[None]:
             ignored = True
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with leaving_no_trace():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, interrupt)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def connected(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ import typer
 
 from common import log as logs
 from common.config import Config, load_config
-from common.process import keep_files_private
+from common.process import keep_files_private, leaving_no_trace
 from common.scripts import entry_point
 from learner.ranks.launch import die_with_launcher
 from learner.ranks.rank import exits_at_once
@@ -23,7 +22,6 @@ from sampler.trackers.feed import TrackerFeed
 
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 UNFINISHED = 3  # exit code if a signal ended it
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def folders(config: Config) -> tuple[Path, Path]:
@@ -31,10 +29,11 @@ def folders(config: Config) -> tuple[Path, Path]:
     return config.run.folder / "demonstrations" / "train", config.run.folder / "demonstrations" / "heldout"
 
 
+@leaving_no_trace()
 def train_here(config: Config, log: Any, progress: Progress | None = None) -> bool:
     """Train on the demonstrations in the run folder, from the newest checkpoint on; returns whether it reached the end.
 
-    SIGTERM and SIGINT end it after a checkpoint. The environment is left as it was, for later processes.
+    SIGTERM and SIGINT end it after a checkpoint.
 
     Args:
         config: see `supervised` and `with_steps`.
@@ -48,7 +47,6 @@ def train_here(config: Config, log: Any, progress: Progress | None = None) -> bo
     from learner.ranks import world as ranks
     from learner.supervised.loop import SupervisedLearner
 
-    environment = dict(os.environ)
     world = ranks.start(config.learner.rank_timeout).in_groups(config.learner.sequence_parallel)
     train, heldout = folders(config)
     metrics = StepMetrics(config, log, progress)
@@ -64,18 +62,13 @@ def train_here(config: Config, log: Any, progress: Progress | None = None) -> bo
             )
             if world.is_main:
                 metrics.open(learner.version)
-            before = {number: signal.signal(number, lambda *_: learner.stop.set()) for number in SIGNALS}
-            try:
-                return learner.run()
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: learner.stop.set())
+            return learner.run()
     finally:
         metrics.close()
         if world.size > 1:  # a single rank may train again in this process, and DeepSpeed keeps its group
             ranks.stop()
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 class StepMetrics:

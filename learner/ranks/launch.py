@@ -6,11 +6,13 @@ import os
 from collections.abc import Sequence
 
 from common.keeper import die_with_parent
+from common.process import leaving_no_trace
 
 LAUNCHER = "SPO_LAUNCHER_PID"  # environment variable of a rank, which ends with this process
 USER_ERROR = 2
 
 
+@leaving_no_trace()
 def launch(ranks: int, arguments: Sequence[str], unfinished_code: int, module: str = "learner.cli") -> int:
     """Run `spo-learner`, or another module, on `ranks` ranks, and return the exit code of the first that failed.
 
@@ -22,7 +24,7 @@ def launch(ranks: int, arguments: Sequence[str], unfinished_code: int, module: s
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    os.environ |= {LAUNCHER: str(os.getpid()), "PYTHONSAFEPATH": "1"}
+    os.environ |= {LAUNCHER: str(os.getpid()), "PYTHONSAFEPATH": "1"}  # ranks inherit it
     options = {
         "--nproc-per-node": ranks,
         "--local-addr": "127.0.0.1",  # the machine's own name may not resolve

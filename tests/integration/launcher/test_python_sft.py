@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import yaml
 
 import spo
+from common.process import SIGNALS
 from tests.support.engine import save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -31,11 +34,13 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "sft.yaml"
 
 
-def test_training_continues_on_more_ranks_and_ends_once(config: Path) -> None:
+def test_training_continues_on_more_ranks_ends_once_and_leaves_no_trace_in_the_process(config: Path) -> None:
     folder = config.parent / "runs" / "sft"
+    before = dict(os.environ), [signal.getsignal(number) for number in SIGNALS]
     assert spo.sft(config, ranks=1) == folder / "checkpoints" / "step_2"
     for _ in range(2):  # the second time there is nothing left to do
         assert spo.sft(config, {"sft.steps": 3}, ranks=2) == folder / "checkpoints" / "step_3"
+    assert (dict(os.environ), [signal.getsignal(number) for number in SIGNALS]) == before
     metrics = spo.load(folder).metrics()
     assert metrics["step"] == [1, 2, 3]
     assert all(loss > 0 for loss in metrics["sft/loss"])
