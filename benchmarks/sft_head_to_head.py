@@ -25,7 +25,7 @@ from benchmarks import options
 from benchmarks.head_to_head.runs import check_trl
 from common.errors import reports_user_errors
 from common.payload import json_line
-from learner.supervised.demonstrations import Demonstrations
+from learner.batch.demonstrations import Demonstrations
 from sampler.prompts.rows import open_rows
 
 FAMILIES = ("chain_sum", "gcd", "letter_counting", "spell_backward", "number_sorting", "base_conversion")

@@ -98,7 +98,8 @@ BATCH = (
 
 # Written by the learner with each step.
 STEP = (
-    Metric("sft/loss", "nats/token", "loss on the [demonstrations](sft.md) of a step of `spo sft`", OPTIMIZATION),
+    Metric("sft/loss", "nats/token", "loss on the [demonstrations](sft.md) of a step", OPTIMIZATION),
+    Metric("sft/weight", "", "weight of the demonstrations' loss beside the policy loss"),
     Metric("sft/heldout_loss", "nats/token", "loss on `sft.heldout`, after the step", OPTIMIZATION),
     Metric("sft/epoch", "", "passes over the demonstrations so far"),
     Metric("actor/loss", "", "the whole loss", OPTIMIZATION),

@@ -25,6 +25,7 @@ from launcher.checks.command import doctor
 from launcher.checks.command import report as report_findings
 from launcher.compare import compare
 from launcher.dashboard.command import dashboard
+from launcher.demonstrations.right_answers import demonstrations
 from launcher.episodes import episodes
 from launcher.evaluate.command import eval_
 from launcher.init import init
@@ -36,7 +37,6 @@ from launcher.run.local_run import RunOptions
 from launcher.run.processes import EMBEDDED
 from launcher.run.screen import Screen, show_run
 from launcher.sft.command import sft
-from launcher.sft.right_answers import demonstrations
 from launcher.status import dead, status
 from launcher.trace import trace
 from launcher.values import command as values

@@ -13,6 +13,7 @@ import torch
 from common.config import AGE_BUCKETS, Config
 from common.log import get_logger
 from common.masking import what_masks
+from learner.batch.mixed import Mixed, Shown
 from learner.batch.teacher import weight_at
 from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.correction.statistics import age_buckets
@@ -55,6 +56,7 @@ class Trainer:
         not_finite: optimizer steps in a row that were skipped because loss or gradient was not finite.
         past: earlier versions, if `learner.exact_every` has stale tokens scored by the versions that sampled them.
         critic: the value model, if `algorithm.baseline` has one.
+        mixed: demonstrations that every batch also learns from, if `algorithm.demonstrations` has some.
         peak: operations a second of all ranks' GPUs at best; 0 if not known.
     """
 
@@ -62,6 +64,7 @@ class Trainer:
     peak = 0.0
     past: PastVersions | None = None
     critic: Critic | None = None
+    mixed: Mixed | None = None
 
     def __init__(self, config: Config, world: World) -> None:
         """Load the model and build the engine; raises `UserError`."""
@@ -73,6 +76,8 @@ class Trainer:
         self.teacher = config.teacher if config.teachers_in_use() else None
         if config.algorithm.has_critic:
             self.critic = Critic(config, world, self.policy.vocabulary)
+        if config.algorithm.demonstrations.data is not None:
+            self.mixed = world.raise_on_all_ranks(lambda: Mixed(config, world))
         self.reference = load_reference(config, world, self.engine)
         self.disk_names = DiskNames(self.policy.model)
         self.peak = total_peak(world)
@@ -142,19 +147,25 @@ class Trainer:
         """
         phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
         self._report_loss(stats, torch.zeros(4, dtype=torch.float64, device=self.world.device), steps=0)
+        self._show(Shown(), 1.0, stats)
         if self.critic is not None:
             with phases("critic"):
                 batch = self.critic.judge(batch, stats)
         with phases("old"):
             precomputed = precompute(batch, self._forward, self.reference, self.config.algorithm, self.world)
         exact = self._exact(batch, phases) if self.config.learner.exact_every else {}
+        shown, shown_lengths = [Shown()] * len(batch.mini_batches), list[int]()
+        if self.mixed is not None:
+            shown, shown_lengths = self.mixed.steps(batch.version, self.packer())
         before: torch.Tensor | None = None
         grad_norms = []
         with phases("train"):
-            for position, mini_batch, values in zip(
-                self._positions(batch), batch.mini_batches, precomputed, strict=True
+            for position, mini_batch, values, demonstrations in zip(
+                self._positions(batch), batch.mini_batches, precomputed, shown, strict=True
             ):
-                logprobs, grad_norm = self._train_mini_batch(mini_batch, values, position, stats, record)
+                logprobs, grad_norm = self._train_mini_batch(
+                    mini_batch, values, position, stats, record, demonstrations
+                )
                 if position.mini_batch == 0:
                     before = logprobs
                 if grad_norm is not None:
@@ -164,7 +175,7 @@ class Trainer:
                 self.past.advance()
         batch_statistics(batch, stats)
         if self.peak:
-            share = mfu(self.operations, batch.lengths, phases.seconds["train"], self.peak)
+            share = mfu(self.operations, [*batch.lengths, *shown_lengths], phases.seconds["train"], self.peak)
             stats.total("gpu/mfu", share)  # of this rank's rows
         metrics = stats.reduce(self.world) | exact
         if self.critic is not None:
@@ -175,6 +186,10 @@ class Trainer:
         metrics["actor/skipped_steps"] = float(len(batch.mini_batches) - len(grad_norms))
         if self.teacher is not None:
             metrics["teacher/weight"] = weight_at(self.teacher, batch.version)
+        if self.mixed is not None:
+            metrics["sft/weight"] = self.mixed.weight(batch.version)
+            if not metrics["sft/weight"]:
+                del metrics["sft/loss"]
         metrics["batch/samples"] = float(batch.samples)
         metrics["reward/mean"] = sum(batch.rewards) / max(len(batch.rewards), 1)
         if self.config.sampler.drift.mode == "ledger":
@@ -214,6 +229,7 @@ class Trainer:
         position: TrainPosition,
         stats: Stats,
         record: TokenRecord | None,
+        demonstrations: Shown,
     ) -> tuple[torch.Tensor | None, float | None]:
         """One optimizer step; skipped, with a warning, if no rank has a token to learn from, or a loss is not finite.
 
@@ -250,14 +266,12 @@ class Trainer:
                     stats.update(step_stats)
                     self._warn_skipped(f"all tokens masked by {what_masks(config.correction)}", position)
                     return before, None
-            self.engine.set_gradient_accumulation_boundary(is_last)
-            # DeepSpeed averages over ranks; the denominators are global already. Ranks with slices of the same
-            # sequences have parts of one gradient, which add up like those of ranks with sequences of their own.
-            self.engine.backward(loss * self.world.size)
+            self._backward(loss, is_last and not demonstrations.micros)
         factor = 1.0
         if config.correction.renormalizes and left["learned_tokens"]:
             factor = denominators.rescale(left["learned_tokens"], left["learned_samples"], config.aggregation)
         stats.update(step_stats)
+        self._show(demonstrations, factor, stats)
         set_learning_rate(self.engine, self._learning_rate(position, left["rollout_corr/eff_sample_size"]))
         self.before_update()
         grad_norm = optimizer_step(self.engine, self.config.learner, factor)
@@ -269,13 +283,33 @@ class Trainer:
         self._report_loss(stats, parts * factor, steps=1)
         return before, grad_norm
 
-    def _forward(self, micro: MicroBatch, training: bool = False) -> PolicyOutput:
+    def _show(self, demonstrations: Shown, factor: float, stats: Stats) -> None:
+        """Add the gradient of the demonstrations' loss to a step's gradient, which is multiplied by `factor` later."""
+        if self.mixed is None:
+            return
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for micro in demonstrations.micros:
+            loss = demonstrations.loss(micro, self._forward(micro, temperature=1.0).logprobs)
+            loss_sum += loss.detach()
+            self._backward(loss * (demonstrations.weight / factor), micro is demonstrations.micros[-1])
+        stats.total("shown", float(self.world.is_main and bool(demonstrations.micros)))
+        stats.mean("sft/loss", loss_sum, over="shown")
+
+    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Add the gradient of one micro-batch, the step's last one or an earlier one."""
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        # DeepSpeed averages over ranks; the denominators are global already. Ranks with slices of the same sequences
+        # have parts of one gradient, which add up like those of ranks with sequences of their own.
+        self.engine.backward(loss * self.world.size)
+
+    def _forward(self, micro: MicroBatch, training: bool = False, temperature: float | None = None) -> PolicyOutput:
         """Log-probs of the model tokens [N]; the routers of a mixture of experts use the replayed choices.
 
         Args:
             training: with entropies, and log-probs of the teacher's likeliest tokens.
+            temperature: by default that of training responses.
         """
-        named: dict[str, Any] = {"entropy": training}
+        named: dict[str, Any] = {"entropy": training, "temperature": temperature}
         if training and micro.teacher is not None and micro.teacher.ids is not None:
             named["others"] = micro.teacher.ids
         if self.policy.routers is not None:

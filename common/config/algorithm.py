@@ -14,6 +14,7 @@ from common.config.former_names import BESIDE_BLOCK, translate
 from common.config.losses import ALIASES, LOSS_NAMES, MEAN_OF_MEANS, SPECS, spec_of
 from common.config.presets import RECOMMENDED, find_preset
 from common.config.section import Section
+from common.config.sft import DemonstrationsConfig
 
 # Fields that choose a correction; any other field alone adjusts the recommended one.
 CHOICES = (
@@ -110,6 +111,9 @@ class AlgorithmConfig(Section):
         le=1,
         description="In samples (or turns) with a negative advantage, tokens the proximal policy gives a higher "
         "probability than this are not trained on; 1: all are.",
+    )
+    demonstrations: DemonstrationsConfig = Field(
+        DemonstrationsConfig(), description="Demonstrations that every batch also learns from."
     )
     correction: CorrectionConfig = Field(CorrectionConfig.preset(RECOMMENDED), description="Off-policy correction.")
 

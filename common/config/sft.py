@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations, before a run (docs/sft.md)."""
+"""Supervised training on demonstrations, before a run and in it (docs/sft.md)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,25 @@ from pydantic import Field
 from common.config.section import LOCAL, Section
 
 Paths = str | tuple[str, ...]
+
+
+class DemonstrationsConfig(Section):
+    """Demonstrations that every batch of a run also learns from (docs/sft.md). They are read as the section `sft`
+    says."""
+
+    data: Paths | None = Field(
+        None, description="Demonstrations, named as by `sft.data`; null: a run learns from its own samples alone."
+    )
+    batch_size: int = Field(16, ge=1, description="Demonstrations of a batch, beside its samples.")
+    weight: float = Field(
+        0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of their mean negative log-prob per token, which is added to the policy loss.",
+    )
+    decay_steps: int | None = Field(
+        None, ge=1, description="Steps over which the weight falls linearly to 0; null: it is constant."
+    )
 
 
 class SftConfig(Section):

@@ -27,6 +27,7 @@ CHANGEABLE = {
         "keep_checkpoints keep_best max_left_out rank_timeout export",
         "generator": "max_attempts retry_pause",
         "sampler": "max_set_aside",
+        "algorithm.demonstrations": "data batch_size weight decay_steps",
         "critic": "lr updates gae_lambda return_lambda warmup_steps",
         "teacher": "weight decay_steps reward",
         "episode": "tool_timeout reward_timeout reward_workers reward_memory_mb rollouts_every",
@@ -48,7 +49,7 @@ PATHS = (
 # Keys that hold a path, if it exists, or else a name: of the Hugging Face hub, or of a set that SPO knows.
 PATHS_OR_NAMES = (
     "model.path", "algorithm.reference", "critic.model", "teacher.model", "data.train", "data.heldout",
-    "sft.data", "sft.heldout",
+    "sft.data", "sft.heldout", "algorithm.demonstrations.data",
 )  # fmt: skip
 # Sections and keys that can hold a secret: an address with a password in it, or the secret alone.
 SECRETS = (("broker", "url"), ("sandbox", "url"), ("sandbox", "token"))

@@ -22,11 +22,11 @@ from common.files import checkpoint
 from common.log import get_logger
 from generator.chat.template import ChatTemplate
 from generator.formats import make_format
-from launcher.sft.rank import folders, train_here
+from launcher.sft.rank import train_here
 from launcher.sft.settings import supervised, with_steps
 from launcher.tasks.special_tokens import TURN_END
 from launcher.tasks.task import Problem, QuickstartTask, Turn
-from learner.supervised.demonstrations import Demonstration, Demonstrations
+from learner.batch.demonstrations import Demonstration, Demonstrations, folder_of
 
 
 class TaskDemonstrations:
@@ -79,7 +79,7 @@ def train(
     config, recipe = _config(model, work, task), task.recipe
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     rows = itertools.islice(TaskDemonstrations(tokenizer, task), recipe.steps * recipe.rows)
-    Demonstrations.of([*rows]).save(folders(config)[0])
+    Demonstrations.of([*rows]).save(folder_of(config, "train"))
     if not train_here(config, get_logger(), progress or (lambda *_: None)):
         raise KeyboardInterrupt
     for file in (checkpoint(config.run.folder, config.run.steps) / "hf").iterdir():

@@ -22,6 +22,7 @@ from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
 from common.streams.steps import latest
+from launcher.demonstrations.render import render_for_run
 from launcher.layout.gpus import environment
 from launcher.layout.layout import NOTHING_ASKED, Choice, Placement, lay_out
 from launcher.run.display import View
@@ -102,6 +103,7 @@ def start(config: Config, options: RunOptions, view: Callable[[], View], log: An
         lock = stack.enter_context(locked(config.run.folder, "run.experiment or run.output_dir"))
         layout = lay_out(config, options.choice)
         options.check(config)
+        render_for_run(config, log)
         supervisor = Supervisor(config.run.folder / "logs", log, options.max_restarts, lock=lock)
         feed, held = StepFeed(), stack.pop_all()
 

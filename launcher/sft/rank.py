@@ -14,19 +14,14 @@ from common import log as logs
 from common.config import Config, load_config
 from common.process import keep_files_private, leaving_no_trace
 from common.scripts import entry_point
+from learner.batch.demonstrations import Demonstrations, folder_of
 from learner.ranks.launch import die_with_launcher
 from learner.ranks.rank import exits_at_once
-from learner.supervised.demonstrations import Demonstrations
 from sampler.files.metrics_file import Entry, MetricsFile
 from sampler.trackers.feed import TrackerFeed
 
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 UNFINISHED = 3  # exit code if a signal ended it
-
-
-def folders(config: Config) -> tuple[Path, Path]:
-    """Where the demonstrations to train on, and those to measure the loss on, are in the run folder."""
-    return config.run.folder / "demonstrations" / "train", config.run.folder / "demonstrations" / "heldout"
 
 
 @leaving_no_trace()
@@ -48,14 +43,14 @@ def train_here(config: Config, log: Any, progress: Progress | None = None) -> bo
     from learner.supervised.loop import SupervisedLearner
 
     world = ranks.start(config.learner.rank_timeout).in_groups(config.learner.sequence_parallel)
-    train, heldout = folders(config)
+    heldout = folder_of(config, "heldout")
     metrics = StepMetrics(config, log, progress)
     try:
         with deterministic(config.run.seed) if config.run.deterministic else nullcontext():
             learner = SupervisedLearner(
                 config,
                 world,
-                Demonstrations.open(train),
+                Demonstrations.open(folder_of(config, "train")),
                 Demonstrations.open(heldout) if heldout.exists() else None,
                 metrics.add,
                 log,

@@ -38,6 +38,8 @@ def supervised(config: Config) -> Config:
             "sampler": sampler,
             "algorithm": ALGORITHM,
             "teacher": TeacherConfig(),
+            # Scaled logits are those of a policy that samples; the loss is that of the model itself.
+            "generator": config.generator.model_copy(update={"temperature": 1.0}),
         }
     )
 

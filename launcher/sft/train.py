@@ -15,10 +15,12 @@ from common.config.combinations import check_ranks
 from common.errors import UserError
 from common.files import checkpoint, checkpoint_versions, rewrite
 from common.model import check_model_folder
+from launcher.demonstrations.render import render
 from launcher.run.folder_lock import locked
 from launcher.run.processes import INTERRUPTED, EndedEarly
-from launcher.sft.rank import UNFINISHED, folders, train_here
+from launcher.sft.rank import UNFINISHED, train_here
 from launcher.sft.settings import supervised, with_steps
+from learner.batch.demonstrations import Demonstrations, folder_of
 
 # Keys of the section that may change when training continues; the demonstrations are in the run folder.
 MAY_CHANGE = ("epochs", "steps", "learner", "heldout")
@@ -65,14 +67,15 @@ def prepare(config: Config, log: Any) -> Config:
     Raises:
         UserError: no demonstration can be used, or the run folder is that of another training.
     """
-    # Imported here, since the command line starts without what a generator needs.
-    from learner.supervised.demonstrations import Demonstrations
-
-    folder, (train, heldout) = config.run.folder, folders(config)
+    folder, train = config.run.folder, folder_of(config, "train")
     _check_folder(config, train)
     if not checkpoint_versions(folder):
         shutil.rmtree(train.parent, ignore_errors=True)
-        _render(config, train, heldout, log)
+        if config.sft.data is None:
+            raise UserError("sft.data is missing: name the demonstrations, *.jsonl for example")
+        render(config, config.sft.data, "sft.data", "train", train, log)
+        if config.sft.heldout is not None:
+            render(config, config.sft.heldout, "sft.heldout", "test", folder_of(config, "heldout"), log)
     demonstrations = Demonstrations.open(train)
     config = with_steps(config, len(demonstrations))
     log.info(
@@ -84,19 +87,6 @@ def prepare(config: Config, log: Any) -> Config:
     )
     rewrite(folder / "config.yaml", [dump_config(config, absolute=True).encode()])
     return config
-
-
-def _render(config: Config, train: Path, heldout: Path, log: Any) -> None:
-    from generator.chat.token_text import load_tokenizer
-    from launcher.sft.rows import RowReader, load_demonstrations
-
-    sft = config.sft
-    if sft.data is None:
-        raise UserError("sft.data is missing: name the demonstrations, *.jsonl for example")
-    reader = RowReader(config, load_tokenizer(config.model.path, config.model.trust_remote_code))
-    load_demonstrations(config, sft.data, reader, "sft.data", "train", log).save(train)
-    if sft.heldout is not None:
-        load_demonstrations(config, sft.heldout, reader, "sft.heldout", "test", log).save(heldout)
 
 
 def _check_folder(config: Config, train: Path) -> None:

@@ -11,11 +11,11 @@ from common.config import Config
 from common.errors import UserError
 from common.held_folder import HeldFolder
 from common.log import Timeline
+from learner.batch.demonstrations import Demonstrations, numbers_at
 from learner.batch.tensors import RolloutBatch
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.ranks.world import World
 from learner.stats import Phases
-from learner.supervised.demonstrations import Demonstrations, numbers_at
 from learner.trainer import DIVERGED_AFTER, Trainer
 
 # The trainer's metrics that mean something without rewards and a generating policy.

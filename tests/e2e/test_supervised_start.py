@@ -55,11 +55,13 @@ def test_a_random_model_learns_from_demonstrations_and_then_from_rewards(tmp_pat
     *metrics, evaluated = [entry["values"] for entry in json_lines(tmp_path / "runs" / "sft" / "metrics.jsonl")]
     assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"] / 3
     assert evaluated["validation/accuracy"] > 0.4
-    done(tmp_path, "run", TASK.template, "--plain", "--generators", 1, *overrides, "-o", "model.path=runs/sft")
-    (first, *_) = [
-        entry["values"] for entry in json_lines(tmp_path / "runs" / "start" / "metrics.jsonl")
-        if "validation/accuracy" in entry["values"]
-    ]  # fmt: skip
+    mixed = ("-o", "model.path=runs/sft", "-o", "algorithm.demonstrations.data=demonstrations.jsonl")
+    done(tmp_path, "run", TASK.template, "--plain", "--generators", 1, *overrides, *mixed)
+    values = [entry["values"] for entry in json_lines(tmp_path / "runs" / "start" / "metrics.jsonl")]
+    (first, *_) = [of_step for of_step in values if "validation/accuracy" in of_step]
+    losses = [of_step["sft/loss"] for of_step in values if "sft/loss" in of_step]
+    assert len(losses) == 4
+    assert max(losses) < metrics[0]["sft/loss"] / 3
     # Three in four demonstrations call the calculator.
     assert first["validation/accuracy"] > 0.4
     assert f"runs/sft/checkpoints/step_{STEPS}/hf" in (tmp_path / "runs" / "start" / "config.yaml").read_text()

@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from common.config import Config, parse_config
 from common.messages import Batch
 from common.payload import Payload
+from learner.batch.demonstrations import Demonstration
 from learner.batch.layout import Layout
 from learner.batch.outcome import Advantage, CriticTarget
 from learner.batch.plan import plan_micro_batches
@@ -32,6 +33,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # Defaults of a job of the rank program.
 JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
+DEMONSTRATIONS = 5  # of the file that `algorithm.demonstrations` of a job names
 SECTIONS = ("algorithm", "critic", "sampler", "generator", "run", "model", "broker", "teacher")
 # By default DeepSpeed keeps a billion gathered parameters, which are all of a model as small as this.
 LIMITS = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold")
@@ -113,6 +115,16 @@ def with_scores(payload: Payload, top_k: int) -> Payload:
     ids = rng.permuted(np.tile(np.arange(VOCABULARY, dtype=np.int32), (sampled, 1)), axis=1)[:, :top_k]
     logprobs = np.log(rng.dirichlet(np.ones(top_k + 1), sampled)[:, :top_k]).astype(np.float32)
     return replace(payload, teacher_logprobs=logprobs, teacher_ids=ids)
+
+
+def make_demonstrations(count: int) -> list[Demonstration]:
+    """Demonstrations of two turns, the tokens of which have three weights."""
+    rng = np.random.default_rng(0)
+    made = []
+    for length in rng.integers(9, 40, count).tolist():
+        ids = rng.integers(0, VOCABULARY, length).astype(np.int32)
+        made.append(Demonstration.of_spans(ids, [(2, 5, 1.0), (5, 6, 0.25), (7, length, 2.0)]))
+    return made
 
 
 def joined(rows: Sequence[Payload]) -> Payload:

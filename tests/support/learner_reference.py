@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,11 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.config import Config, CorrectionConfig
 from common.payload import Payload
+from learner.batch.demonstrations import numbers_at
 from learner.batch.outcome import Advantage, token_advantages
 from learner.batch.teacher import weight_at
 from learner.correction import Correction, correct
 from learner.losses import Denominators, aggregate, policy_loss
 from learner.step_loss import reference_kl, sure_negatives
+from tests.support.learner import DEMONSTRATIONS, make_demonstrations
 
 Gradients = dict[str, torch.Tensor]
 Samples = tuple[list[Payload], Sequence[Advantage]]
@@ -129,6 +132,21 @@ def plain_loss(
     return loss
 
 
+def demonstrated_loss(policy: PreTrainedModel, config: Config, version: int) -> torch.Tensor:
+    """The loss of the demonstrations that the first optimizer step of a batch also learns from, with its weight."""
+    mixed = config.algorithm.demonstrations
+    size = mixed.batch_size
+    rows, losses, weights = make_demonstrations(DEMONSTRATIONS), [], []
+    for number in numbers_at(version * size, (version + 1) * size, len(rows), config.run.seed):
+        row = rows[number]
+        ids = torch.from_numpy(row.token_ids.astype(np.int64))[None]
+        log_p = policy(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        weights.append(torch.from_numpy(row.weights[1:]))
+        losses.append(-weights[-1] * log_p.gather(1, ids[0, 1:, None])[:, 0])
+    mean = torch.cat(losses).sum() / torch.cat(weights).sum()
+    return mixed.weight * (1 - version / (mixed.decay_steps or math.inf)) * mean
+
+
 def not_normalised(config: Config) -> CorrectionConfig:
     return config.algorithm.correction.model_copy(update={"rollout_is_batch_normalize": False})
 
@@ -171,6 +189,8 @@ def plain_training(config: Config, samples: Samples, version: int = 0) -> tuple[
     for mini, rows in enumerate(held):
         optimizer.zero_grad()
         plain_loss(policy, rows, config, version, mini / minis, recomputed[mini], frozen, weight_mean).backward()
+        if algorithm.demonstrations.data is not None:
+            demonstrated_loss(policy, config, version).backward()
         gradients.append({name: parameter.grad.clone() for name, parameter in policy.named_parameters()})
         optimizer.step()
     return gradients, {name: parameter.detach() for name, parameter in policy.named_parameters()}

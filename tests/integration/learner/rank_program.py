@@ -32,13 +32,22 @@ from structlog.testing import capture_logs
 from common.errors import UserError
 from learner import reference as references
 from learner import trainer as trainers
+from learner.batch.demonstrations import Demonstrations, folder_of
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.files import paths_in, read_metadata, sum_up, write_metadata
 from learner.policy.engine import full_weights, optimizer_step
 from learner.policy.model import load_policy
 from learner.ranks.world import World
 from learner.trainer import Trainer
-from tests.support.learner import Call, job_batch, job_critic, learner_config, make_batch
+from tests.support.learner import (
+    DEMONSTRATIONS,
+    Call,
+    job_batch,
+    job_critic,
+    learner_config,
+    make_batch,
+    make_demonstrations,
+)
 
 
 def work(job: dict[str, Any], world: World) -> None:
@@ -57,6 +66,9 @@ def work(job: dict[str, Any], world: World) -> None:
 
     watches = job.get("gradients_only") or job.get("watch")
     trainers.optimizer_step = keep_gradients if watches else optimizer_step
+    if config.algorithm.demonstrations.data is not None and world.is_main:
+        Demonstrations.of(make_demonstrations(DEMONSTRATIONS)).save(folder_of(config, "mixed"))
+    world.barrier()
     with loads_whole() if job.get("whole") else nullcontext():
         trainer = Trainer(config, world)
     checkpoints = Checkpoints(config, trainer)

@@ -55,6 +55,10 @@ ALGORITHMS: dict[str, Job] = {
     "skyrl by row": {"correction": {"skyrl": SKYRL}, "aggregation": "seq-mean-token-mean"},
     "penalties": {**PENALTIES, "correction": SOME_OF_BOTH},
     "sure negatives": {"negative_max_prob": 0.01, "correction": SOME_ROWS},
+    "demonstrations": {
+        "correction": SOME_OF_BOTH,
+        "demonstrations": {"data": "rows.jsonl", "batch_size": 7, "weight": 0.5, "decay_steps": 12},
+    },
     "by age": {"correction": {**SOME_TOKENS, "thresholds_by_age": [1.0, 0.4, 1.0, 1.0, 1.0]}},
 }
 NARROW = {"correction": SOME_OF_BOTH, "loss_options": {"low": 0.02, "high": 0.02}}

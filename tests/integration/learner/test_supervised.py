@@ -16,28 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from common.config import Config
 from launcher.sft.settings import supervised, with_steps
+from learner.batch.demonstrations import Demonstration, Demonstrations
 from learner.ranks.world import World
-from learner.supervised.demonstrations import Demonstration, Demonstrations
 from learner.supervised.loop import SupervisedLearner
-from tests.support.learner import VOCABULARY, learner_config
+from tests.support.learner import learner_config, make_demonstrations
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.integration
 ROWS = 18
 
 
-def rows(count: int = ROWS) -> list[Demonstration]:
-    """Rows of two turns, the tokens of which have three weights."""
-    rng = np.random.default_rng(0)
-    made = []
-    for length in rng.integers(9, 40, count).tolist():
-        ids = rng.integers(0, VOCABULARY, length).astype(np.int32)
-        made.append(Demonstration.of_spans(ids, [(2, 5, 1.0), (5, 6, 0.25), (7, length, 2.0)]))
-    return made
-
-
 def config_of(model: str, output: Path, **learner: Any) -> Config:
-    config = learner_config(model, output, checkpoint_every=2, **learner)
+    config = learner_config(model, output, checkpoint_every=2, generator={"temperature": 0.7}, **learner)
     sft = config.sft.model_copy(update={"batch_size": 7, "epochs": 2.0})
     return with_steps(supervised(config.model_copy(update={"sft": sft})), ROWS)
 
@@ -61,7 +51,7 @@ def trained(world: World, config: Config, stop_at: int | None) -> dict[int, dict
         if version == stop_at:
             learner.stop.set()
 
-    data = Demonstrations.of(rows())
+    data = Demonstrations.of(make_demonstrations(ROWS))
     learner = SupervisedLearner(config, world, data, data, report, mock.Mock())
     assert learner.run() == (stop_at is None)
     return metrics
@@ -100,9 +90,10 @@ def weighted_loss(model: str, demonstrations: list[Demonstration]) -> float:
 
 def test_the_loss_is_that_of_transformers(model: str, configs: dict[str, Config]) -> None:
     metrics = steps(configs["whole"])
-    assert metrics[0]["sft/heldout_loss"] == pytest.approx(weighted_loss(model, rows()), rel=1e-5)
+    rows = make_demonstrations(ROWS)
+    assert metrics[0]["sft/heldout_loss"] == pytest.approx(weighted_loss(model, rows), rel=1e-5)
     order = np.random.default_rng([configs["whole"].run.seed, 0]).permutation(ROWS)[:7]
-    assert metrics[1]["sft/loss"] == pytest.approx(weighted_loss(model, [rows()[i] for i in order]), rel=1e-5)
+    assert metrics[1]["sft/loss"] == pytest.approx(weighted_loss(model, [rows[i] for i in order]), rel=1e-5)
 
 
 def test_training_that_was_stopped_ends_with_the_same_weights_bit_by_bit(configs: dict[str, Config]) -> None:

@@ -1,4 +1,4 @@
-"""The run folder of `spo sft`: demonstrations are rendered once, and what training depends on cannot change."""
+"""Demonstrations in a run folder: rendered once by `spo sft` and at each start of a run, and what must not change."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from common.config import Config, load_config, parse_config
 from common.errors import UserError
+from launcher.demonstrations.render import render_for_run
 from launcher.quickstart.tiny_model import build_tokenizer
-from launcher.sft.rank import folders
 from launcher.sft.settings import supervised
 from launcher.sft.train import prepare
-from learner.supervised.demonstrations import Demonstrations
+from learner.batch.demonstrations import Demonstrations, folder_of
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_demonstrations_are_rendered_again_until_there_is_a_checkpoint(tokenizer
     with_checkpoint(config)
     rows(data, 1)
     assert prepare(config, log).run.steps == 3
-    assert len(Demonstrations.open(folders(config)[0])) == 9
+    assert len(Demonstrations.open(folder_of(config, "train"))) == 9
     # The configuration in the folder trains the same again.
     saved = load_config(config.run.folder / "config.yaml", environ={})
     assert (supervised(saved).learner, saved.run.steps) == (config.learner, 3)
@@ -90,3 +90,36 @@ def test_the_folder_of_a_run_and_missing_data_are_refused(tokenizer: Path) -> No
     (folder / "config.yaml").touch()
     with pytest.raises(UserError, match="the folder of another run"):
         prepare(config_of(tokenizer), mock.Mock())
+
+
+def mixing(tokenizer: Path) -> Config:
+    return parse_config(
+        {
+            "model": {"path": str(tokenizer), "max_model_len": 64},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 32},
+            "run": {"output_dir": str(tokenizer.parent / "runs")},
+            "algorithm": {"demonstrations": {"data": str(tokenizer.parent / "rows.jsonl")}},
+        }
+    )
+
+
+@pytest.mark.integration
+def test_a_start_renders_what_the_run_mixes_in_and_says_what_it_skips(
+    tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, data = mixing(tokenizer), tokenizer.parent / "rows.jsonl"
+    for count in (6, 2):
+        rows(data, count)
+        with data.open("a") as file:
+            file.write('{"prompt": "What is 1?"}\n')
+        render_for_run(config, mock.Mock())
+        assert len(Demonstrations.open(folder_of(config, "mixed"))) == count
+        assert f"count=1 data={data} of={count + 1}" in capsys.readouterr().err
+    data.write_text("{}\n")
+    with pytest.raises(UserError, match=r"algorithm\.demonstrations\.data = .*: none of the 1 rows can be used"):
+        render_for_run(config, mock.Mock())
+
+
+def test_a_learner_without_the_rendered_rows_names_what_renders_them(tokenizer: Path) -> None:
+    with pytest.raises(UserError, match=r"`python -m launcher\.demonstrations\.render CONFIG` does"):
+        Demonstrations.open(folder_of(mixing(tokenizer), "mixed"))

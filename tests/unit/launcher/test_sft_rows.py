@@ -11,10 +11,10 @@ import pytest
 
 from common.config import Config, parse_config
 from common.errors import UserError
+from launcher.demonstrations.rows import RowReader, load_demonstrations
 from launcher.quickstart.tiny_model import build_tokenizer
-from launcher.sft.rows import RowReader, load_demonstrations
 from launcher.sft.settings import supervised, with_steps
-from learner.supervised.demonstrations import Demonstration
+from learner.batch.demonstrations import Demonstration
 from sampler.prompts.row import BadRow
 
 TOKENIZER = build_tokenizer()

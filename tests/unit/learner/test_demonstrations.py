@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import UserError
 from common.payload import check_payload
-from learner.supervised.demonstrations import Demonstration, Demonstrations, numbers_at
+from learner.batch.demonstrations import Demonstration, Demonstrations, numbers_at
 
 
 def demonstration(weights: list[float]) -> Demonstration:

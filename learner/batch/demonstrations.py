@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
+from common.config import Config
 from common.errors import UserError
 from common.messages import Batch
 from common.payload import Payload
 
 NAMES = ("token_ids", "weights", "ends")
+
+
+def folder_of(config: Config, part: Literal["train", "heldout", "mixed"]) -> Path:
+    """Where the run folder has demonstrations: `sft.data`, `sft.heldout`, or `algorithm.demonstrations.data`."""
+    return config.run.folder / "demonstrations" / part
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,10 @@ class Demonstrations:
         try:
             return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in NAMES))
         except (OSError, ValueError) as error:
-            raise UserError(f"demonstrations {folder} cannot be read: {error}; start `spo sft` again") from None
+            raise UserError(
+                f"demonstrations {folder} cannot be read ({error}): `spo run` and `spo sft` write them at their start; "
+                "for a learner that is started by itself, `python -m launcher.demonstrations.render CONFIG` does"
+            ) from None
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

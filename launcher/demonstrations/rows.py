@@ -19,7 +19,7 @@ from generator.chat.template import as_messages
 from generator.episode.parts import make_template
 from generator.formats import make_format
 from generator.tools import Toolbox
-from learner.supervised.demonstrations import Demonstration, Demonstrations
+from learner.batch.demonstrations import Demonstration, Demonstrations
 from sampler.prompts.chat import NotAMessage, plain_messages
 from sampler.prompts.row import BadRow, Rows
 from sampler.prompts.rows import open_rows

@@ -1,0 +1,68 @@
+"""Renders demonstrations into a run folder, as tokens with weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import log as logs
+from common.config import Config, dump_config, load_config
+from common.errors import UserError, reports_user_errors
+from common.files import rewrite
+from learner.batch.demonstrations import Demonstrations, folder_of
+
+
+def render(config: Config, paths: str | Sequence[str], key: str, split: str, folder: Path, log: Any) -> None:
+    """Render all rows of some files into a folder; see `load_demonstrations`."""
+    # Imported here, since the command line starts without what a generator needs.
+    from generator.chat.token_text import load_tokenizer
+    from launcher.demonstrations.rows import RowReader, load_demonstrations
+
+    reader = RowReader(config, load_tokenizer(config.model.path, config.model.trust_remote_code))
+    load_demonstrations(config, paths, reader, key, split, log).save(folder)
+
+
+def render_for_run(config: Config, log: Any) -> None:
+    """Render what `algorithm.demonstrations` names, if anything, in a process whose libraries end with it.
+
+    Raises:
+        UserError: the data cannot be read, or no row can be used.
+    """
+    if config.algorithm.demonstrations.data is None or not config.run.has_learner:
+        return
+    folder = folder_of(config, "mixed")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.yaml"
+    rewrite(file, [dump_config(config, absolute=True).encode()])
+    command = [sys.executable, "-P", "-m", "launcher.demonstrations.render", str(file)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    lines = done.stderr.splitlines()  # such as warnings of rows that were skipped
+    problem = "" if not done.returncode else lines.pop() if lines else f"it ended with {done.returncode}"
+    sys.stderr.writelines(f"{line}\n" for line in lines)
+    if problem:
+        raise UserError(problem.removeprefix("error: "))
+    demonstrations = Demonstrations.open(folder)
+    log.info(
+        "demonstrations",
+        rows=len(demonstrations),
+        tokens=demonstrations.tokens,
+        trained_on=demonstrations.trained_tokens,
+    )
+
+
+@reports_user_errors
+def main() -> None:
+    """Render the demonstrations of the run whose configuration is the only argument."""
+    config = load_config(Path(sys.argv[1]), ())
+    data = config.algorithm.demonstrations.data
+    if data is None:
+        raise UserError("algorithm.demonstrations.data is not set: the run has no demonstrations")
+    folder = folder_of(config, "mixed")
+    render(config, data, "algorithm.demonstrations.data", "train", folder, logs.setup("launcher"))
+
+
+if __name__ == "__main__":
+    main()

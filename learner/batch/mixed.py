@@ -1,0 +1,67 @@
+"""Demonstrations that a batch of samples also learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from common.config import Config
+from learner.batch.demonstrations import Demonstrations, folder_of, numbers_at
+from learner.batch.tensors import MicroBatch, Packer
+from learner.ranks.world import World
+
+
+class Shown(NamedTuple):
+    """This rank's share of the demonstrations of one optimizer step; all ranks have equally many micro-batches.
+
+    Attributes:
+        weight: of their loss beside the policy loss.
+        total: the sum of the weights of their tokens, on all ranks.
+    """
+
+    micros: Sequence[MicroBatch] = ()
+    weight: float = 0.0
+    total: float = 0.0
+
+    def loss(self, micro: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's share of the weighted mean of the tokens' negative log-probs, from log pi_theta [N]."""
+        return -(micro.advantages * logprobs).sum() / self.total
+
+
+class Mixed:
+    """The demonstrations of `algorithm.demonstrations`, in the run folder.
+
+    Which of them a batch learns from depends on its number and `run.seed` alone, so that a run continues from a
+    checkpoint as if it had not stopped.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        """Open them; raises `UserError` if they cannot be read."""
+        self._config, self._world = config, world
+        self._demonstrations = Demonstrations.open(folder_of(config, "mixed"))
+
+    def weight(self, version: int) -> float:
+        """The weight of their loss in the batch that this version trains on."""
+        config = self._config.algorithm.demonstrations
+        return config.weight * (1.0 if config.decay_steps is None else max(0.0, 1 - version / config.decay_steps))
+
+    def steps(self, version: int, packer: Packer) -> tuple[list[Shown], list[int]]:
+        """Those of each optimizer step of a batch, and the tokens of each row; all ranks must call this together."""
+        learner, size = self._config.learner, self._config.algorithm.demonstrations.batch_size
+        weight = self.weight(version)
+        if not weight:
+            return [Shown()] * learner.mini_batches, []
+        start = version * size
+        numbers = numbers_at(start, start + size, len(self._demonstrations), self._config.run.seed)
+        batch, payloads = self._demonstrations.batch(numbers, version, scaled=False)
+        share = packer.own_share(batch, lambda ids: [payloads[one] for one in ids], learner, self._world)
+        own = [sum(float(micro.advantages.sum()) for micro in micros) for micros in share.mini_batches]
+        totals = self._world.sum_over_shares(own)
+        # A step without a demonstration, of more steps than there are demonstrations.
+        steps = [
+            Shown(micros, weight, total) if total else Shown()
+            for micros, total in zip(share.mini_batches, totals, strict=True)
+        ]
+        return steps, list(share.lengths)
