@@ -1,6 +1,6 @@
 """Writes ten tasks in Harbor's folders: in each, a function of a small repository has the wrong operator.
 
-python examples/harbor/tasks.py tasks && spo data check examples/harbor/run.yaml
+python examples/harbor/tasks.py FOLDER [IMAGE]    # the image that those of the tasks are made from
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ REPAIRS = {
     "less": "-", "mul": "*", "times": "*", "product": "*", "area": "*",
 }  # fmt: skip
 TASK = """[agent]
-timeout_sec = 60.0
+timeout_sec = 300.0
 
 [verifier]
-timeout_sec = 60.0
+timeout_sec = 300.0
 
 [environment]
 cpus = 1
-memory_mb = 256
+memory_mb = 1024
 storage_mb = 100
 network_mode = "no-network"
 """
-DOCKERFILE = """FROM python:3.11-slim-bookworm
+IMAGE = "python:3.11-slim-bookworm"
+DOCKERFILE = """FROM {image}
 WORKDIR /repo
 COPY calc.py .
 """
@@ -38,12 +39,12 @@ cd /repo && sed -i 's/a @ b/a {operator} b/' calc.py
 """
 
 
-def files(name: str, operator: str) -> dict[str, str]:
+def files(name: str, operator: str, image: str) -> dict[str, str]:
     """The files of one task, by their paths."""
     return {
         "task.toml": TASK,
         "instruction.md": f"Which operator does {name} need?",
-        "environment/Dockerfile": DOCKERFILE,
+        "environment/Dockerfile": DOCKERFILE.format(image=image),
         "environment/calc.py": f"def {name}(a, b):\n    return a @ b\n",
         "tests/test.sh": TEST.format(name=name, operator=operator),
         "solution/solve.sh": SOLVE.format(operator=operator),
@@ -51,8 +52,9 @@ def files(name: str, operator: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    folder, image = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else IMAGE
     for name, operator in REPAIRS.items():
-        for path, text in files(name, operator).items():
-            file = Path(sys.argv[1]) / f"repair-{name}" / path
+        for path, text in files(name, operator, image).items():
+            file = folder / f"repair-{name}" / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")

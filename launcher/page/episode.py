@@ -130,15 +130,16 @@ def row_starts(record: dict[str, Any]) -> list[int]:
 
 
 def scored_facts(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """What an agent gave to be scored, by name: its answer, its own reward, and what it failed with."""
+    """What was scored of an agent, by name: its answer, its own reward or its tests', and what it failed with."""
     scored = record.get("scored")
     if not isinstance(scored, dict):
         return []
     answer, reward, failure = (scored.get(name) for name in ("answer", "reward", "failure"))
     if failure:
         return [("the agent failed:", str(failure))]
-    of_its_own = [("the agent's reward:", f"{reward:g}")] if isinstance(reward, int | float) else []
-    return [*of_its_own, ("the agent's answer:", str(answer))]
+    giver = "the tests'" if "container" in (record.get("parts") or ()) else "the agent's"
+    rewards = [(f"{giver} reward:", f"{reward:g}")] if isinstance(reward, int | float) else []
+    return [*rewards, ("the agent's answer:", str(answer))]
 
 
 def request_lines(record: dict[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from common.errors import UserError, visible
+from generator.agents.containers.container import uses_containers
 from launcher.audit.lines import AuditLine
 from launcher.chaos import CHECKOUT, ChaosOptions
 from launcher.quickstart.command import initial_model
@@ -23,7 +24,7 @@ from launcher.tasks.task import QuickstartTask
 from tests.chaos.injector import flag
 from tests.chaos.parts import AGENTS_FAIL
 from tests.chaos.run import ChaoticRun, write
-from tests.chaos.schedule import schedule
+from tests.chaos.schedule import CONTAINERS, TEACHERS, schedule
 
 TASKS = (DEFAULT, agent.TASK)
 STEPS_A_MINUTE = 20  # that two cores make while everything fails
@@ -38,16 +39,17 @@ def run_chaos(options: ChaosOptions) -> None:
     task = find_task(options.task)
     if task not in TASKS:
         raise UserError(f"--task {task.name}: chaos plays {' or '.join(one.name for one in TASKS)}")
-    faults = schedule(options.seed, options.without, taught=options.teacher)
     folder = fresh_folder(options.output, task)
-    screen = Screen.open(options.plain, folder)
-    with screen.phases.during("warm start"):
-        model = initial_model(task, screen.plain, screen.console, screen.log)
-    write_inputs(folder / "inputs", model, options.seed, task=task)
     steps = options.steps or max(5, round(options.minutes * STEPS_A_MINUTE))
     taught = [f"teacher.model={folder / 'inputs' / 'model'}", TEACHER_WEIGHT] if options.teacher else []
     overrides = [*SETTINGS, *_parts(folder, task), *taught, *options.overrides]
     config = quickstart_config(folder, options.seed, steps, overrides, task)
+    more = (TEACHERS if options.teacher else {}) | (CONTAINERS if uses_containers(config) else {})
+    faults = schedule(options.seed, options.without, more)
+    screen = Screen.open(options.plain, folder)
+    with screen.phases.during("warm start"):
+        model = initial_model(task, screen.plain, screen.console, screen.log)
+    write_inputs(folder / "inputs", model, options.seed, task=task)
     run, console = ChaoticRun(config, faults, 60 * options.minutes, screen.log), screen.console
     try:
         with interruptible():

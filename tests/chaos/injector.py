@@ -19,10 +19,12 @@ import redis
 
 from common.keeper import descendants
 from common.streams.broker import Broker
+from generator.agents.containers.engine import ContainerEngine
 from launcher.run.supervisor import RunProcess, Supervisor
+from tests.chaos.containers import engine_process, kill_some
 from tests.chaos.disk import Disk, newest_log
 from tests.chaos.proxy import Mode, Proxy
-from tests.chaos.schedule import Fault
+from tests.chaos.schedule import CONTAINERS, Fault
 from tests.chaos.strangers import Strangers
 
 MOST = 3  # generators
@@ -118,6 +120,8 @@ class Injector:
             return self._for(fault.seconds, self.proxy.heal, _connections(number))
         if fault.kind == "cut connections":
             return _connections(self.proxy.cut(fault.share, fault.seed))
+        if fault.kind in CONTAINERS:
+            return self._kill_containers(fault) if verb == "kill" else self._freeze_engine(fault)
         if verb == "kill":
             return self._kill(object_, fault)
         if verb == "freeze":
@@ -160,6 +164,22 @@ class Injector:
         group = child.pid
         os.killpg(group, signal.SIGSTOP)
         return self._for(fault.seconds * self.broker.dead_after, lambda: os.killpg(group, signal.SIGCONT), child.name)
+
+    def _kill_containers(self, fault: Fault) -> str:
+        """Kill containers of agents, also those that wait for a task."""
+        number = kill_some(ContainerEngine(attempts=1), self.broker.run, fault.share, fault.seed)
+        return f"{number} containers" if number else ""
+
+    def _freeze_engine(self, fault: Fault) -> str:
+        """Stop the engine of the agents' containers, which run on; its clients wait."""
+        pid = engine_process(ContainerEngine())
+        if pid is None:
+            return ""
+        try:
+            os.kill(pid, signal.SIGSTOP)
+        except PermissionError:
+            return ""
+        return self._for(fault.seconds * self.broker.dead_after, lambda: os.kill(pid, signal.SIGCONT), "engine")
 
     def _cut_log(self, fault: Fault) -> str:
         """Redis dies, and what it wrote last is gone: it goes back in time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from common.errors import UserError
 
@@ -33,8 +34,10 @@ WEIGHTS = {
     "more generators": 3,
     "fewer generators": 3,
 }
-# Faults of runs with teachers; kept apart, so that they do not change a seed's schedule without teachers.
+# Faults of runs with teachers, and with agents in containers; kept apart, so that they do not change the schedule that
+# a seed gives without them.
 TEACHERS = {"kill teacher": 5, "freeze teacher": 5}
+CONTAINERS = {"kill containers": 5, "freeze engine": 3}
 GAP = 4.0  # seconds between two faults, on average
 FIRST_GAP = 1.0  # seconds at least
 SHORT = (0.5, 4.0)  # seconds that a disturbance of connections lasts
@@ -59,17 +62,19 @@ class Fault:
     seed: int
 
 
-def schedule(seed: int, without: Collection[str] = (), *, taught: bool = False) -> Iterator[Fault]:
+def schedule(
+    seed: int, without: Collection[str] = (), more: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[Fault]:
     """Faults without end; each kind comes once before any comes twice, so that a short run has all of them.
 
     Args:
         without: kinds that are left out.
-        taught: whether the run has teachers.
+        more: weights of faults that not every run has: `TEACHERS`, `CONTAINERS`.
 
     Raises:
         UserError: there is no such kind, or none is left.
     """
-    weights = WEIGHTS | (TEACHERS if taught else {})
+    weights = {**WEIGHTS, **more}
     unknown = sorted(set(without) - set(weights))
     kinds = sorted(set(weights) - set(without))
     if unknown or not kinds:

@@ -296,6 +296,10 @@ def test_requests_of_an_agent_are_a_tree(run: Path) -> None:
 SCORED: dict[str, tuple[Any, list[str]]] = {
     "an answer": ({"answer": "two", "reward": None, "failure": ""}, ["the agent's answer: two"]),
     "a reward": ({"answer": "", "reward": 0.5, "failure": ""}, ["the agent's reward: 0.5", "the agent's answer: "]),
+    "a reward of its tests": (
+        {"answer": "", "reward": 0.5, "failure": "", "parts": {"container": 0.5}},
+        ["the tests' reward: 0.5", "the agent's answer: "],
+    ),
     "a failure": ({"answer": "", "reward": 0.0, "failure": "agent.py raised"}, ["the agent failed: agent.py raised"]),
     "no mapping": ("no mapping", []),
 }
@@ -304,8 +308,10 @@ SCORED: dict[str, tuple[Any, list[str]]] = {
 @pytest.mark.parametrize("given", SCORED)
 def test_what_an_agent_gave_to_be_scored_is_shown(run: Path, given: str) -> None:
     scored, lines = SCORED[given]
-    keep(run, 40, "t40", {"scored": scored})
-    shown = [line for line in output_of(run, "--show", "t40").splitlines() if line.startswith("the agent")]
+    parts = scored.pop("parts", {}) if isinstance(scored, dict) else {}
+    keep(run, 40, "t40", {"scored": scored}, reward_parts=parts)
+    output = output_of(run, "--show", "t40").splitlines()
+    shown = [line for line in output if line.startswith(("the agent", "the tests"))]
     assert shown == lines
     record = read_line(run / "rollouts" / "40.jsonl", 0) or {}
     assert [f"{name} {text}" for name, text in episode_view(record, None, [])["scored"]] == lines
