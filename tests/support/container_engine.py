@@ -117,7 +117,12 @@ class StandIn:
     def _containers(self, handler: Handler, method: str, parts: list[str], query: Any, body: Any) -> None:
         if parts == ["json"]:
             (label,) = json.loads(query["filters"][0])["label"]
-            there = [one for one in self.boxes.values() if label.partition("=")[0] in one.labels]
+            name, has_value, value = label.partition("=")
+            there = [
+                one
+                for one in self.boxes.values()
+                if name in one.labels and (not has_value or one.labels[name] == value)
+            ]
             return _json(handler, [{"Id": one.id, "Labels": one.labels} for one in there])
         if parts == ["create"]:
             return self._create(handler, body)

@@ -22,16 +22,19 @@ from redis.retry import Retry
 
 from common.errors import UserError
 from common.files import append, rewrite
+from generator.agents.containers.container import RUN
 from launcher.layout.layout import Placement
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.processes import start_all
 from launcher.run.supervisor import Supervisor
 from sampler.cli import write_config
+from tests.chaos.containers import engine_process, kill_some
 from tests.chaos.disk import Disk
 from tests.chaos.hook.sitecustomize import SYNCED, note_syncs
 from tests.chaos.proxy import Proxy
 from tests.chaos.schedule import TEACHERS, WEIGHTS, schedule
 from tests.conftest import RedisServer
+from tests.support.container_engine import Box, stand_in
 from tests.support.sampler import make_config
 from tests.support.sampler_driving import LOG
 
@@ -104,6 +107,18 @@ def test_a_seed_decides_the_faults_of_which_some_can_be_left_out() -> None:
         schedule(0, ["kill radish"])
     with pytest.raises(UserError, match="no fault"):
         schedule(0, [*WEIGHTS])
+
+
+def test_only_containers_of_the_run_are_killed_and_the_owner_of_the_socket_is_the_engine(tmp_path: Path) -> None:
+    with stand_in(tmp_path) as engine:
+        runs = {"a": "mine", "b": "mine", "c": "other", "d": "mine"}
+        engine.boxes = {name: Box(name, {"Labels": {RUN: run}}) for name, run in runs.items()}
+        assert kill_some(engine.engine(), "mine", 0.5, seed=0) == 2
+        assert "c" in engine.boxes
+        assert len(engine.boxes) == 2
+        assert engine_process(engine.engine()) == os.getpid()
+    assert kill_some(engine.engine(), "mine", 1.0, seed=0) == 0
+    assert engine_process(engine.engine()) is None
 
 
 # The proxy in front of a real Redis: what each fault does to requests and replies.
