@@ -112,7 +112,7 @@ class RecordedRun:
         run = self._run
         of = f" of {run.steps:,}" if run.steps is not None else ""
         words = [f"<b>{escape(one_line(run.name))}</b>: {run.state}, step {run.step:,}{of}"]
-        words += [escape(one_line(run.error))] if run.error else []
+        words += [escape(one_line(run.ended_with))] if run.ended_with else []
         words += [f'<a href="{escape(dashboard)}" target="_blank">dashboard</a>'] if dashboard else []
         charts = reward_panel(run.metrics, run.evaluations())["charts"][:2]
         return f"<div>{' · '.join(words)}</div><div>{''.join(map(svg, charts))}</div>"

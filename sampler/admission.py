@@ -26,6 +26,7 @@ class Admission:
     """The tasks in flight, the groups they belong to, and the room for more.
 
     Attributes:
+        steps: batches of the run; `SamplerState` lowers it when the run ends early.
         in_flight: every task whose header has not been counted, evaluation included.
         groups: groups that wait for members, by id; ungrouped responses are in none.
         busy: prompts of training tasks in flight, bool [N].
@@ -43,13 +44,13 @@ class Admission:
             index: position of each prompt in the tracker, by its id.
             serial: dispatch one group at a time, so that each draw depends on all answers before it and nothing else.
         """
+        self.steps = steps
         self.in_flight: dict[str, DispatchedTask] = {}
         self.groups: dict[str, Group] = {}
         self.training = 0
         self.arrived = 0
         self._batch_size = config.batch_size
         self._max_staleness = config.max_staleness
-        self._samples_of_run = steps * config.batch_size
         self._responses = responses
         self._serial = serial
         self._versions: Counter[int] = Counter()  # places that groups will take, by their oldest version
@@ -151,7 +152,7 @@ class Admission:
         if self._serial and self.in_flight:
             return 0
         # At most this many samples fit into the batches up to `version + max_staleness`, so none of them can be late.
-        allowed = min((version + self._max_staleness + 1) * self._batch_size, self._samples_of_run)
+        allowed = min(version + self._max_staleness + 1, self.steps) * self._batch_size
         room = max(0, allowed - self.total(batches, waiting))
         return min(room, self._responses) if self._serial else room
 

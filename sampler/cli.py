@@ -19,6 +19,7 @@ from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree, changes_of
 from common.streams.broker import Broker, connect
+from common.streams.early_stop import to_continue
 from common.streams.lease import LeaseLost, RedisBehind
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
@@ -75,7 +76,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
     broker = connect(config.broker, config.run.name, log=log)
     agree(broker, config, log)
     if broker.finished():
-        log.info("run is finished already; raise run.steps, or choose another run.name to start a new one")
+        log.info(f"run is finished already; {to_continue(broker, config.run)}, or choose another run.name")
         return
     if request is None and (few := too_few(config, data.train)):
         log.warning(few)

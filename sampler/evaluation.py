@@ -55,7 +55,7 @@ class Evaluations:
         if resumed and due is not None:
             self._restart(due, "Redis was lost")
         elif not resumed and not self._config.before_training:
-            self._state.evaluated_to = min(version, self._run.steps - 1)
+            self._state.evaluated_to = min(version, self._state.last_version - 1)
 
     def withdraw(self) -> None:
         """Remove answers that the restored state does not count: Redis may have lost the end of its log."""
@@ -135,7 +135,8 @@ class Evaluations:
             return None
         if not self._state.evaluations and self._config.before_training:
             return version
-        due = version if version >= self._run.steps else version // every * every if every else BEFORE_FIRST_STEP
+        is_last = version >= self._state.last_version
+        due = version if is_last else version // every * every if every else BEFORE_FIRST_STEP
         return due if due > self._state.evaluated_to else None
 
     def _start(self, due: int) -> None:
@@ -208,7 +209,7 @@ class Evaluations:
         ]
         groups = [self._groups[position] for position in positions]
         figures = summarize_groups(responses, groups, self._config.samples, self._right_from)
-        self._state.finish_evaluation(due, _result(counts, figures))
+        self._state.finish_evaluation(due, _result(counts, figures), figures["reward"])
         return figures
 
     def _line(self, version: int, header: SampleHeader) -> bytes:

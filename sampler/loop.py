@@ -318,6 +318,7 @@ class Sampler:
 
     def evaluate(self) -> None:
         """Write the round's held-out answers, report a completed evaluation, and start the next."""
+        last = self.state.last_version
         complete = self.evaluations.write()
         if complete:
             counts, figures = complete
@@ -326,6 +327,8 @@ class Sampler:
                 "evaluated", version=counts.version, accuracy=counts.accuracy, samples=counts.answered,
                 set_aside=counts.set_aside,
             )  # fmt: skip
+        if self.state.last_version < last:
+            self.log.info(f"the run ends at step {self.state.last_version}: {self.state.early_stop}")
         if not self.memory.is_short():
             self.evaluations.start_due()
 
@@ -385,7 +388,7 @@ class Sampler:
 
     def over(self) -> bool:
         """Whether the learner has made its last step, all tasks have been sent, and none is in flight."""
-        is_last = self.state.version >= self.config.run.steps and self.evaluations.all_sent()
+        is_last = self.state.version >= self.state.last_version and self.evaluations.all_sent()
         return is_last and not self.state.admission.in_flight
 
     def report(self, now: bool = False) -> None:

@@ -94,7 +94,7 @@ class SamplerMetrics:
     def close(self) -> None:
         """Write what is left, and give the trackers a moment to send it."""
         self.write()
-        finished = self._state.version >= self._config.run.steps
+        finished = self._state.version >= self._state.last_version
         for feed in self._feeds:
             feed.stop(finished)
         for feed in self._feeds:

@@ -10,6 +10,7 @@ import numpy as np
 
 from common.config import Config
 from common.messages import SampleHeader, Task
+from common.streams.early_stop import FIELD, EarlyStop
 from common.streams.lease import LedgerState
 from common.streams.ledger import Commit
 from sampler.admission import Admission, is_degenerate
@@ -36,6 +37,7 @@ class SamplerState:
         refilled: samples of degenerate groups that were replaced since the last batch.
         evaluations: by the version at which each was due; only the last one can be incomplete.
         evaluated_to: versions up to this one need no evaluation any more.
+        early_stop: the best held-out reward, and the end that `run.stop_when` led to.
         totals: counters of the run, as far as this process counted them.
     """
 
@@ -53,11 +55,17 @@ class SamplerState:
         self.refilled = 0
         self.evaluations: dict[int, EvaluationCounts] = {}
         self.evaluated_to = BEFORE_FIRST_STEP
+        self.early_stop = EarlyStop()
         self.totals: Counter[str] = Counter()
-        self._max_staleness = sampler.max_staleness
+        self._run, self._batch_size, self._max_staleness = config.run, sampler.batch_size, sampler.max_staleness
         self._refill_limit = REFILL_LIMIT * sampler.batch_size * config.algorithm.refill_degenerate
         self._commit = Commit()
         self._changed_prompts: set[int] = set()
+
+    @property
+    def last_version(self) -> int:
+        """The version at which the run ends: `run.steps`, or an earlier one."""
+        return self.admission.steps
 
     @property
     def outstanding(self) -> int:
@@ -222,12 +230,26 @@ class SamplerState:
         """Record that the run resumes at this version with the counts restored so far: audits begin here."""
         self._commit.restored = {"version": version}
 
-    def finish_evaluation(self, due: int, result: bytes) -> None:
+    def finish_evaluation(self, due: int, result: bytes, reward: float) -> None:
+        """Record the result of a complete evaluation, and end the run if too many were no better than the best.
+
+        The run then ends with the batches that the samples dispatched so far fill, so that none of them is wasted.
+        """
         counts = self.evaluations[due]
         self.evaluated_to = max(self.evaluated_to, counts.version)
         self._commit.evaluations[counts.version] = result
         self._commit.closed.append(self.evaluation_name(due))
         self._commit.scalars["evaluating"] = ""
+        stop, end = self.early_stop, -(-self.position // self._batch_size)
+        stop.add(counts.version, reward)
+        if not stop.end and stop.is_due(self._run.stop_when) and end < self._run.steps:
+            stop.end = self.admission.steps = end
+
+    def restore_early_stop(self, packed: bytes) -> None:
+        """Restore the best reward, and the end if it also holds with the present `run.stop_when`."""
+        stop = self.early_stop = EarlyStop.unpack(packed)
+        stop.end = stop.end if stop.holds(self._run.stop_when) else 0
+        self.admission.steps = stop.last_version(self._run.steps, self._run.stop_when)
 
     def count(self, name: str, n: int = 1) -> None:
         self._commit.counters[name] = self._commit.counters.get(name, 0) + n
@@ -251,6 +273,7 @@ class SamplerState:
             "last_step": self.last_step,
             "refilled": self.refilled,
             "evaluated_to": self.evaluated_to,
+            FIELD: self.early_stop.pack(),
         }
         return commit
 
@@ -266,6 +289,7 @@ class SamplerState:
         self.last_step = scalars["last_step"].decode()
         self.refilled = int(scalars["refilled"])
         self.evaluated_to = int(scalars["evaluated_to"])
+        self.restore_early_stop(scalars[FIELD])
         for version, data in _by_version(scalars, "evaluation:").items():
             self.evaluations[version] = EvaluationCounts.unpack(data)
         moved = _by_version(scalars, "moved:")

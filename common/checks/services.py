@@ -24,6 +24,7 @@ from common.network import is_loopback_url, without_password
 from common.streams.agreement import compare
 from common.streams.broker import NOEVICTION, Broker, Memory, connect
 from common.streams.connection import risks
+from common.streams.early_stop import to_continue
 
 MAX_SKEW = 2.0  # seconds; with more, logs of different machines are hard to compare
 NEARLY_FULL = 0.8  # share of maxmemory in use
@@ -96,8 +97,8 @@ def _run(broker: Broker, config: Config) -> Finding:
         return warning(f"{broker.run!r} has another configuration, which starting a process changes: {listed}", name)
     if broker.finished():
         return warning(
-            f"run {broker.run!r} is finished: a process that starts exits at once; raise run.steps, or choose another "
-            "run.name",
+            f"run {broker.run!r} is finished, so a process that starts exits at once; "
+            f"{to_continue(broker, config.run)}, or choose another run.name",
             name,
         )
     begun = changes is not None

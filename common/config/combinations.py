@@ -110,6 +110,11 @@ def _run(config: Config) -> Iterator[Rule]:
         "elsewhere, set run.output_dir",
     )
     yield (
+        config.run.stop_when is not None and not (config.data.heldout and config.eval.every),
+        f"run.stop_when = {config.run.stop_when} compares evaluations made during training; set data.heldout and "
+        "eval.every of 1 or more, or leave it out",
+    )
+    yield (
         tracker.rho_min > tracker.rho_max,
         f"sampler.tracker.rho_min = {tracker.rho_min} is above rho_max = {tracker.rho_max}; swap the two",
     )

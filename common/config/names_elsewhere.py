@@ -71,6 +71,7 @@ NAMES: dict[str, dict[str, str]] = {
         "attn_implementation": "learner.attention",
         "beta": "algorithm.kl_coef",
         "bf16": "say learner.dtype and model.dtype",
+        "early_stopping_patience": "run.stop_when",
         "epsilon": _CLIP,
         "epsilon_high": _OPTION.format("high"),
         "eval_on_start": "eval.before_training",

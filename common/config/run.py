@@ -65,6 +65,12 @@ class RunConfig(Section):
         description="Learner steps (batches, and so weight versions) until the run ends; 0: there is no learner, and "
         "generators answer `spo values estimate` and `spo eval` with the model as it is.",
     )
+    stop_when: int | None = Field(
+        None,
+        ge=1,
+        description="Early stopping: number of evaluations in a row without a higher mean held-out reward, after which "
+        "the run ends before `run.steps` (docs/operations.md); null: it does not.",
+    )
     seed: int = Field(0, ge=0, description="Seed of prompt selection, sampling and initialisation.")
     deterministic: bool = Field(
         False,

@@ -20,7 +20,7 @@ from common.config.sampler import EvalConfig
 CHANGEABLE = {
     f"{section}.{name}"
     for section, names in {
-        "run": "steps log_to keep_mb",
+        "run": "steps stop_when log_to keep_mb",
         "eval": " ".join(EvalConfig.model_fields),
         "learner": "lr schedule warmup_steps min_lr_ratio grad_clip token_budget sequence_parallel "
         "gradient_checkpointing exact_every zero_stage checkpoint_every checkpoint_in_background "

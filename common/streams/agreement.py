@@ -20,6 +20,7 @@ from common.model import cached_folder, model_digests
 from common.process import Role
 from common.release import release
 from common.streams.broker import Broker
+from common.streams.early_stop import EarlyStop
 from common.streams.steps import latest
 
 POLL = 0.1  # seconds
@@ -210,7 +211,8 @@ def _replace(broker: Broker, before: str, config: Config, changes: Sequence[Diff
             for c in changes
         ]
         keys = [broker.key(name) for name in ("config", "reconfigured", "changes", "finished")]
-        done = broker.script("reconfigure")(keys, [before, after, settling, int(step < config.run.steps), *rows])
+        last = EarlyStop.of(broker).last_version(config.run.steps, config.run.stop_when)
+        done = broker.script("reconfigure")(keys, [before, after, settling, int(step < last), *rows])
         line = "the run's configuration changes"
     if done and log is not None:
         log.warning(line, step=step, changes=shown)

@@ -138,6 +138,11 @@ class Evidence:
         """The newest version that the learner has announced."""
         return max((step.version for step in self.redis.steps), default=self.start.version)
 
+    @property
+    def last_version(self) -> int:
+        """The version at which the run ends."""
+        return self.redis.early_stop.last_version(self.config.run.steps, self.config.run.stop_when)
+
     def unchanged_since(self, *keys: str) -> int:
         """The first batch made with the present values of these settings."""
         return max(self.folder.changed.get(key, 0) for key in keys)

@@ -121,7 +121,7 @@ def _differences(found: Mapping[str, float | None], figures: dict[str, float], w
 def evaluations_made(run: Evidence) -> str:
     if not run.redis.finished or run.data.heldout is None:
         return ""
-    last = run.config.run.steps
+    last = run.last_version
     missing = [] if last in run.folder.answers else [f"version {last} has no evaluation"]
     return some([*missing, *run.folder.unfinished])
 

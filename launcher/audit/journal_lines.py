@@ -147,7 +147,7 @@ def ahead(run: Evidence) -> str:
 def last_step(run: Evidence) -> str:
     if not run.redis.finished:
         return ""
-    steps, batch = run.config.run.steps, max(run.batches, default=-1)
+    steps, batch = run.last_version, max(run.batches, default=-1)
     version = run.redis.steps[-1].version if run.redis.steps else -1
     if version != steps:
         return f"the last version is {version}, not {steps}"

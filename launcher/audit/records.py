@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from common.messages import InvalidMessage, Step
 from common.streams.broker import Broker
+from common.streams.early_stop import EarlyStop
 from common.streams.ledger import JournalEntry, read_journal
 from common.unpack import Unreadable
 from launcher.audit.tokens import SampledTokens, TrainedRow, flaw_of, sampled_tokens
@@ -49,6 +50,7 @@ class RedisRecords:
     evaluations: list[dict[str, Any]]
     leftovers: list[str]
     finished: bool
+    early_stop: EarlyStop
 
 
 def read_redis(broker: Broker) -> RedisRecords:
@@ -71,6 +73,7 @@ def read_redis(broker: Broker) -> RedisRecords:
         evaluations=broker.evaluations(),
         leftovers=sorted(_leftovers(broker)),
         finished=broker.finished(),
+        early_stop=EarlyStop.of(broker),
     )
 
 

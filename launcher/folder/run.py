@@ -89,7 +89,7 @@ class Run:
         summary, steps = self._summary(), self.steps
         if summary:
             # A finished run that was given more steps is unfinished again.
-            has_all = steps is None or summary.get("steps", steps) >= steps
+            has_all = steps is None or summary.get("steps", steps) >= steps or bool(summary.get("ended_early"))
             return "finished" if summary.get("finished") and has_all else "stopped"
         newest = self.metrics.newest()
         if is_locked(self.folder.path) or newest > time.time() - RECENT:
@@ -143,9 +143,10 @@ class Run:
         return model_of(self.config)
 
     @property
-    def error(self) -> str:
-        """Why the newest start ended before its end; "" if it did not, or was stopped."""
-        return str(self._summary().get("error") or "")
+    def ended_with(self) -> str:
+        """The error, or the early stop, with which the newest start ended before its end; "" without one."""
+        summary = self._summary()
+        return str(summary.get("error") or summary.get("ended_early") or "")
 
     def status(self) -> dict[str, Any]:
         with self.lock:
@@ -154,7 +155,7 @@ class Run:
                 "name": self.name,
                 "path": str(self.folder.path),
                 "state": state,
-                "error": one_line(self.error),
+                "ended_with": one_line(self.ended_with),
                 "step": self.metrics.last_version("learner") or 0,
                 "steps": self.steps,
                 "seconds": round(total_seconds(self.metrics, self.phases())),

@@ -134,6 +134,7 @@ class PlainView:
             "evaluated": evaluated,
             "heldout_accuracy": newest["accuracy"] if newest else None,
             "heldout_reward": newest.get("reward") if newest else None,
+            "ends_early": progress.ends_early,
             "left": None if progress.seconds_left is None else duration(progress.seconds_left),
             "staleness": progress.metric("staleness/mean"),
             "masked": progress.metric(METRIC),
@@ -213,6 +214,8 @@ def figures(progress: Progress) -> Table:
         known = [reward for reward in rewards if not math.isnan(reward)]
         ends = (min(known), max(known))
         table.add_row("held-out reward", mean_reward(rewards[-1]), _curve(known, ends, mean_reward, "evaluations"))
+    if progress.ends_early:
+        table.add_row("ends early", f"at step {progress.steps}", progress.ends_early)
     if progress.evaluated:
         table.add_row("held-out answers", one_line(progress.evaluated), "so far, in the running evaluation")
     set_aside = progress.evaluations[-1].get("set_aside", 0) if progress.evaluations else 0

@@ -21,6 +21,7 @@ from common.nvml import GpuReader
 from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker
+from common.streams.early_stop import EarlyStop, to_continue
 from common.streams.steps import latest
 from launcher.demonstrations.render import render_for_run
 from launcher.layout.gpus import environment
@@ -145,10 +146,10 @@ def _run(
                 _check_folder(config, folder, broker)
                 agree(broker, config, supervisor.log)
                 # A run whose learner died while it wrote the last checkpoint is started again to write it.
-                if broker.finished() and _is_saved(config):
+                if broker.finished() and _is_saved(config, _last_version(broker, config)):
                     raise UserError(
-                        f"run {config.run.name!r} is finished; give it more steps with -o run.steps=N, or choose "
-                        "another run.name and run.experiment"
+                        f"run {config.run.name!r} is finished; {to_continue(broker, config.run)}, or choose another "
+                        "run.name and run.experiment"
                     )
                 config = with_url(config, options.front(config.broker.url))
                 progress = Progress.of(broker, config)
@@ -185,7 +186,7 @@ def _run(
         raise ended_early
     error = None if ended_early is None or getattr(ended_early, "code", 1) == INTERRUPTED else str(ended_early)
     summary = summarize(progress, phases, supervisor, folder)
-    summary = replace(summary, finished=summary.finished and _is_saved(config), error=error)
+    summary = replace(summary, finished=summary.finished and _is_saved(config, progress.steps), error=error)
     summary.write(folder / "summary.json")
     if isinstance(ended_early, UserError):
         raise ended_early
@@ -237,7 +238,7 @@ def _watch(
                 phases.enter("shutdown")
             # The learner may write its last checkpoint for as long as it lives; if it dies, it is started again.
             if not supervisor.alive("learner"):
-                _check_saved(config)
+                _check_saved(config, progress.steps)
                 leave_by = leave_by or time.monotonic() + LEAVE_TIMEOUT
                 if not workers(supervisor) or time.monotonic() > leave_by:
                     return
@@ -246,16 +247,20 @@ def _watch(
         time.sleep(POLL)
 
 
-def _is_saved(config: Config) -> bool:
-    """Whether the last checkpoint, and the model exported with it, is in the run folder."""
-    return config.run.steps in checkpoint_versions(config.run.folder)
+def _last_version(broker: Broker, config: Config) -> int:
+    return EarlyStop.of(broker).last_version(config.run.steps, config.run.stop_when)
 
 
-def _check_saved(config: Config) -> None:
-    """Raise `RunFailed` if the learner has left a run without its last checkpoint."""
-    if not _is_saved(config):
-        last = checkpoint(config.run.folder, config.run.steps)
-        raise RunFailed(f"the learner has left, but the last checkpoint, {last}, is not on the disk")
+def _is_saved(config: Config, last: int) -> bool:
+    """Whether the checkpoint of the last version, and the model exported with it, is in the run folder."""
+    return last in checkpoint_versions(config.run.folder)
+
+
+def _check_saved(config: Config, last: int) -> None:
+    """Raise `RunFailed` if the learner has left a run without the checkpoint of its last version."""
+    if not _is_saved(config, last):
+        path = checkpoint(config.run.folder, last)
+        raise RunFailed(f"the learner has left, but the last checkpoint, {path}, is not on the disk")
 
 
 def workers(supervisor: Supervisor) -> list[str]:

@@ -16,6 +16,7 @@ from common.config import Config
 from common.masking import METRIC, MOST, advice, recent_warning
 from common.messages import Step
 from common.streams.broker import Broker, Memory
+from common.streams.early_stop import EarlyStop
 from common.streams.steps import StepReader
 from launcher.folder.gpu_health import Problem, problems
 from launcher.folder.metrics import Metrics
@@ -30,6 +31,7 @@ class Progress:
     """The state of one run; `refresh` brings it up to date.
 
     Attributes:
+        steps: the last version of the run: `run.steps`, or an earlier one that `run.stop_when` led to.
         folder: the run folder; it may be on another machine, and then there are no metrics.
         teacher_gpus: returns the metrics of the GPUs of teachers' servers that were started here.
         has_teacher: whether a teacher scores episodes.
@@ -65,6 +67,8 @@ class Progress:
     teacher_gpus: Callable[[], dict[str, float]] = dict
     split: Split | None = None
     on_step: Callable[[Step], object] = lambda _: None
+    stop_when: int | None = None
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
     metrics: Metrics | None = field(init=False)
 
     @classmethod
@@ -72,7 +76,9 @@ class Progress:
         """The progress of the run that the configuration names."""
         evaluates_first = config.data.heldout is not None and config.eval.before_training
         ends, has_teacher = config.sampler.tracker.reward_range, bool(config.teachers_in_use())
-        return cls(broker, config.run.steps, ends, config.run.folder, has_teacher, evaluates_first, advice(config))
+        made = cls(broker, config.run.steps, ends, config.run.folder, has_teacher, evaluates_first, advice(config))
+        made.stop_when = config.run.stop_when
+        return made
 
     def __post_init__(self) -> None:
         self.reader = StepReader(self.broker)
@@ -97,6 +103,8 @@ class Progress:
                     self.rewards.append(step.metrics["reward/mean"])
                 if METRIC in step.metrics:
                     self.masked[step.version] = step.metrics[METRIC]
+            self.early_stop = EarlyStop.of(self.broker)
+            self.steps = self.early_stop.last_version(self.steps, self.stop_when)
             self.evaluations, self.unreadable_evaluations = self.broker.all_evaluations()
             self.processes = self.broker.processes()
             for sampler in self.of_role("sampler"):
@@ -118,6 +126,11 @@ class Progress:
     def samples_left_out(self) -> tuple[int, int]:
         """Samples that could not be trained on, with tokens that were gone or unusable, and samples of all batches."""
         return sum(lost for lost, _ in self.left_out.values()), sum(whole for _, whole in self.left_out.values())
+
+    @property
+    def ends_early(self) -> str | None:
+        """Why the run ends before `run.steps`; None if it does not."""
+        return str(self.early_stop) if self.early_stop.holds(self.stop_when) else None
 
     @property
     def trained(self) -> bool:

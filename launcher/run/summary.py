@@ -33,6 +33,7 @@ class Summary:
         folder: the run folder.
         error: why it ended before its end, unless it was stopped.
         left_out: samples that could not be trained on, of those `batched`.
+        ended_early: why it ended before `run.steps`; None if it did not.
     """
 
     finished: bool
@@ -53,6 +54,7 @@ class Summary:
     batched: int = 0
     reward_before: float | None = None
     reward_after: float | None = None
+    ended_early: str | None = None
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -79,6 +81,7 @@ def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, fo
         masked_warning=progress.masked_warning,
         left_out=progress.samples_left_out[0],
         batched=progress.samples_left_out[1],
+        ended_early=progress.ends_early,
     )
 
 
@@ -87,10 +90,11 @@ def next_steps(summary: Summary) -> str:
     folder = Path(summary.folder)
     models = sorted(folder.glob("checkpoints/step_*/hf"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     lines = [("the trained model", str(models[-1]))] if models else []
+    more = "run.stop_when=null" if summary.ended_early else f"run.steps={2 * max(1, summary.steps)}"
     lines += [
         ("a report", f"spo report {folder}"),
         ("its curves and episodes", f"spo dashboard {folder}"),
-        ("more steps", f"spo run {folder / 'config.yaml'} -o run.steps={2 * max(1, summary.steps)}"),
+        ("more steps", f"spo run {folder / 'config.yaml'} -o {more}"),
         ("another run from here", f"spo fork {folder} {folder}-2 -o run.steps={2 * max(1, summary.steps)}"),
     ]
     return "\n".join(f"{what + ':':<25}{command}" for what, command in lines)
@@ -107,6 +111,8 @@ def table(summary: Summary) -> RenderableType:
     if any(differs(*pair) for pair in zip(rewards, (summary.accuracy_before, summary.accuracy_after), strict=True)):
         made.add_row("held-out reward", " → ".join(map(mean_reward, rewards)))
     made.add_row("steps", f"{summary.steps}")
+    if summary.ended_early:
+        made.add_row("ended early", summary.ended_early)
     if summary.variance_ratio is not None:
         made.add_row("baseline", saving(summary.variance_ratio))
     if summary.masked is not None:

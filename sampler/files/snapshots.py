@@ -33,7 +33,7 @@ class Snapshots:
         """Write the state beside the learner's checkpoint of a version."""
         broker = self._ledger.broker
         results = {name.decode(): data for name, data in broker.redis.hgetall(broker.key("evaluations")).items()}
-        counts = pack_counts(self._state, broker.counters(), results)
+        counts = pack_counts(self._state, broker.counters(), results, self._config.run.name)
         # One more than the learner keeps: a version's snapshot is written before its checkpoint.
         write_snapshot(self._path(version), self._state, self._config.learner.keep_checkpoints + 1, counts)
 
@@ -60,7 +60,7 @@ class Snapshots:
             self._ledger.commit(commit)
         if not counts:
             return False
-        lost = restore_counts(self._state, counts, self._config.sampler.batch_size)
+        lost = restore_counts(self._state, counts, self._config)
         self._log.warning(
             "Redis does not know this run: continuing from a checkpoint", version=version, tasks_lost=lost.tasks,
             samples_lost=lost.samples,
@@ -157,12 +157,13 @@ class Lost(NamedTuple):
     samples: int
 
 
-def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mapping[str, bytes]) -> bytes:
+def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mapping[str, bytes], run: str) -> bytes:
     """Pack the sampler's counts as of the last commit.
 
     Args:
         counters: the run's.
         results: packed results of complete evaluations, by version.
+        run: name of the run.
     """
     return msgpack.packb(
         {
@@ -170,6 +171,7 @@ def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mappi
             "arrivals": state.arrivals,
             "refilled": state.refilled,
             "evaluated_to": state.evaluated_to,
+            "early_stop": {run: state.early_stop.pack()},
             "evaluations": {str(due): counts.pack() for due, counts in state.evaluations.items()},
             "results": dict(results),
             "counters": dict(counters),
@@ -180,7 +182,7 @@ def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mappi
     )
 
 
-def restore_counts(state: SamplerState, data: bytes, batch_size: int) -> Lost:
+def restore_counts(state: SamplerState, data: bytes, config: Config) -> Lost:
     """Restore counts into a new state, and count what was lost with Redis.
 
     A task that was in flight is counted as `lost`; admission makes room for another one. A counted sample that was in
@@ -189,12 +191,15 @@ def restore_counts(state: SamplerState, data: bytes, batch_size: int) -> Lost:
     saved = msgpack.unpackb(data)
     state.next_task, state.arrivals = saved["next_task"], saved["arrivals"]
     state.refilled, state.evaluated_to = saved["refilled"], saved["evaluated_to"]
+    # A fork compares only its own evaluations: its data and rewards may be others.
+    if own := saved.get("early_stop", {}).get(config.run.name):
+        state.restore_early_stop(own)
     results = {int(version): packed for version, packed in saved["results"].items()}
     state.restore_evaluations(
         {int(due): EvaluationCounts.unpack(packed) for due, packed in saved["evaluations"].items()}, results
     )
     counters: dict[str, int] = saved["counters"]
-    unmade = min(saved["batches_ahead"] * batch_size, counters.get("batched", 0))
+    unmade = min(saved["batches_ahead"] * config.sampler.batch_size, counters.get("batched", 0))
     lost = Lost(saved["in_flight"], saved["waiting"] + unmade)
     # Answers that had arrived but were not counted yet are among the tasks in flight.
     answered = counters.get(COUNTED, 0) - counters.get(SUPERSEDED, 0) - counters.get(LOST, 0)

@@ -73,7 +73,8 @@ def audited(broker: Broker, config: Config) -> dict[str, int]:
         broker.finish()
     records = read_redis(broker)
     assert problems(records, config) == {}
-    assert figures(records)["samples trained on"] == config.run.steps * config.sampler.batch_size
+    last = records.early_stop.last_version(config.run.steps, config.run.stop_when)
+    assert figures(records)["samples trained on"] == last * config.sampler.batch_size
     return records.counters
 
 

@@ -42,7 +42,7 @@ def summary_panel(run: Run, evaluated: list[Evaluation]) -> dict[str, Any]:
         ["tokens sampled", count(sampled) if sampled else "–"],
         ["time", duration(seconds) if seconds else "–"],
         ["state", run.state],
-        *([["ended with", run.error]] if run.error else []),
+        *([["ended with", run.ended_with]] if run.ended_with else []),
         ["model", run.model() or "–"],
     ]
     return panel(

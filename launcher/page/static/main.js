@@ -110,7 +110,7 @@ function drawRuns() {
         run.accuracy === null ? null : h("span", {}, "accuracy ", h("b", {}, share(run.accuracy))),
         h("span", {}, h("b", {}, number(run.episodes)), run.reading ? " episodes, reading on" : " episodes"),
         run.seconds ? h("span", { class: "time" }, h("b", {}, duration(run.seconds)), run.left === null ? "" : `, about ${duration(run.left)} left`) : null),
-      run.error ? h("span", { class: "note error" }, `ended with: ${run.error}`) : null,
+      run.ended_with ? h("span", { class: run.state === "finished" ? "note" : "note error" }, `ended with: ${run.ended_with}`) : null,
       run.notes.length ? h("span", { class: "note" }, run.notes.join("; ")) : null,
     );
     return card;

@@ -18,8 +18,10 @@ import redis
 
 from common.config import load_config, parse_config
 from common.errors import UserError
+from common.streams.early_stop import EarlyStop
 from launcher.evaluate import answer_run
 from launcher.evaluate.answer_run import AnswerCount, LineView, answer_here
+from launcher.folder.run import read_one
 from launcher.run import local_run, teacher_servers
 from launcher.run.display import PlainView
 from launcher.run.folder_lock import locked
@@ -77,6 +79,19 @@ def test_a_run_ends_with_its_figures_and_goes_on_only_as_it_was(run: Scripted) -
         run.start()
     (run.folder / "config.yaml").write_text("run: [")
     with pytest.raises(UserError, match=r"config\.yaml line 1 is not valid YAML"):
+        run.start()
+
+
+def test_a_run_that_ends_early_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Scripted(tmp_path, monkeypatch, "run.steps=9", "run.stop_when=2")
+    stop = f"broker.redis.hset(broker.key('state'), 'early_stop', {EarlyStop(0.25, 1, since=2, end=3).pack()!r})\n"
+    run.plays(stop + EVALUATE)
+    reason = "the held-out reward was no better for 2 evaluations: best 0.25 at step 1"
+    summary = run.start()
+    assert (summary.finished, summary.ended_early) == (True, reason)
+    recorded = read_one(run.folder)
+    assert (recorded.state, recorded.ended_with) == ("finished", reason)
+    with pytest.raises(UserError, match=f"is finished; {reason}; to continue it, raise run.stop_when = 2, or remove"):
         run.start()
 
 

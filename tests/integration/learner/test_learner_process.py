@@ -119,6 +119,17 @@ def test_training_goes_on_while_a_checkpoint_is_written_even_if_the_run_is_over(
     assert "is of version 4" in line
 
 
+def test_a_run_that_is_over_before_its_last_step_ends_with_a_checkpoint(runs):
+    run = runs("early")
+    run.start()
+    run.send(0, 1, 2)
+    run.wait_for(3)
+    run.broker.finish()
+    run.end(0)
+    assert (run.checkpoints / "step_3" / "checkpoint.json").exists()
+    assert run.left() == (0, 0)
+
+
 def test_too_many_samples_without_tokens_end_it_at_the_newest_checkpoint(runs):
     run = runs("emptied")
     run.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.config import Config
+from common.streams.agreement import agree
 from common.streams.broker import Broker
+from common.streams.early_stop import to_continue
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from sampler.loop import Sampler
@@ -52,6 +55,44 @@ def test_a_run_from_the_first_evaluation_to_the_last(broker: Broker, tmp_path: P
     assert b"batch_size: 8" in events.Tensors("configuration")[0].tensor_proto.string_val[0]
     assert {"staleness/total", "staleness/in_flight", "staleness/in_queue"} <= set(events.Tags()["histograms"])
     assert sum(events.Histograms("staleness/total")[-1].histogram_value.bucket) == 8
+
+
+@pytest.mark.parametrize("algorithm", [{"method": "spo"}, {"method": "grpo", "group_size": 4}])
+def test_a_run_that_gets_no_better_ends_early_and_can_go_on(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("tests.support.sampler.reward_of", lambda task: 0.0)
+    sections: dict[str, Any] = {"heldout": 3, "algorithm": algorithm}
+    config = make_config(tmp_path, run={"steps": 30, "stop_when": 2, "journal": True}, **sections)
+    agree(broker, config)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker, folder=config.run.folder)
+    sampler = start(config, broker)
+    while sampler.state.last_version == 30:
+        sampler.round()
+        generator.work()
+        if learner.work():
+            generator.version = learner.version
+    sampler = start(config, broker)  # the one that chose the end was killed
+    end = sampler.state.last_version
+    monkeypatch.setattr("tests.support.sampler.reward_of", lambda task: 1.0)  # better, but the end is chosen
+    drive(sampler, generator, learner)
+    sampler.run()
+    assert (end < 12, learner.version) == (True, end)
+    assert [result["version"] for result in broker.evaluations()][-1] == end
+    assert audited(broker, config)["dispatched"] == broker.counters()["counted"]
+
+    more = make_config(tmp_path, run={"steps": 60, "stop_when": 2, "journal": True}, **sections)
+    agree(broker, more)
+    reason = r"no better for 2 evaluations: best 0 at step 0; to continue it, raise run.stop_when = 2"
+    assert (broker.finished(), bool(re.search(reason, to_continue(broker, more.run)))) == (True, True)
+    more = make_config(tmp_path, run={"steps": 30, "stop_when": 4, "journal": True}, **sections)
+    agree(broker, more)
+    assert not broker.finished()
+    sampler = start(more, broker)
+    assert sampler.state.last_version == 30
+    drive(sampler, generator, learner)
+    assert end < learner.version == sampler.state.last_version < 30
+    audited(broker, more)
 
 
 def test_a_sampler_without_work_says_that_the_learner_is_gone(broker: Broker, tmp_path: Path) -> None:

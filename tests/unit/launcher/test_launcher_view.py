@@ -22,6 +22,7 @@ from common.config import load_config
 from common.messages import Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
+from common.streams.early_stop import FIELD, EarlyStop
 from common.streams.presence import Presence
 from launcher import status as inspection
 from launcher.folder.time_budget import Split, duration
@@ -272,6 +273,25 @@ def test_the_closing_table_and_its_file_tell_the_same(run: Seen) -> None:
     lines = next_steps(summarize(run.read(), phases, run.supervisor, folder)).splitlines()
     ends = ("checkpoints/step_10/hf", f"spo report {folder}", f"spo dashboard {folder}", "run.steps=20")
     assert all(line.endswith(end) for line, end in zip(lines, ends, strict=False))
+
+
+def test_a_run_that_ends_early_says_why(run: Seen) -> None:
+    stop = EarlyStop(0.83, 40, since=5, end=52)
+    run.broker.redis.hset(run.broker.key("state"), FIELD, stop.pack())
+    run.announce(45)
+    progress = run.read(steps=100, stop_when=5)
+    assert (progress.trained, progress.steps) == (False, 52)
+    run.announce(52)
+    assert progress.refresh()
+    reason = "the held-out reward was no better for 5 evaluations: best 0.83 at step 40"
+    with structlog.testing.capture_logs() as logs:
+        PlainView(LOG).update(progress, run.supervisor, run.phases)
+    assert (logs[0]["ends_early"], logs[0]["step"]) == (reason, "52/52")
+    assert progress.trained
+    assert re.search(r"ends early +at step 52 +the held-out reward was no better", run.live(progress))
+    shown, written = run.closing(progress)
+    assert (written["ended_early"], "ended early" in shown) == (reason, True)
+    assert "-o run.stop_when=null" in next_steps(summarize(progress, run.phases, run.supervisor, run.folder))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,12 @@ from common.config import Config
 from common.messages import Failure, SampleHeader, Task
 from common.streams import dead
 from common.streams.broker import Broker
+from common.streams.early_stop import EarlyStop
 from common.streams.ledger import SamplerLedger
 from common.streams.tasks import Finished, TaskInbox
 from sampler import lost_tasks
 from sampler.advantages import normalize
+from sampler.files.snapshots import pack_counts, restore_counts
 from sampler.records import TRACKER_ROWS, DispatchedTask, OpenSample, packed_rows, tracker_rows
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
@@ -43,6 +47,7 @@ def summary(state: SamplerState) -> dict[str, object]:
         "open": list(state.open.samples()),
         "in_flight": state.admission.in_flight,
         "evaluations": state.evaluations,
+        "early_stop": repr(state.early_stop),
     }
 
 
@@ -100,6 +105,24 @@ def test_a_successor_restores_all_that_was_committed(run: Ledger) -> None:
     assert state.close_batch().manifest.sample_ids == ["t0", "t1"]
     run.commit()
     assert broker.redis.hlen(broker.key("open")) == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "best", "last"),
+    [({}, 0.8, 9), ({"stop_when": 4}, 0.8, 20), ({"stop_when": None}, 0.8, 20), ({"name": "a-fork"}, math.nan, 20)],
+)
+def test_a_snapshot_holds_the_early_end_of_its_own_run(
+    tmp_path: Path, run: dict[str, Any], best: float, last: int
+) -> None:
+    def state_of(**run: Any) -> tuple[Config, SamplerState]:
+        config = make_config(tmp_path, heldout=1, run={"steps": 20, "stop_when": 3} | run)
+        return config, SamplerState(config, PROMPTS)
+
+    _, state = state_of()
+    state.early_stop = EarlyStop(0.8, 3, since=3, end=9)
+    config, restored = state_of(**run)
+    restore_counts(restored, pack_counts(state, {}, {}, "test"), config)
+    assert (restored.early_stop.best, restored.last_version) == (pytest.approx(best, nan_ok=True), last)
 
 
 def test_what_was_not_committed_never_happened(run: Ledger) -> None:
