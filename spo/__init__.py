@@ -94,7 +94,14 @@ def run(
     return start_unseen(_resolved(config, overrides), RunOptions(choice, redis, resume, check=check_before_start))
 
 
-def sft(config: str | Path | Config, overrides: Mapping[str, Any] | None = None, *, ranks: int = 0) -> Path:
+def sft(
+    config: str | Path | Config,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    ranks: int = 0,
+    evaluate: bool = False,
+    generators: int | None = None,
+) -> Path:
     """Train a model on demonstrations, as `spo sft` does, and return when it is trained.
 
     Training that was stopped continues. The ranks are processes of their own, which write their progress to stderr and
@@ -104,13 +111,16 @@ def sft(config: str | Path | Config, overrides: Mapping[str, Any] | None = None,
         config: the YAML file, whose section `sft` names the demonstrations, or a configuration.
         overrides: values by key, such as `{"sft.epochs": 2}`.
         ranks: on this machine, each on a GPU of its own; 0: one for each GPU.
+        evaluate: answer `data.heldout` before training, every `eval.every` steps and at the end; the metrics then have
+            the held-out reward under the names that it has in a run.
+        generators: generator processes of evaluations; by default as GPUs and cores allow.
 
     Returns:
         The folder of the last checkpoint. The run folder, too, can be the `model.path` of a run.
 
     Raises:
         UserError: the configuration, the model, the demonstrations or the run folder cannot be used.
-        EndedEarly: a rank failed, or a signal stopped the training after a checkpoint.
+        EndedEarly: a rank or an evaluation failed, or a signal stopped the training after a checkpoint.
 
     Example:
         spo.sft("maths.yaml", {"sft.data": "demonstrations.jsonl"})
@@ -119,13 +129,14 @@ def sft(config: str | Path | Config, overrides: Mapping[str, Any] | None = None,
     from common import log as logs
     from common.process import keep_files_private
     from launcher.sft.settings import supervised
-    from launcher.sft.train import train
+    from launcher.sft.train import answering, train
 
     keep_files_private()
     run = _resolved(config, overrides)
+    answer = answering(run, generators) if evaluate else None
     folder = supervised(run).run.folder / "logs"
     folder.mkdir(parents=True, exist_ok=True)
-    return train(run, ranks, logs.to_file("launcher", folder / "launcher.log"), here=False)
+    return train(run, ranks, logs.to_file("launcher", folder / "launcher.log"), answer=answer)
 
 
 def load(folder: str | Path) -> RecordedRun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from common import log as logs
 from common.config import Config, load_config
 from common.process import keep_files_private, leaving_no_trace
 from common.scripts import entry_point
+from launcher.model_card import held_out
 from learner.batch.demonstrations import Demonstrations, folder_of
 from learner.ranks.launch import die_with_launcher
 from learner.ranks.rank import exits_at_once
@@ -25,14 +27,18 @@ UNFINISHED = 3  # exit code if a signal ended it
 
 
 @leaving_no_trace()
-def train_here(config: Config, log: Any, progress: Progress | None = None) -> bool:
-    """Train on the demonstrations in the run folder, from the newest checkpoint on; returns whether it reached the end.
+def train_here(config: Config, log: Any, progress: Progress | None = None, until: int | None = None) -> bool:
+    """Train on the demonstrations in the run folder, from the newest checkpoint on.
 
     SIGTERM and SIGINT end it after a checkpoint.
 
     Args:
         config: see `supervised` and `with_steps`.
         progress: called on rank 0 after each step.
+        until: the step to end at; by default the last one.
+
+    Returns:
+        Whether it reached that step.
 
     Raises:
         UserError: the model, a checkpoint or the demonstrations cannot be loaded, or training diverges.
@@ -54,12 +60,13 @@ def train_here(config: Config, log: Any, progress: Progress | None = None) -> bo
                 Demonstrations.open(heldout) if heldout.exists() else None,
                 metrics.add,
                 log,
+                partial(held_out, config.run.folder),
             )
             if world.is_main:
                 metrics.open(learner.version)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: learner.stop.set())
-            return learner.run()
+            return learner.run(until)
     finally:
         metrics.close()
         if world.size > 1:  # a single rank may train again in this process, and DeepSpeed keeps its group
@@ -69,31 +76,34 @@ def train_here(config: Config, log: Any, progress: Progress | None = None) -> bo
 class StepMetrics:
     """Writes each step's metrics to `metrics.jsonl`, and sends them to the trackers of `run.log_to`."""
 
-    def __init__(self, config: Config, log: Any, progress: Progress | None) -> None:
+    def __init__(self, config: Config, log: Any, progress: Progress | None = None) -> None:
         self._config, self._log, self._progress = config, log, progress
         self._file: MetricsFile | None = None
         self._feeds: list[TrackerFeed] = []
         self._version = 0
 
     def open(self, version: int) -> None:
-        """Begin after this step; metrics of later steps, which are made again, are removed."""
+        """Begin after this step; metrics of later steps, which are made again, are removed.
+
+        At step 0 there are none but those of an evaluation of the model that training starts from, see `prepare`.
+        """
         run = self._config.run
         self._file, self._version = MetricsFile(run.folder, self._log, run.metrics_bytes), version
-        removed = self._file.discard(version)
         self._feeds = [
             TrackerFeed(name, self._config, self._file.path, self._log) for name in dict.fromkeys(run.log_to)
         ]
-        for feed in self._feeds:
-            feed.discard(version, removed)
+        if version > 0:
+            removed = self._file.discard(version)
+            for feed in self._feeds:
+                feed.discard(version, removed)
+
+    def evaluated(self, version: int, figures: dict[str, float]) -> None:
+        """Write the figures of a held-out evaluation, under the names that they have in a run."""
+        self._write(Entry(version, "sampler", {f"validation/{name}": value for name, value in figures.items()}))
 
     def add(self, version: int, metrics: dict[str, float]) -> None:
-        assert self._file is not None
-        self._version = version
-        is_full = self._file.append([Entry(version, "learner", metrics)])
-        for feed in self._feeds:
-            if is_full:
-                feed.begin_new_file()
-            feed.wake()
+        """Write a step's metrics."""
+        self._write(Entry(version, "learner", metrics))
         if self._progress is not None and "sft/loss" in metrics:
             self._progress(version, self._config.run.steps, metrics["sft/loss"])
         heldout = {"heldout_loss": metrics["sft/heldout_loss"]} if "sft/heldout_loss" in metrics else {}
@@ -107,16 +117,28 @@ class StepMetrics:
         for feed in self._feeds:
             feed.join()
 
+    def _write(self, entry: Entry) -> None:
+        assert self._file is not None
+        self._version = max(self._version, entry.version)
+        is_full = self._file.append([entry])
+        for feed in self._feeds:
+            if is_full:
+                feed.begin_new_file()
+            feed.wake()
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def rank(config: Annotated[Path, typer.Option("--config", "-c", help="The run folder's config.yaml.")]) -> None:
+def rank(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run folder's config.yaml.")],
+    until: Annotated[int | None, typer.Option(min=1, help="Step to end at; by default the last.")] = None,
+) -> None:
     """One rank of supervised training."""
     keep_files_private()
     die_with_launcher()
-    if not train_here(load_config(config, environ={}), logs.setup("learner")):
+    if not train_here(load_config(config, environ={}), logs.setup("learner"), until=until):
         raise SystemExit(UNFINISHED)
 
 

@@ -1,9 +1,10 @@
-"""Supervised training from rows to a checkpoint: the work of `spo sft` and of `spo.sft`."""
+"""Supervised training from rows to a checkpoint, and its evaluations: the work of `spo sft` and of `spo.sft`."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,46 @@ from common.config import Config, dump_config
 from common.config.combinations import check_ranks
 from common.errors import UserError
 from common.files import checkpoint, checkpoint_versions, rewrite
-from common.model import check_model_folder
+from common.model import check_model_folder, exported_model, weights_fingerprint
 from launcher.demonstrations.render import render
+from launcher.evaluate.answer_run import UNSEEN, AnswerScreen
+from launcher.evaluate.evaluation import evaluate
+from launcher.model_card import held_out
 from launcher.run.folder_lock import locked
 from launcher.run.processes import INTERRUPTED, EndedEarly
-from launcher.sft.rank import UNFINISHED, train_here
+from launcher.sft.rank import UNFINISHED, StepMetrics, train_here
 from launcher.sft.settings import supervised, with_steps
 from learner.batch.demonstrations import Demonstrations, folder_of
 
 # Keys of the section that may change when training continues; the demonstrations are in the run folder.
 MAY_CHANGE = ("epochs", "steps", "learner", "heldout")
 
+# Answers the held-out prompts with a model, in a file that takes the answers; returns the figures.
+Answer = Callable[[str, Path], dict[str, float]]
 
-def train(run: Config, ranks: int, log: Any, *, here: bool) -> Path:
+
+def answering(run: Config, generators: int | None, screen: AnswerScreen = UNSEEN) -> Answer:
+    """Answers as `spo eval` does, with processes that end afterwards.
+
+    Raises:
+        UserError: there are no held-out prompts, or checkpoints have no export that could answer them.
+    """
+    if run.data.heldout is None:
+        raise UserError("--eval needs held-out prompts: set data.heldout")
+    if not supervised(run).learner.export:
+        raise UserError("--eval answers with the exports of checkpoints, and learner.export is false: set it to true")
+    return lambda model, output: evaluate(model, run, output=output, generators=generators, screen=screen)
+
+
+def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answer | None = None) -> Path:
     """Train on the demonstrations of `run.sft`, from the newest checkpoint on; see `spo.sft`.
 
     Args:
         run: the configuration of the run that comes after.
         ranks: on this machine; 0: one for each GPU.
         here: a single rank trains in this process, and not in one of its own.
+        answer: evaluates the model before training, every `eval.every` steps and at the end. Training ends meanwhile,
+            so that its memory is free.
 
     Returns:
         The folder of the last checkpoint.
@@ -48,18 +70,50 @@ def train(run: Config, ranks: int, log: Any, *, here: bool) -> Path:
     folder = config.run.folder
     with locked(folder, "sft.experiment or run.output_dir"):
         config = prepare(config, log)
-        if config.run.steps in checkpoint_versions(folder):
+        if _newest(folder) >= config.run.steps:
             log.info("trained already; for more, raise sft.epochs or sft.steps", steps=config.run.steps)
-        elif not _train(config, ranks, log, here):
-            newest = max(checkpoint_versions(folder), default=0)
-            raise EndedEarly(f"stopped; the same configuration continues from step {newest}", INTERRUPTED)
-    return checkpoint(folder, config.run.steps)
+        for step in [config.run.steps] if answer is None else _evaluated_steps(config):
+            if step > _newest(folder):
+                _train(config, ranks, log, here and answer is None, step)
+            if answer is not None:
+                _evaluate(config, step, answer, log)
+    return checkpoint(folder, _newest(folder))
+
+
+def _newest(folder: Path) -> int:
+    return max(checkpoint_versions(folder), default=0)
+
+
+def _evaluated_steps(config: Config) -> list[int]:
+    every, last = config.eval.every, config.run.steps
+    between = range(every, last, every) if every else ()
+    return [*([0] if config.eval.before_training else []), *between, last]
+
+
+def _evaluate(config: Config, step: int, answer: Answer, log: Any) -> None:
+    """Evaluate a step's model, unless that is done, or its checkpoint was removed."""
+    folder = config.run.folder
+    if step in held_out(folder) or step not in (0, *checkpoint_versions(folder)):
+        return
+    model = exported_model(str(checkpoint(folder, step))) if step else config.model.path
+    # Answers continue those of the same weights only.
+    name = f"{step}-{weights_fingerprint(model).replace('/', '--')}.jsonl"
+    try:
+        figures = answer(model, folder / "evaluations" / name)
+    except EndedEarly as early:
+        reason = f"the evaluation of step {step} ended early ({early}); the same configuration continues it"
+        raise EndedEarly(reason, early.code) from None
+    log.info("evaluated", step=step, **{name: value for name, value in figures.items() if "/" not in name})
+    metrics = StepMetrics(config, log)
+    metrics.open(_newest(folder))
+    metrics.evaluated(step, figures)
+    metrics.close()
 
 
 def prepare(config: Config, log: Any) -> Config:
     """Render the demonstrations into the run folder, and write the configuration there.
 
-    They are not rendered again once there is a checkpoint.
+    Without a checkpoint, training begins anew, with new metrics; with one, they are not rendered again.
 
     Returns:
         The configuration with the number of steps.
@@ -70,7 +124,10 @@ def prepare(config: Config, log: Any) -> Config:
     folder, train = config.run.folder, folder_of(config, "train")
     _check_folder(config, train)
     if not checkpoint_versions(folder):
-        shutil.rmtree(train.parent, ignore_errors=True)
+        for left in (train.parent, folder / "trackers"):
+            shutil.rmtree(left, ignore_errors=True)
+        for left in folder.glob("metrics*.jsonl"):
+            left.unlink()
         if config.sft.data is None:
             raise UserError("sft.data is missing: name the demonstrations, *.jsonl for example")
         render(config, config.sft.data, "sft.data", "train", train, log)
@@ -113,13 +170,17 @@ def _fixed(values: dict[str, Any]) -> dict[str, Any]:
     return own | {"run.seed": values["run"]["seed"], "model.path": values["model"]["path"]}
 
 
-def _train(config: Config, ranks: int, log: Any, here: bool) -> bool:
-    """Train on this many ranks; returns whether it reached the end."""
+def _train(config: Config, ranks: int, log: Any, here: bool, until: int) -> None:
+    """Train on this many ranks up to a step; raises `EndedEarly` if it was not reached."""
+    folder = config.run.folder
     if ranks == 1 and here:
-        return train_here(config, log)
-    from learner.ranks.launch import launch  # imports torch
+        code = 0 if train_here(config, log, until=until) else UNFINISHED
+    else:
+        from learner.ranks.launch import launch  # imports torch
 
-    code = launch(ranks, ["--config", str(config.run.folder / "config.yaml")], UNFINISHED, "launcher.sft.rank")
-    if code not in (0, UNFINISHED):
+        options = ["--config", str(folder / "config.yaml"), "--until", str(until)]
+        code = launch(ranks, options, UNFINISHED, "launcher.sft.rank")
+    if code == UNFINISHED:
+        raise EndedEarly(f"stopped; the same configuration continues from step {_newest(folder)}", INTERRUPTED)
+    if code != 0:
         raise EndedEarly(f"a rank ended with exit code {code}; the reason is on its stderr", code)
-    return code == 0

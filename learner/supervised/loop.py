@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common.config import Config
@@ -40,12 +40,14 @@ class SupervisedLearner:
         heldout: Demonstrations | None,
         report: Report,
         log: Any,
+        rewards: Callable[[], Mapping[int, float]] = dict,
     ) -> None:
         """Load the model and the newest checkpoint; raises `UserError` if one of them cannot be loaded.
 
         Args:
             config: see `supervised`.
             report: called on rank 0 with each step's number and metrics.
+            rewards: called on rank 0 for the mean held-out reward of each step evaluated so far.
         """
         self.config, self.world, self.log, self.report = config, world, log, report
         self.train, self.heldout = train, heldout
@@ -54,15 +56,20 @@ class SupervisedLearner:
         self.phases = Phases(self.timeline)
         self.trainer = Trainer(config, world)
         self.packer = self.trainer.packer()
-        self.checkpoints = Checkpoints(config, self.trainer, self.timeline, HeldFolder(config.run.folder).check)
+        confirm = HeldFolder(config.run.folder).check
+        self.checkpoints = Checkpoints(config, self.trainer, self.timeline, confirm, rewards)
         self.version = self.saved = self.checkpoints.load()
 
-    def run(self) -> bool:
-        """Train to the end; returns whether it was reached, the same on every rank."""
-        config, steps = self.config, self.config.run.steps
+    def run(self, until: int | None = None) -> bool:
+        """Train up to a step, by default the last one, and write its checkpoint.
+
+        Returns:
+            Whether the step was reached, the same on every rank.
+        """
+        config, last = self.config, self.config.run.steps if until is None else until
         if self.version == 0 and self.heldout is not None and config.eval.before_training:
             self._report(self._heldout_loss())
-        while self.version < steps and not self.world.any_rank(self.stop.is_set()):
+        while self.version < last and not self.world.any_rank(self.stop.is_set()):
             metrics = self._step()
             self.version += 1
             if self.heldout is not None and self._is_due(config.eval.every):
@@ -76,7 +83,7 @@ class SupervisedLearner:
         if self.version > self.saved:
             self._checkpoint()
         self.checkpoints.finish()
-        return self.version >= steps
+        return self.version >= last
 
     def _is_due(self, every: int) -> bool:
         return self.version == self.config.run.steps or (every > 0 and self.version % every == 0)

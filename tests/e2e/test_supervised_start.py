@@ -45,16 +45,20 @@ def test_a_random_model_learns_from_demonstrations_and_then_from_rewards(tmp_pat
     lines = [json.dumps(row(problem, rng)) + "\n" for problem in train]
     (tmp_path / "demonstrations.jsonl").write_text("".join(lines))
     settings = {
-        "run.name": "start", "run.experiment": "start", "run.output_dir": "runs", "run.steps": 4, "eval.every": 4,
+        "run.name": "start", "run.experiment": "start", "run.output_dir": "runs", "run.steps": 4, "eval.every": 100,
         "model.path": "random", "data.train": "train.jsonl", "data.heldout": "heldout.jsonl",
         "sft.data": "demonstrations.jsonl", "sft.steps": STEPS, "sft.batch_size": ROWS,
         "sft.learner": "{lr: 3e-3, schedule: cosine, warmup_steps: 20, checkpoint_every: 100}",
     }  # fmt: skip
     overrides = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
-    done(tmp_path, "sft", TASK.template, "--ranks", 1, "--eval", "--generators", 1, *overrides)
-    *metrics, evaluated = [entry["values"] for entry in json_lines(tmp_path / "runs" / "sft" / "metrics.jsonl")]
+    evaluated = ("--eval", "--generators", 1, "-o", "eval.before_training=false")
+    done(tmp_path, "sft", TASK.template, "--ranks", 1, *evaluated, *overrides)
+    entries = json_lines(tmp_path / "runs" / "sft" / "metrics.jsonl")
+    metrics = [entry["values"] for entry in entries if entry["process"] == "learner"]
     assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"] / 3
-    assert evaluated["validation/accuracy"] > 0.4
+    accuracy = {one["version"]: one["values"]["validation/accuracy"] for one in entries if one["process"] == "sampler"}
+    assert list(accuracy) == [100, STEPS]
+    assert accuracy[STEPS] > 0.4
     mixed = ("-o", "model.path=runs/sft", "-o", "algorithm.demonstrations.data=demonstrations.jsonl")
     done(tmp_path, "run", TASK.template, "--plain", "--generators", 1, *overrides, *mixed)
     values = [entry["values"] for entry in json_lines(tmp_path / "runs" / "start" / "metrics.jsonl")]

@@ -24,6 +24,7 @@ from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.integration
 ROWS = 18
+UNADAPTED = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"}
 
 
 def config_of(model: str, output: Path, **learner: Any) -> Config:
@@ -38,7 +39,7 @@ def train(world: World, *jobs: tuple[Config, int | None]) -> None:
         config.run.folder.mkdir(parents=True, exist_ok=True)
         path = config.run.folder / "steps.json"
         metrics = json.loads(path.read_text()) if path.exists() else {}
-        metrics |= trained(world, config, stop_at)
+        metrics |= trained(world.in_groups(config.learner.sequence_parallel), config, stop_at)
         if world.is_main:
             path.write_text(json.dumps(metrics))
 
@@ -53,6 +54,8 @@ def trained(world: World, config: Config, stop_at: int | None) -> dict[int, dict
 
     data = Demonstrations.of(make_demonstrations(ROWS))
     learner = SupervisedLearner(config, world, data, data, report, mock.Mock())
+    if stop_at is not None:
+        assert learner.run(until=stop_at - 1)
     assert learner.run() == (stop_at is None)
     return metrics
 
@@ -64,10 +67,12 @@ def steps(config: Config) -> dict[int, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def configs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
-    """Training as a whole, and training that was stopped after the third step and continued."""
+    """Training as a whole, training that was stopped after the third step and continued, and that of an adapter."""
     folder = tmp_path_factory.mktemp("supervised")
     made = {name: config_of(model, folder / name) for name in ("whole", "parts")}
-    on_ranks(1, train, (made["whole"], None), (made["parts"], 3), (made["parts"], None), folder=folder)
+    made["adapter"] = config_of(model, folder / "adapter", lora={"rank": 4, "alpha": 8}, lr=1e-2)
+    jobs = (made["whole"], None), (made["parts"], 3), (made["parts"], None), (made["adapter"], None)
+    on_ranks(1, train, *jobs, folder=folder)
     return made
 
 
@@ -97,24 +102,40 @@ def test_the_loss_is_that_of_transformers(model: str, configs: dict[str, Config]
 
 
 def test_training_that_was_stopped_ends_with_the_same_weights_bit_by_bit(configs: dict[str, Config]) -> None:
-    whole, parts = (steps(config) for config in configs.values())
+    whole, parts = (steps(configs[name]) for name in ("whole", "parts"))
     assert list(whole) == list(parts) == [*range(7)]
     assert [one.get("sft/loss") for one in parts.values()] == [one.get("sft/loss") for one in whole.values()]
     # The sixth has the last row of the second epoch alone.
     assert (whole[6]["sft/epoch"], whole[6]["batch/samples"]) == (2.0, 1)
-    left, right = (weights(config, 6) for config in configs.values())
+    left, right = (weights(configs[name], 6) for name in ("whole", "parts"))
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_export_of_an_adapter_is_the_model_that_was_trained(model: str, configs: dict[str, Config]) -> None:
+    metrics, export = steps(configs["adapter"]), configs["adapter"].run.folder / "checkpoints" / "step_6" / "hf"
+    assert metrics[6]["sft/heldout_loss"] < metrics[0]["sft/heldout_loss"] - 0.05
+    assert weighted_loss(str(export), make_demonstrations(ROWS)) == pytest.approx(
+        metrics[6]["sft/heldout_loss"], rel=1e-5
+    )
+    base, trained = load_file(Path(model) / "model.safetensors"), weights(configs["adapter"], 6)
+    assert {name.split(".")[-2] for name in base if torch.equal(base[name], trained[name])} == UNADAPTED
+
+
+# Micro-batches of fewer tokens on ranks that divide sequences.
+SHARED: dict[str, dict[str, Any]] = {
+    "batches": {"zero_stage": 2},
+    "sequences": {"zero_stage": 2, "sequence_parallel": 2, "token_budget": 64},
+}
 
 
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(model: str, configs: dict[str, Config], tmp_path: Path) -> None:
-    shared = config_of(model, tmp_path, zero_stage=2)
-    on_ranks(2, train, (shared, None), folder=tmp_path)
-    one, two = weights(configs["whole"], 6), weights(shared, 6)
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
-    losses = (
-        [of_step["sft/heldout_loss"] for of_step in (steps(config)[0], steps(config)[6])]
-        for config in (shared, configs["whole"])
-    )
-    assert next(losses) == pytest.approx(next(losses), rel=1e-5)
+    shared = {name: config_of(model, tmp_path / name, **learner) for name, learner in SHARED.items()}
+    on_ranks(2, train, *((config, None) for config in shared.values()), folder=tmp_path)
+    alone = steps(configs["whole"])
+    for config in shared.values():
+        for name, one in weights(configs["whole"], 6).items():
+            torch.testing.assert_close(one, weights(config, 6)[name], rtol=1e-4, atol=1e-5)
+        for step, of_step in steps(config).items():
+            losses = {name: value for name, value in of_step.items() if name in ("sft/loss", "sft/heldout_loss")}
+            assert losses == pytest.approx({name: alone[step][name] for name in losses}, rel=1e-5)

@@ -1,20 +1,28 @@
-"""Demonstrations in a run folder: rendered once by `spo sft` and at each start of a run, and what must not change."""
+"""Demonstrations in a run folder: rendered once by `spo sft` and at each start of a run, and what must not change.
+
+And which steps of `spo sft` are evaluated.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from common.config import Config, load_config, parse_config
 from common.errors import UserError
 from launcher.demonstrations.render import render_for_run
+from launcher.model_card import held_out
 from launcher.quickstart.tiny_model import build_tokenizer
+from launcher.run.processes import EndedEarly
 from launcher.sft.settings import supervised
-from launcher.sft.train import prepare
+from launcher.sft.train import answering, prepare, train
 from learner.batch.demonstrations import Demonstrations, folder_of
 
 
@@ -43,10 +51,18 @@ def config_of(tokenizer: Path, run: dict[str, Any] | None = None, **sft: Any) ->
     )
 
 
-def with_checkpoint(config: Config) -> None:
-    checkpoint = config.run.folder / "checkpoints" / "step_1"
-    checkpoint.mkdir(parents=True)
+def with_checkpoint(config: Config, step: int = 1) -> None:
+    """A checkpoint with an export, in place of all others."""
+    shutil.rmtree(config.run.folder / "checkpoints", ignore_errors=True)
+    checkpoint = config.run.folder / "checkpoints" / f"step_{step}"
+    model(checkpoint / "hf", step)
     (checkpoint / "checkpoint.json").touch()
+
+
+def model(folder: Path, number: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": np.array([number])}, folder / "model.safetensors")
 
 
 def test_demonstrations_are_rendered_again_until_there_is_a_checkpoint(tokenizer: Path) -> None:
@@ -123,3 +139,74 @@ def test_a_start_renders_what_the_run_mixes_in_and_says_what_it_skips(
 def test_a_learner_without_the_rendered_rows_names_what_renders_them(tokenizer: Path) -> None:
     with pytest.raises(UserError, match=r"`python -m launcher\.demonstrations\.render CONFIG` does"):
         Demonstrations.open(folder_of(mixing(tokenizer), "mixed"))
+
+
+class Trainings:
+    """Stands in for ranks and for engines, and notes up to which step the first train and what the others answer."""
+
+    def __init__(self, config: Config, broken: int | None = None) -> None:
+        self.config, self.broken = config, broken
+        self.done: list[tuple[str, int]] = []
+
+    def launch(self, ranks: int, arguments: list[str], *_: Any) -> int:
+        until = int(arguments[arguments.index("--until") + 1])
+        self.done.append(("trained", until))
+        with_checkpoint(self.config, until)
+        return 0
+
+    def answer(self, model: str, output: Path) -> dict[str, float]:
+        step = int(output.name.partition("-")[0])
+        self.done.append(("answered", step))
+        if step == self.broken:
+            raise EndedEarly("stopped", 130)
+        return {"reward": step / 8, "accuracy": 0.5}
+
+
+def trained(config: Config, monkeypatch: pytest.MonkeyPatch, broken: int | None = None) -> list[tuple[str, int]]:
+    trainings = Trainings(config, broken)
+    monkeypatch.setattr("learner.ranks.launch.launch", trainings.launch)
+    try:
+        train(config, 1, mock.Mock(), answer=trainings.answer)
+    except EndedEarly as early:
+        trainings.done.append((str(early), early.code))
+    return trainings.done
+
+
+def evaluated_config(tokenizer: Path, epochs: float, **evaluation: Any) -> Config:
+    rows(tokenizer.parent / "rows.jsonl", 20)
+    model(tokenizer, 0)
+    config = config_of(tokenizer, {"log_to": []}, epochs=epochs)
+    return config.model_copy(update={"eval": config.eval.model_copy(update=evaluation)})
+
+
+def test_each_due_step_is_evaluated_once_before_training_goes_on(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder = evaluated_config(tokenizer, 1, every=2), tokenizer.parent / "runs" / "sft"
+    ended = "the evaluation of step {} ended early (stopped); the same configuration continues it"
+    assert trained(config, monkeypatch, broken=0) == [("answered", 0), (ended.format(0), 130)]
+    before = [("answered", 0), ("trained", 2), ("answered", 2), ("trained", 4), ("answered", 4)]
+    assert trained(config, monkeypatch, broken=4) == [*before, (ended.format(4), 130)]
+    assert held_out(folder) == {0: 0.0, 2: 0.25}
+    assert trained(config, monkeypatch) == [("answered", 4), ("trained", 5), ("answered", 5)]
+    assert trained(config, monkeypatch) == []
+    assert held_out(folder) == {0: 0.0, 2: 0.25, 4: 0.5, 5: 0.625}
+    # Those of steps whose checkpoints are gone are not evaluated later.
+    longer = evaluated_config(tokenizer, 2, every=1)
+    assert trained(longer, monkeypatch)[:2] == [("trained", 6), ("answered", 6)]
+
+
+def test_without_intermediate_evaluations_training_is_not_interrupted(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = evaluated_config(tokenizer, 1, every=0, before_training=False)
+    assert trained(config, monkeypatch) == [("trained", 5), ("answered", 5)]
+
+
+def test_evaluations_need_prompts_and_exports(tokenizer: Path) -> None:
+    config = config_of(tokenizer, learner={"export": False})
+    with pytest.raises(UserError, match=r"--eval needs held-out prompts: set data\.heldout"):
+        answering(config, None)
+    with_prompts = config.model_copy(update={"data": config.data.model_copy(update={"heldout": "heldout.jsonl"})})
+    with pytest.raises(UserError, match=r"learner\.export is false"):
+        answering(with_prompts, None)
