@@ -76,9 +76,10 @@ class Progress:
         """The progress of the run that the configuration names."""
         evaluates_first = config.data.heldout is not None and config.eval.before_training
         ends, has_teacher = config.sampler.tracker.reward_range, bool(config.teachers_in_use())
-        made = cls(broker, config.run.steps, ends, config.run.folder, has_teacher, evaluates_first, advice(config))
-        made.stop_when = config.run.stop_when
-        return made
+        return cls(
+            broker, config.run.steps, ends, config.run.folder, has_teacher, evaluates_first, advice(config),
+            stop_when=config.run.stop_when,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         self.reader = StepReader(self.broker)

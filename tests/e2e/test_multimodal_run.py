@@ -22,7 +22,7 @@ from tests.support.whole_run import kill, options, started, wait_for_version
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TASK = find_task("arithmetic")
-STEPS = 40
+STEPS = 20
 RECIPE = {"steps": 200, "rows": 64}
 SHAPE = {
     "hidden_size": 128,
@@ -79,15 +79,15 @@ def test_it_learns_through_kills_and_exports_the_whole_model(tmp_path: Path) -> 
     command = ("run", TASK.template, "--plain", "--generators", "1", "--redis", server.url, *options(settings))
     try:
         with started(log, *command) as launcher:
-            wait_for_version(broker, 5, launcher)
+            wait_for_version(broker, 4, launcher)
             kill(broker, "learner")
-            wait_for_version(broker, 12, launcher)
+            wait_for_version(broker, 8, launcher)
             launcher.kill()
             launcher.wait()
         with started(log, *command) as launcher:
             assert launcher.wait(timeout=3000) == 0, log.read_text()[-3000:]
         assert accuracy(broker, 0) < 0.5
-        assert accuracy(broker, STEPS) >= 0.9
+        assert accuracy(broker, STEPS) >= 0.8
     finally:
         server.kill()
     export = tmp_path / f"runs/vision/checkpoints/step_{STEPS}/hf"
