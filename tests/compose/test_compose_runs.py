@@ -58,7 +58,7 @@ def generators(broker: Broker) -> list[str]:
 
 
 def test_a_run_scaled_and_killed_counts_every_task_once(containers: Containers) -> None:
-    steps = 60
+    steps = 90
     containers.up("first", RUN__STEPS=steps)
     broker = containers.broker("first")
     containers.wait_for_step(broker, 2)
