@@ -109,6 +109,38 @@ def test_every_service_reads_a_valid_configuration_and_all_agree() -> None:
         assert differences(config, generator) == []
 
 
+# Imports what a warm start does, where all packages but those named are absent.
+WARM_START = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.metadata import packages_distributions
+from packaging.utils import canonicalize_name
+
+present, packages = {"spo-trainer", *sys.argv[1:]}, packages_distributions()
+
+class Present(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        is_absent = name in packages and not present & {canonicalize_name(one) for one in packages[name]}
+        return None if is_absent else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Present
+import launcher.quickstart.warm_start, launcher.sft.rank, learner.supervised.loop
+"""
+
+
+@pytest.mark.integration
+def test_the_image_that_prepares_has_what_a_warm_start_imports() -> None:
+    image = services("compose.yaml")["prepare"]["image"]
+    job = yaml.safe_load((ROOT / "deploy/kubernetes/overlays/cpu/prepare.yaml").read_text(encoding="utf-8"))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == image
+    lock = (ROOT / "requirements" / f"{image.removeprefix('spo-')}.lock").read_text(encoding="utf-8")
+    named = {canonicalize_name(line.split("==")[0]) for line in lock.splitlines() if "==" in line and line[0].isalpha()}
+    imported = done(sys.executable, "-c", WARM_START, *sorted(named), env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert imported.returncode == 0, imported.stderr[-2000:]
+
+
 def test_gpu_services_have_devices_and_shared_memory() -> None:
     devices = []
     for name, service in services().items():
