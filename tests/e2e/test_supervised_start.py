@@ -45,7 +45,8 @@ def test_a_random_model_learns_from_demonstrations_and_then_from_rewards(tmp_pat
     lines = [json.dumps(row(problem, rng)) + "\n" for problem in train]
     (tmp_path / "demonstrations.jsonl").write_text("".join(lines))
     settings = {
-        "run.name": "start", "run.experiment": "start", "run.output_dir": "runs", "run.steps": 4, "eval.every": STEPS // 2,
+        "run.name": "start", "run.experiment": "start", "run.output_dir": "runs", "run.steps": 4,
+        "eval.every": STEPS // 2,
         "model.path": "random", "data.train": "train.jsonl", "data.heldout": "heldout.jsonl",
         "sft.data": "demonstrations.jsonl", "sft.steps": STEPS, "sft.batch_size": ROWS,
         "sft.learner": "{lr: 3e-3, schedule: cosine, warmup_steps: 20, checkpoint_every: 50}",
