@@ -9,6 +9,7 @@ import torch
 
 from common.config import Config
 from learner.batch.demonstrations import Demonstrations, folder_of, numbers_at
+from learner.batch.teacher import weight_at
 from learner.batch.tensors import MicroBatch, Packer
 from learner.ranks.world import World
 
@@ -44,8 +45,7 @@ class Mixed:
 
     def weight(self, version: int) -> float:
         """The weight of their loss in the batch that this version trains on."""
-        config = self._config.algorithm.demonstrations
-        return config.weight * (1.0 if config.decay_steps is None else max(0.0, 1 - version / config.decay_steps))
+        return weight_at(self._config.algorithm.demonstrations, version)
 
     def steps(self, version: int, packer: Packer) -> tuple[list[Shown], list[int]]:
         """Those of each optimizer step of a batch, and the tokens of each row; all ranks must call this together."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from common.config import TeacherConfig
+from common.config.sft import DemonstrationsConfig
 from common.config.stages import LOG_RATIO_BOUND
 from common.messages import InvalidMessage
 from common.payload import Payload
@@ -70,8 +71,8 @@ def scores_of_rows(rows: Sequence[Payload], top_k: int, device: torch.device | s
     return TeacherScores(torch.from_numpy(scored).to(device), logprobs, ids)
 
 
-def weight_at(config: TeacherConfig, version: int) -> float:
-    """The weight of the reverse KL in the batch that this version trains on."""
+def weight_at(config: TeacherConfig | DemonstrationsConfig, version: int) -> float:
+    """The weight of a part of the loss in the batch that this version trains on."""
     return config.weight * (1.0 if config.decay_steps is None else max(0.0, 1 - version / config.decay_steps))
 
 
