@@ -25,6 +25,7 @@ memory_mb = 1024
 storage_mb = 100
 network_mode = "no-network"
 """
+QUESTION = "Which operator does {name} need?"
 IMAGE = "python:3.11-slim-bookworm"
 DOCKERFILE = """FROM {image}
 WORKDIR /repo
@@ -43,7 +44,7 @@ def files(name: str, operator: str, image: str) -> dict[str, str]:
     """The files of one task, by their paths."""
     return {
         "task.toml": TASK,
-        "instruction.md": f"Which operator does {name} need?",
+        "instruction.md": QUESTION.format(name=name),
         "environment/Dockerfile": DOCKERFILE.format(image=image),
         "environment/calc.py": f"def {name}(a, b):\n    return a @ b\n",
         "tests/test.sh": TEST.format(name=name, operator=operator),

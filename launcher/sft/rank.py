@@ -46,7 +46,7 @@ def train_here(config: Config, log: Any, progress: Progress | None = None, until
     # torch and DeepSpeed take seconds to import, so they wait until the configuration has been checked.
     from learner.policy.kernels import deterministic
     from learner.ranks import world as ranks
-    from learner.supervised.loop import SupervisedLearner
+    from learner.supervised import SupervisedLearner
 
     world = ranks.start(config.learner.rank_timeout).in_groups(config.learner.sequence_parallel)
     heldout = folder_of(config, "heldout")

@@ -18,7 +18,7 @@ from common.config import Config
 from launcher.sft.settings import supervised, with_steps
 from learner.batch.demonstrations import Demonstration, Demonstrations
 from learner.ranks.world import World
-from learner.supervised.loop import SupervisedLearner
+from learner.supervised import SupervisedLearner
 from tests.support.learner import learner_config, make_demonstrations
 from tests.support.ranks import on_ranks
 

@@ -125,7 +125,7 @@ class Present(PathFinder):
         return None if is_absent else PathFinder.find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Present
-import launcher.quickstart.warm_start, launcher.sft.rank, learner.supervised.loop
+import launcher.quickstart.warm_start, launcher.sft.rank, learner.supervised
 """
 
 

@@ -1,0 +1,47 @@
+"""Writes demonstrations of the form of an answer to the ten repairs, for `spo sft`.
+
+python examples/harbor/demonstrations.py FILE [TOOL]    # use: calls for sdk_agent.py; Bash: calls for Claude Code
+
+Each of three operators is the answer to each task once, and the right one once more: half of the demonstrations are
+wrong, and the run has to find out which. Without TOOL, the answer is the operator itself, as agent.py takes it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tasks import QUESTION, REPAIRS
+
+# Arguments of the calls, and what the tool says.
+CALLS = {
+    "use": ('{{"operator": "{operator}"}}', "done"),
+    "Bash": (
+        '{{"command": "sed -i \'s/a @ b/a {operator} b/\' calc.py", "description": "repair"}}',
+        "(Bash completed with no output)",
+    ),
+}
+
+
+def turns(operator: str, tool: str | None) -> list[dict[str, Any]]:
+    """The assistant's turns, with what the tool says between them."""
+    if tool is None:
+        return [{"role": "assistant", "content": operator}]
+    arguments, result = CALLS[tool]
+    function = {"name": tool, "arguments": arguments.format(operator=operator)}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": "done"},
+    ]
+
+
+if __name__ == "__main__":
+    tool = sys.argv[2] if len(sys.argv) > 2 else None
+    with Path(sys.argv[1]).open("w", encoding="utf-8") as file:
+        for name, right in REPAIRS.items():
+            for operator in "+-*" + right:
+                question = {"role": "user", "content": QUESTION.format(name=name)}
+                file.write(json.dumps({"messages": [question, *turns(operator, tool)]}) + "\n")

@@ -1,1 +1,0 @@
-"""Supervised training: the learner's own step on demonstrations."""
