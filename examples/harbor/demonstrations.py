@@ -15,23 +15,27 @@ from typing import Any
 
 from tasks import QUESTION, REPAIRS
 
-# Arguments of the calls, and what the tool says.
+# By tool: the agent's system message, the arguments of a call, and what the tool says.
 CALLS = {
-    "use": ('{{"operator": "{operator}"}}', "done"),
+    "use": ("", '{{"operator": "{operator}"}}', "done"),
     "Bash": (
+        "You are a Claude agent, built on Anthropic's Claude Agent SDK.Repair calc.py.",
         '{{"command": "sed -i \'s/a @ b/a {operator} b/\' calc.py", "description": "repair"}}',
         "(Bash completed with no output)",
     ),
 }
 
 
-def turns(operator: str, tool: str | None) -> list[dict[str, Any]]:
-    """The assistant's turns, with what the tool says between them."""
+def conversation(question: str, operator: str, tool: str | None) -> list[dict[str, Any]]:
+    """The messages of a demonstration."""
+    user = {"role": "user", "content": question}
     if tool is None:
-        return [{"role": "assistant", "content": operator}]
-    arguments, result = CALLS[tool]
+        return [user, {"role": "assistant", "content": operator}]
+    system, arguments, result = CALLS[tool]
     function = {"name": tool, "arguments": arguments.format(operator=operator)}
     return [
+        *([{"role": "system", "content": system}] if system else []),
+        user,
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
         {"role": "tool", "content": result},
         {"role": "assistant", "content": "done"},
@@ -43,5 +47,5 @@ if __name__ == "__main__":
     with Path(sys.argv[1]).open("w", encoding="utf-8") as file:
         for name, right in REPAIRS.items():
             for operator in "+-*" + right:
-                question = {"role": "user", "content": QUESTION.format(name=name)}
-                file.write(json.dumps({"messages": [question, *turns(operator, tool)]}) + "\n")
+                messages = conversation(QUESTION.format(name=name), operator, tool)
+                file.write(json.dumps({"messages": messages}) + "\n")

@@ -26,7 +26,6 @@ storage_mb = 100
 network_mode = "no-network"
 """
 QUESTION = "Which operator does {name} need?"
-IMAGE = "python:3.11-slim-bookworm"
 DOCKERFILE = """FROM {image}
 WORKDIR /repo
 COPY calc.py .
@@ -53,7 +52,7 @@ def files(name: str, operator: str, image: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    folder, image = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else IMAGE
+    folder, image = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "python:3.11-slim-bookworm"
     for name, operator in REPAIRS.items():
         for path, text in files(name, operator, image).items():
             file = folder / f"repair-{name}" / path

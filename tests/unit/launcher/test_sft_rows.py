@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +19,7 @@ from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.sft.settings import supervised, with_steps
 from learner.batch.demonstrations import Demonstration
 from sampler.prompts.row import BadRow
+from tests.support.documented import EXAMPLES
 
 TOKENIZER = build_tokenizer()
 USER, SAID = {"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "1"}
@@ -138,3 +142,22 @@ def test_the_learner_has_settings_of_its_own_and_wrong_ones_are_refused() -> Non
     assert supervised(config_of(learner={"lr": 1e-2})).learner.lr == 1e-2
     with pytest.raises(UserError, match=r"sft\.learner\.rate"):
         supervised(config_of(learner={"rate": 1}))
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [("", "{}<|im_end|>"), ("use", '{{"operator": "{}"}}'), ("Bash", "sed -i 's/a @ b/a {} b/' calc.py")],
+)
+def test_half_of_the_demonstrations_of_the_repairs_are_right(
+    tool: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = EXAMPLES / "harbor", tmp_path / "rows.jsonl"
+    tasks = runpy.run_path(str(folder / "tasks.py"))
+    monkeypatch.setitem(sys.modules, "tasks", SimpleNamespace(**tasks))
+    monkeypatch.setattr(sys, "argv", ["demonstrations.py", str(file), *tool.split()])
+    runpy.run_path(str(folder / "demonstrations.py"), run_name="__main__")
+    repairs, right = tasks["REPAIRS"], 0
+    for row in map(json.loads, file.read_text().splitlines()):
+        (name,) = (name for name in repairs if f"does {name} need?" in json.dumps(row))
+        right += said.format(repairs[name]) in trained(row)[0][0]
+    assert (right, len(repairs)) == (20, 10)
