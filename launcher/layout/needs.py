@@ -68,7 +68,7 @@ class Needs:
         if config.algorithm.has_critic:
             shape = _shape(config.critic.model or config.model.path)
             memory = with_critic(shape, memory, zero, config.critic.freeze_attention)
-        # A reference policy is divided as the policy is; with an adapter, it is the frozen weights themselves.
+        # A reference policy is partitioned like the policy; with an adapter, the frozen weights are the reference.
         reference = config.algorithm.kl_coef > 0 and not zero.frozen
         return replace(memory, weights=memory.weights * (2 if reference else 1))
 

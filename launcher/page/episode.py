@@ -21,7 +21,7 @@ MOST_CHARS = 200_000  # of one text
 MOST_TOKENS = 20_000
 MOST_ITEMS = 2_000  # of a list
 MOST_LOG_RATIO = 20.0
-MOST_BATCHES = 64  # that are searched for an episode, from its dispatch on
+MOST_BATCHES = 64  # batches searched for an episode, from its dispatch on
 RECORD_ONLY = {
     "token_ids", "model_spans", "logprobs", "version_spans", "row_lengths", "input", "output", "messages", "requests",
     "scored", "refusals", "lost",
@@ -130,7 +130,7 @@ def row_starts(record: dict[str, Any]) -> list[int]:
 
 
 def scored_facts(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was scored of an agent, by name: its answer, its own reward or its tests', and what it failed with."""
+    """The result of an agent as (name, text) pairs: its answer and its or its tests' reward, or its failure."""
     scored = record.get("scored")
     if not isinstance(scored, dict):
         return []
@@ -143,9 +143,9 @@ def scored_facts(record: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def request_lines(record: dict[str, Any]) -> list[str]:
-    """What became of an agent's requests, as a tree: those that continue a request stand below it.
+    """An agent's requests and their outcomes, as a tree: requests that continue another stand below it.
 
-    The first of them has the same indentation; only forks are indented further.
+    The first continuation has the same indentation; further ones, which are forks, are indented.
     """
     requests = [one for one in record.get("requests") or () if isinstance(one, dict)][:MOST_ITEMS]
     following: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -242,7 +242,7 @@ def decoder(model: str) -> Callable[[int], str] | None:
 
 
 def _advantage(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Reward minus the prompt's value before it, from which the batch's advantages are computed."""
+    """The reward minus the prompt's value before it: the advantage before it is normalized over the batch."""
     reward, value = record.get("reward"), record.get("value")
     if not isinstance(reward, int | float) or not isinstance(value, int | float) or record.get("kind") == "eval":
         return None

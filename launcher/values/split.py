@@ -15,7 +15,7 @@ from common.config import DataConfig
 from common.config.data import DataSource
 from common.errors import UserError
 from sampler.prompts.row import BadRow, Rows
-from sampler.prompts.rows import ArrowRows, open_rows
+from sampler.prompts.rows import ArrowRows, open_source
 
 ARROW_ERRORS = (pa.ArrowException, OverflowError)
 
@@ -37,7 +37,7 @@ def split_data(
             folder cannot be written, or holds other subsets.
     """
     (source,) = DataConfig(train=[DataSource(path=data, split=split, config=subset)]).sources("train")
-    table, problems = _table(open_rows(source.path, source.split, source.options, source.config), data)
+    table, problems = _table(open_source(source), data)
     rows = table.num_rows
     if rows < parts:
         raise UserError(

@@ -317,7 +317,7 @@ def remove_all_left(log: Any) -> None:
 
 async def check_containers(config: Config, log: Any) -> None:
     """Ask the engine whether it answers, and remove what dead generators have left; raises `UserError`."""
-    if not uses_containers(config):
+    if not config.uses_containers:
         return
     engine = ContainerEngine()
     try:
@@ -328,8 +328,3 @@ async def check_containers(config: Config, log: Any) -> None:
         raise UserError(f"episode.agent.image: {error}") from None
     finally:
         await engine.close()
-
-
-def uses_containers(config: Config) -> bool:
-    """Whether an agent of a source runs in containers."""
-    return any(episode.agent and episode.agent.image for episode in config.episodes_in_use().values())
