@@ -314,16 +314,10 @@ class _Plan:
     def _check_generators(self, groups: Sequence[Sequence[Gpu]], share: float | None) -> None:
         if self.needs is None or not groups or not groups[0][0].total:
             return
-        gpu, engine = groups[0][0], self.needs.generator
+        engine = self.needs.generator
         share = utilization(engine.arguments) if share is None else share
-        needed = engine.of_each(self.size)
-        if needed > share * gpu.total:
-            enough = next((n for n in (2, 4, 8) if engine.of_each(self.size * n) <= share * gpu.total), None)
-            fix = f"set generator.engine.tensor_parallel_size={enough}" if enough else "use a smaller model"
-            raise UserError(
-                f"a generator needs {needed / GB:.1f} GB of each of its GPUs, but vLLM takes {share:.0%} of "
-                f"{gpu.total / GB:.1f} GB: {fix}"
-            )
+        if refusal := engine.refusal("a generator", "generator", self.size, share, groups[0][0].total):
+            raise UserError(refusal)
 
     def _say(self, learning: Sequence[Gpu], groups: Sequence[Sequence[Gpu]], share: float | None) -> None:
         """Put a line for each process before the other reasons."""

@@ -98,7 +98,7 @@ def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
         logprobs: list[float | None] = [None] * len(ids)
         versions: list[int | None] = [None] * len(ids)
         turns: list[int | None] = [None] * len(ids)
-        sampled = [i for start, end in record["model_spans"] for i in range(start, end)]
+        sampled = sampled_positions(record)
         spans = [version for version, start, end in record["version_spans"] for _ in range(start, end)]
         for i, logprob, version in zip(sampled, record["logprobs"], spans, strict=True):
             logprobs[i], versions[i] = logprob, version
@@ -118,6 +118,11 @@ def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
         "left_out": max(0, len(ids) - MOST_TOKENS),
         "decoded": decode is not None,
     }
+
+
+def sampled_positions(record: dict[str, Any]) -> list[int]:
+    """The positions of the tokens that the model sampled."""
+    return [i for start, end in record["model_spans"] for i in range(start, end)]
 
 
 def row_starts(record: dict[str, Any]) -> list[int]:
@@ -196,7 +201,7 @@ def trained_view(record: dict[str, Any], trained: list[dict[str, Any]]) -> dict[
         own: dict[str, Any] = {}
         ratios: list[float | None] = [None] * length
         entropies: list[float | None] = [None] * length
-        sampled = (i for start, end in spans for i in range(start, end))
+        sampled = sampled_positions(record)
         rows = sorted(trained, key=lambda row: int(row.get("row", 0)))
         logprobs, entropy_of = ([one for row in rows for one in row[name]] for name in ("logprobs", "entropies"))
         columns = (record["logprobs"], logprobs, entropy_of)
@@ -206,7 +211,7 @@ def trained_view(record: dict[str, Any], trained: list[dict[str, Any]]) -> dict[
         if "token_advantages" in rows[0]:
             of_tokens: list[float | None] = [None] * length
             learned = [one for row in rows for one in row["token_advantages"]]
-            for i, advantage in zip((i for start, end in spans for i in range(start, end)), learned, strict=True):
+            for i, advantage in zip(sampled, learned, strict=True):
                 of_tokens[i] = _finite(advantage)
             own["token_advantages"] = of_tokens[:MOST_TOKENS]
         advantages = [_finite(advantage) for advantage in rows[0]["advantages"]]
