@@ -1,4 +1,4 @@
-"""All that episodes need except the engine: tools, call format, simulated user, rewards, sandbox.
+"""What episodes need besides the engine: tools, call format, simulated user, rewards, sandbox.
 
 The parts are made before the engine, which takes a minute for a large model: errors in the configuration are
 reported at once, and a sandbox that does not isolate programs stops the generator before the wait.
