@@ -13,7 +13,15 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from benchmarks import options
 from common.errors import reports_user_errors
-from learner.memory_model import Micro, RankMemory, Zero, rank_memory, with_critic
+from learner.memory_model import (
+    Micro,
+    RankMemory,
+    Zero,
+    divided,
+    parameter_sizes,
+    peak_activations,
+    with_critic,
+)
 from learner.policy.checkpointing import SELECTIVE
 
 CARD_GB = 80.0
@@ -79,7 +87,7 @@ class RankLayout:
     @property
     def memory(self) -> RankMemory:
         """Bytes on one rank."""
-        policy = rank_memory(self.config, self.zero, self.micro)
+        policy = divided(parameter_sizes(self.config), self.zero, peak_activations(self.config, self.micro))
         return with_critic(self.config, policy, self.zero, self.critic == FROZEN) if self.critic else policy
 
 

@@ -12,8 +12,9 @@ import tempfile
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from common.errors import UserError, nearest
 
@@ -156,12 +157,24 @@ def append(path: Path, data: bytes) -> None:
 
 def rewrite(path: Path, pieces: Iterable[bytes]) -> None:
     """Write a file in place of another, as a whole or not at all; on return it is on the disk."""
-    new = path.with_name(f"{path.name}.new")
-    with new.open("wb") as file:
+    with replacing(path) as file:
         file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in place of another, like `rewrite`; the other one stays if the block raises an exception."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
     sync_folder(path.parent)
 
 

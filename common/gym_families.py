@@ -59,7 +59,8 @@ def make_family(name: str, options: Mapping[str, Any], field: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # an assertion of `validate`, or whatever a family raises on options it cannot use
-        raise UserError(f"{field}: options {dict(options)} of family {name!r}: {_one_line(error)}") from None
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise UserError(f"{field}: options {dict(options)} of family {name!r}: {reason}") from None
 
 
 def score_answer(family: str, answer: str, entry: Mapping[str, Any]) -> float:
@@ -101,7 +102,3 @@ class Missing(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the package {self.__name__} is missing; pip install {self.__name__}")
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -29,10 +29,7 @@ def check_folder(folder: Path, descriptor: int, name: str = "") -> None:
 
 
 class HeldFolder:
-    """A run folder that this process has created or found; kept open, so that a replacement is recognised.
-
-    Without a folder there is nothing to check.
-    """
+    """A run folder that is kept open, so that a replacement is recognised; if there is none, nothing is checked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._descriptor = folder, -1

@@ -38,10 +38,7 @@ def what_masks(correction: CorrectionConfig) -> str:
 
 
 def advice(config: Config) -> str:
-    """What masks tokens in a run, and what to try against it.
-
-    Fewer and smaller steps keep the policy near its samples. Nothing here makes samples older.
-    """
+    """What masks tokens in a run, and changes that keep the policy nearer to its samples."""
     learner, dtype = config.learner, config.model.dtype
     options = [f"fewer learner.mini_batches (now {learner.mini_batches})"] if learner.mini_batches > 1 else []
     options += [f"a smaller learner.lr (now {learner.lr:g})", "another preset (spo correction list)"]

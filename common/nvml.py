@@ -15,7 +15,7 @@ from typing import Any
 EVERY = 1.0  # seconds between two readings
 READINGS = 5  # newest readings, of which a figure is the mean
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# By metric: what it is of one GPU.
+# Functions that measure one GPU, by metric.
 MEASURES: dict[str, Callable[[Any, Any], float]] = {
     "gpu/utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     "gpu/memory_gb": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9,

@@ -38,7 +38,7 @@ _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One episode's tokens, in one row or several, one after another; in each, no token sees those of another row.
+    """One episode's tokens: one row or several, one after another; tokens of different rows do not see each other.
 
     Attributes:
         token_ids: prompt, responses and tool results as the model saw them, int32 [T].
@@ -113,11 +113,11 @@ class Payload:
 
 
 def expert_sums(experts: np.ndarray, known: np.ndarray, places: np.ndarray) -> list[int]:
-    """A checksum of the experts at each of some tokens, by which two records of them can be compared [N].
+    """Checksums of the experts that some tokens were routed to [N], so that two records can be compared.
 
     Args:
-        experts: ids of their experts [T, layers, k].
-        known: tokens whose experts are known, bool [T]; the others have `NO_EXPERTS`.
+        experts: ids of all tokens' experts [T, layers, k].
+        known: tokens whose experts are known, bool [T]; the checksum of others is `NO_EXPERTS`.
         places: positions of the tokens [N].
     """
     return [
@@ -207,7 +207,7 @@ def decode_if_valid(data: bytes | None) -> Payload | None:
 
 
 def check_payload(payload: Payload) -> None:
-    """Raise `InvalidMessage` for arrays that do not fit together, and for numbers that no model gives."""
+    """Raise `InvalidMessage` for arrays that do not fit together, and for numbers that no model produces."""
     # Spans are few, and plain numbers are quicker than numpy on few.
     borders = [0, *payload.model_spans.ravel().tolist(), len(payload.token_ids)]
     if any(left > right for left, right in pairwise(borders)):

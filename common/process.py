@@ -48,7 +48,7 @@ def raise_file_limit(most: int = MOST_FILES) -> int:
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, and in a thread of its own if this one has a running event loop, as in a notebook."""
+    """Like `asyncio.run`, but in another thread if this one has a running event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -72,9 +72,9 @@ def ending(code: int) -> str:
 
 @contextmanager
 def leaving_no_trace() -> Iterator[None]:
-    """Have the environment, and what signals that end a process do, be after the block what they were before it.
+    """Restore the environment and the handlers of `SIGNALS` after the block.
 
-    Libraries change both, and the process may be a notebook that goes on.
+    Libraries change both, and the process may be a notebook that continues.
     """
     environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -82,7 +82,7 @@ def leaving_no_trace() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():  # no other can set handlers
             for number, handler in handlers.items():
-                if handler is not None:  # as it is for one set in C
+                if handler is not None:  # it is None if it was set in C
                     signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(environment)

@@ -61,7 +61,7 @@ ResumeOption = Annotated[
 
 
 def entry_point(app: typer.Typer) -> Callable[[], None]:
-    """Wrap an app as a process's start: its errors in options and arguments are reported like any other `UserError`."""
+    """The entry point of an app: errors in its options and arguments are reported like any other `UserError`."""
 
     def main() -> None:
         os.environ.update(without_proxy_on_loopback(os.environ))  # for this process and all that it starts

@@ -68,7 +68,7 @@ class WeightUpdater:
         client = self.services.weights
         while client is not None:
             weights = await client.next()
-            # Nothing is awaited between the end of `next` and this, so no evaluation can hold the version in between.
+            # No await since `next` has ended, so no evaluation can have held the version in between.
             self._loading = True
             try:
                 await self._load(client, weights)

@@ -34,10 +34,10 @@ def try_(
     messages: Annotated[bool, typer.Option("--messages", help="Also show the messages.")] = False,
     override: OverrideOption = None,
 ) -> None:
-    """Play one task of data.train by episode.agent, and show its requests, its rows, its answer and its reward.
+    """Let episode.agent play one task of data.train, and show its requests, rows, answer and reward.
 
-    The model is model.path as it is, on this machine; nothing else is started. Exit code 1 if the attempt failed; a
-    run would try it again.
+    An engine on this machine serves model.path as it is; no other process of a run is started. Exit code 1 if the
+    attempt failed; a run would try it again.
 
     - `spo agent try my.yaml`
     - `spo agent try my.yaml --row 7 -o episode.max_seconds=600`
@@ -48,7 +48,7 @@ def try_(
     log = logs.setup("agent try")
     for line in episode_warnings(settings):
         log.warning(line)
-    # Without a learner there is no wait for its weights.
+    # With 0 steps there is no learner, so the engine does not wait for its weights.
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"steps": 0})})
     task = _task(settings, row, log)
     record = asyncio.run(play(settings, task, log))

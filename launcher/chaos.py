@@ -51,9 +51,9 @@ def chaos(
     """Run the quickstart under faults drawn from a seed, and check that nothing was lost and nothing counted twice.
 
     All processes are real. They are killed and frozen; their connections to Redis are cut, held and slowed down;
-    replies are lost; Redis is killed, its log cut, its memory and disk filled; generators come and go;
-    strangers call; the power fails. Then the run is checked against the journal of the sampler's commits. Exit code 1
-    if the counts do not agree. Needs a source checkout.
+    replies are lost; Redis is killed, its log cut, its memory and disk filled; generators come and go; foreign
+    clients connect; the power fails. Then the run is checked against the journal of the sampler's commits. Exit code
+    1 if the counts do not agree. Needs a source checkout.
 
     - `spo chaos`
     - `spo chaos --minutes 15 --seed 3 --threshold 0.9`

@@ -137,7 +137,7 @@ def _best(run: Path, versions: list[int]) -> int:
     version = best_version(versions, held_out(run))
     if version is None:
         raise UserError(
-            f"--best: no checkpoint of {run} is of a version that was evaluated; it has steps "
+            f"--best: no version with a checkpoint in {run} was evaluated; its checkpoints are of steps "
             f"{', '.join(map(str, versions))}: give --step"
         )
     return version

@@ -181,7 +181,7 @@ def docs_python() -> None:
 
 
 data.app.command("demonstrations")(demonstrations)
-# Name, function and line in `spo --help` of each command.
+# The commands of each group: name, function, and line in `spo --help`.
 GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Run": [
         ("quickstart", quickstart, "Train a tiny model on one of six tasks, in minutes."),

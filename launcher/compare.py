@@ -125,7 +125,7 @@ def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> list[RunGroup]:
 
 
 def shared(run: Run) -> dict[str, Any]:
-    """The settings that runs of one group share: all but the seed, the names and the places."""
+    """The settings that runs of one group share: all but the seed, names and paths."""
     values = defaults() | run.values if run.values else {}
     return {key: value for key, value in values.items() if key != SEED and key not in NAMES}
 

@@ -54,7 +54,7 @@ def _section(title: str, model: type[BaseModel], keys: Mapping[str, FieldInfo]) 
 
 
 def sections(prefix: str = "", model: type[BaseModel] = Config) -> Iterator[tuple[str, type[BaseModel], Keys]]:
-    """Every section with keys: its name, its model, and its described keys, whole."""
+    """Every section that has keys: its name, its model, and the fields of its described keys by full name."""
     # A section whose keys have no descriptions is described on another page, and is one key here.
     inner = {name: one for name, field in model.model_fields.items() if (one := _one(field)) and _described(one)}
     plain = {name: field for name, field in model.model_fields.items() if field.description and name not in inner}
@@ -72,7 +72,7 @@ def sections(prefix: str = "", model: type[BaseModel] = Config) -> Iterator[tupl
 
 
 def explain(key: str) -> str:
-    """What a key means: its type, default and meaning; of a section, the first sentence on each of its keys.
+    """Describe a key (type, default, meaning), or list the keys of a section with the first sentence on each.
 
     Raises:
         UserError: there is no such key; the message names the nearest.
@@ -117,12 +117,12 @@ def _line(key: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text of a table of Markdown, for a terminal."""
+    """The text of a Markdown cell without its markup."""
     return re.sub(r"\*([\w ]+\.?)\*", r"\1", text.replace("\\|", "|").replace("`", ""))
 
 
 def _one(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, which may be null; None if it holds none, or a list of sections."""
+    """The model of a field that holds a section, or a section or null; None for any other field."""
     options = (field.annotation, *get_args(field.annotation))
     return next((option for option in options if hasattr(option, "model_fields")), None)
 

@@ -18,7 +18,7 @@ from common.errors import UserError, one_line, visible
 from launcher.folder.episodes import EpisodeIndex, read_line
 from launcher.folder.query import Query, page
 from launcher.folder.run_folder import RunFolder, model_of
-from launcher.page.episode import decoder, request_lines, row_starts, scored_facts
+from launcher.page.episode import decoder, request_lines, row_starts, sampled_positions, scored_facts
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags", "response")
 LONG = ("prompt", "reason", "response")
@@ -194,7 +194,7 @@ def token_lines(episode: dict[str, Any], decode: Callable[[int], str] | None) ->
         return
     versions = (span[0] for span in episode["version_spans"] for _ in range(span[1], span[2]))
     scored = zip(episode["logprobs"], versions, strict=True)
-    sampled = {i for start, end in episode["model_spans"] for i in range(start, end)}
+    sampled = set(sampled_positions(episode))
     rows = {start: number for number, start in enumerate(row_starts(episode), 1)}
     yield Text(f"{'token':>7} {'id':>8} {'log-prob':>9} {'version':>7}  text", "dim")
     for position, token_id in enumerate(ids):

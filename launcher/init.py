@@ -1,4 +1,4 @@
-"""The command `spo init`: writes a configuration for a data set, whose comments say what was found and what guessed."""
+"""The command `spo init`: writes a configuration for a data set, with comments on what was found and guessed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.config import Config, parse_config
 from common.config.data import FILES, KNOWN_SETS
 from common.errors import UserError, one_line
 
-ROWS = 2000  # rows that are looked at
+ROWS = 2000  # rows that are examined
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "input", "text")
 ANSWERS = (
     "answer", "ground_truth", "reward_model.ground_truth", "solution", "target", "label", "expected", "output",
@@ -146,11 +146,10 @@ def _most(are: Iterator[bool]) -> bool:
 def _look_at(data: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The first rows that can be read, and their columns; keys of mappings within them as `column.key`."""
     from sampler.prompts.row import BadRow
-    from sampler.prompts.rows import open_rows  # imports pyarrow, which not every role has
+    from sampler.prompts.rows import open_source  # imports pyarrow, which not every role has
 
     (source,) = parse_config({"model": {"path": MODEL}, "data": {"train": data}}).data.sources("train")
-    opened = open_rows(source.path, source.split, source.options, source.config)
-    rows = [row for row in islice(opened, ROWS) if not isinstance(row, BadRow)]
+    rows = [row for row in islice(open_source(source), ROWS) if not isinstance(row, BadRow)]
     if not rows:
         raise UserError(f"{data} has no row that can be read; `spo data check {data}` says why")
     columns = {name: None for row in rows for name in row}

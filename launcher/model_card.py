@@ -1,4 +1,4 @@
-"""A model card: what was trained from what, on what, and how the held-out reward rose; and its way to the hub."""
+"""Writes a model card (base model, data, settings, held-out reward by step), and uploads models to the hub."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def push(folder: Path, name: str, public: bool) -> str:
 
 
 def _some(steps: list[int], version: int) -> list[int]:
-    """The evaluations up to a version, thinned out evenly if they are many."""
+    """The steps up to a version, thinned out evenly to at most `MOST_ROWS`."""
     steps = [step for step in sorted(steps) if step <= version]
     if len(steps) <= MOST_ROWS:
         return steps

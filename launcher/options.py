@@ -13,11 +13,11 @@ from common.errors import UserError
 
 Generators = Annotated[
     int | None,
-    typer.Option(min=0, help="Generator processes; by default as GPUs and cores allow; 0: all join from elsewhere."),
+    typer.Option(min=0, help="Generators to start, by default one for each free GPU or four cores; 0: none here."),
 ]
 LearnerGpus = Annotated[
     str | None,
-    typer.Option(metavar="0-3", help="GPUs of the learner, a rank on each; by default half, or as near to it as fits."),
+    typer.Option(metavar="0-3", help="GPUs of the learner, one rank on each; by default half of them, if that fits."),
 ]
 GeneratorGpus = Annotated[
     str | None, typer.Option(metavar="4-7", help="GPUs of the generators; by default the others.")

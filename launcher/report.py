@@ -53,7 +53,7 @@ def redis_facts(folder: Path) -> RedisFacts:
 
 
 def _at_home(config: Config, folder: Path) -> Config:
-    """The configuration with the folder's present place: it may be a copy, and another run may be at the old place."""
+    """The configuration with the folder's current path: the folder may be a copy, and its old path another run's."""
     url = config.broker.url.replace(str(config.run.folder.absolute()), str(folder))
     run = config.run.model_copy(update={"output_dir": str(folder.parent), "experiment": folder.name})
     return config.model_copy(update={"run": run, "broker": config.broker.model_copy(update={"url": url})})

@@ -50,7 +50,7 @@ class ValueHead(nn.Linear):
 class ValueModel(nn.Module):
     """Wraps a model so that one forward goes from packed tokens to a number for each of some positions."""
 
-    group = None  # it reads sequences whole
+    group = None  # sequences are not divided among ranks
 
     def __init__(self, model: PreTrainedModel, head: str) -> None:
         """Wrap a model whose child named `head` is a `ValueHead`."""
@@ -101,7 +101,7 @@ def load_value_model(config: Config, weights: bool = True) -> ValueModel:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block transformers does not warn of the policy's output layer, which it ignores, nor of a new head."""
+    """Silence transformers' warnings about the policy's output layer, which is ignored, and about a new head."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -132,7 +132,7 @@ def critic_key(config: Config) -> str:
 
 
 def _whole(parameters: list[nn.Parameter]) -> Any:
-    """Within the block the parameters are whole, and changes to them are kept; ZeRO 3 divides them."""
+    """A context in which parameters that ZeRO 3 partitions are gathered; changes to them are kept."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)

@@ -108,11 +108,6 @@ class RankMemory:
         return held + max(self.gathered + self.buckets + self.activations, self.stepping)
 
 
-def rank_memory(config: PreTrainedConfig, zero: Zero, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> RankMemory:
-    """Bytes that a rank needs to train the model that `config` describes."""
-    return divided(parameter_sizes(config), zero, peak_activations(config, micro, dtype))
-
-
 def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int = 0) -> RankMemory:
     """Bytes that a rank needs to train a model whose parameters have these sizes.
 

@@ -1,4 +1,4 @@
-"""The operations a second that GPUs could compute at best, of which training uses a share: its MFU."""
+"""Peak operations per second of GPUs, and the share of them that training needs (MFU)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from learner.policy.operations import TRAINING, Operations
 from learner.ranks.world import World
 
-# Dense bfloat16 operations a second by a part of the card's name (NVIDIA's data sheets); the first that fits counts.
+# Dense bfloat16 operations per second by part of the card's name (NVIDIA's data sheets); the first match counts.
 PEAKS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -32,7 +32,7 @@ PEAKS = {
 
 
 def peak_of(card: str) -> float:
-    """Dense bfloat16 operations a second of a card, by its name; 0 if it is not known, as that of a slice (MIG)."""
+    """Dense bfloat16 operations per second of a card, by its name; 0 if they are not known, as for a slice (MIG)."""
     return 0.0 if "MIG" in card else next((peak for part, peak in PEAKS.items() if part in card), 0.0)
 
 
@@ -45,6 +45,6 @@ def total_peak(world: World) -> float:
 def mfu(operations: Operations, lengths: Sequence[int], seconds: float, peak: float) -> float:
     """Share of `peak` [operations/s] that training on sequences of these lengths [tokens] needs in `seconds`.
 
-    What is computed a second time, with `learner.gradient_checkpointing`, does not count.
+    Recomputation, with `learner.gradient_checkpointing`, does not count.
     """
     return TRAINING * sum(map(operations.of, lengths)) / (peak * seconds)

@@ -20,14 +20,7 @@ from learner.correction.ranking import over_all
 from learner.losses import Denominators, covariance
 from learner.ranks.world import World
 from learner.stats import Stats
-from learner.step_loss import (
-    PolicyOutput,
-    Precomputed,
-    TrainPosition,
-    correct,
-    loss_input,
-    proximal_logprobs,
-)
+from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, loss_input, proximal_logprobs
 
 Forward = Callable[[MicroBatch], PolicyOutput]
 Score = Callable[[MicroBatch], torch.Tensor]

@@ -57,7 +57,7 @@ class Trainer:
         past: earlier versions, if `learner.exact_every` has stale tokens scored by the versions that sampled them.
         critic: the value model, if `algorithm.baseline` has one.
         mixed: demonstrations that every batch also learns from, if `algorithm.demonstrations` has some.
-        peak: operations a second of all ranks' GPUs at best; 0 if not known.
+        peak: peak operations per second of all ranks' GPUs together; 0 if unknown.
     """
 
     not_finite = 0

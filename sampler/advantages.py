@@ -116,7 +116,7 @@ def in_groups(
 
 
 def load_advantage(algorithm: AlgorithmConfig, settings: AdvantageConfig) -> Advantage:
-    """The advantage that `algorithm.method` implies, or the user's own, which is tried on two made batches.
+    """The advantage that `algorithm.method` implies, or the user's own, tried on two made-up batches.
 
     Raises:
         UserError: it cannot be found, or does not return a finite number for each sample.

@@ -16,14 +16,7 @@ from starlette.routing import Route
 
 from common.network import header_host, is_loopback
 from sandbox_client.settings import Settings
-from sandbox_client.types import (
-    RequestRefused,
-    RunCodeRequest,
-    RunCodeResponse,
-    Sandbox,
-    SandboxUnavailable,
-    Status,
-)
+from sandbox_client.types import RequestRefused, RunCodeRequest, RunCodeResponse, Sandbox, SandboxUnavailable, Status
 
 BODY_TIMEOUT = 60.0  # seconds
 

@@ -17,8 +17,8 @@ from packaging.specifiers import SpecifierSet
 from common.checks.check import Context, Finding, ok, problem, warning
 from common.checks.machine import installed_version
 from common.process import Role
+from common.release import PROJECT
 
-PROJECT = "spo-trainer"
 # They must be builds for the same torch, and a text-only policy needs none of them.
 TORCH_RELATIVES = ("torchvision", "torchaudio")
 TRACKER_EXTRAS = {"tensorboard": "metrics", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}

@@ -39,7 +39,7 @@ def settings(context: Context) -> Iterator[Finding]:
 def data(context: Context) -> Finding:
     """Whether the files with prompts exist and are not empty."""
     data = context.config.data
-    sources = [*data.sources("train"), *data.sources("heldout")]
+    sources = data.all_sources()
     problems = [f"{source.key} = {_named(source)!r}{reason}" for source in sources if (reason := _unusable(source))]
     return problem("; ".join(problems)) if problems else ok(", ".join(source.shown() for source in sources))
 

@@ -296,6 +296,10 @@ class DataConfig(Section):
         """The template options that are variables of the template."""
         return {name: value for name, value in self.template_options.items() if name != CONTINUE}
 
+    def all_sources(self) -> list[Source]:
+        """The data sets of both sides."""
+        return [source for side in SIDES for source in self.sources(side)]
+
     def sources(self, side: Side) -> list[Source]:
         """The data sets to train on, or to evaluate on; empty if there is no held-out data."""
         value = self.train if side == "train" else self.heldout

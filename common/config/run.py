@@ -212,11 +212,16 @@ class Config(Section):
     def episodes_in_use(self) -> dict[str, EpisodeConfig]:
         """The distinct episode sections of all sources, each by the key of its first source."""
         episodes: dict[str, EpisodeConfig] = {}
-        for source in (*self.data.sources("train"), *self.data.sources("heldout")):
+        for source in self.data.all_sources():
             episode = self.episode.with_changes(source.episode, source.key)
             if episode not in episodes.values():
                 episodes["episode" if episode is self.episode else f"{source.key}.episode"] = episode
         return episodes
+
+    @property
+    def uses_containers(self) -> bool:
+        """Whether an agent of a source runs in containers."""
+        return any(episode.agent and episode.agent.image for episode in self.episodes_in_use().values())
 
     def teachers_in_use(self) -> dict[str, TeacherConfig]:
         """The distinct teachers of the training data, each by the name of the first source that has it."""

@@ -162,7 +162,7 @@ def _lengths(config: Config) -> Iterator[str]:
 def _data(config: Config) -> Iterator[str]:
     """Keys of the section that no source reads, and weights of held-out sources."""
     data = config.data
-    sources = [*data.sources("train"), *data.sources("heldout")]
+    sources = data.all_sources()
     for name in READ_BY_SOURCES:
         value = getattr(data, name)
         if value != DataConfig.model_fields[name].default and all(getattr(source, name) != value for source in sources):

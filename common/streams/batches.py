@@ -146,7 +146,7 @@ class BatchInbox:
         return (entries[0][0].decode(), entries[0][1]) if entries else None
 
     def _deliver(self, block_ms: int) -> bool:
-        """Have a new entry delivered; True if there is one."""
+        """Have Redis deliver a new entry; False if none came in time."""
         return bool(self._broker.read_group("batches", CONSUMER_GROUP, CONSUMER, count=1, block_ms=block_ms))
 
     def _batch(self, entry_id: str, fields: dict[bytes, bytes]) -> Batch | None:

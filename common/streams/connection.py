@@ -23,12 +23,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 from redis.retry import Retry
-from redis.sentinel import (
-    MasterNotFoundError,
-    Sentinel,
-    SentinelManagedConnection,
-    SentinelManagedSSLConnection,
-)
+from redis.sentinel import MasterNotFoundError, Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 
 from common.config import BrokerConfig
 from common.config.redis_url import FORM, SentinelUrl, names_sentinels

@@ -142,8 +142,8 @@ class Transfer:
     """A snapshot that is being received into a file.
 
     Attributes:
-        base: holds the snapshot that deltas are from, if it is here; may be `file` itself, in which missing
-            chunks are still the base's.
+        base: the file with the snapshot that deltas start from; None if it is not here. It may be `file` itself, whose
+            missing chunks still hold the base's bytes.
         missing: chunks that have not arrived.
         seconds: spent on it so far.
     """

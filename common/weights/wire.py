@@ -13,7 +13,7 @@ alone does not identify it: a learner that resumes from a checkpoint publishes t
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgpack
 import xxhash
@@ -88,13 +88,6 @@ class Fetch(_Versioned):
     snapshot: str = Field(..., max_length=100)
     chunk: Index
     delta: bool = Field(False, description="The client has the snapshot's base: a delta will do.")
-
-
-class ScoredPrompt(NamedTuple):
-    """A prompt [T] and the log-probs of all its tokens but the first, each given the tokens before it [T - 1]."""
-
-    token_ids: list[int]
-    logprobs: list[float]
 
 
 class Manifest(Message):

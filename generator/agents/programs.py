@@ -28,7 +28,7 @@ from generator.tools.toolbox import in_short
 ENTRY_POINTS = "spo.agents"  # entry points of installed packages
 TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
 MAX_ANSWER = 1 << 20  # bytes
-SHOWN_OUTPUT = 400  # bytes at the end of what a program prints, for messages
+SHOWN_OUTPUT = 400  # characters at the end of what a program prints, for messages
 FREE_OUTPUT = 1 << 20  # bytes that are read as fast as they come
 PAUSE = 0.01  # seconds before each further read, so that a flood of output does not keep the event loop busy
 
@@ -58,7 +58,7 @@ class AgentTask:
 
     Attributes:
         prompt: text, or chat messages.
-        row: the data row without its prompt and its reference answer, which no other field has either. Only an
+        row: the data row without its prompt and its reference answer; no other field has the answer. Only an
             environment, which also scores the episode, gets the whole row.
         model: the only model that the endpoint has.
         base_url: of OpenAI's API, for this task only.
@@ -146,12 +146,10 @@ class _Command:
         self._command = [os.path.abspath(path), *(named_file(word) or word for word in command[1:])]
 
     async def run(self, task: AgentTask) -> object:
-        described = asdict(task) | {"folder": str(task.folder)}
-        stdin = json.dumps(described).encode()
-        del described["reward_url"]  # not written to the file, which a program that the model wrote may read
-        (task.folder / TASK_FILE).write_text(json.dumps(described), encoding="utf-8")
+        folder = str(task.folder)
+        (task.folder / TASK_FILE).write_bytes(described(task, folder))
         # asyncio kills a process whose start is cancelled; a killed keeper would leave its program running.
-        starting = asyncio.create_task(self._start(task, stdin))
+        starting = asyncio.create_task(self._start(task, described(task, folder, secret=True)))
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -165,8 +163,12 @@ class _Command:
             await _end(process)
         if code != 0:
             ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            raise AgentFailed(f"{self._name} {ending}: {output or 'it printed nothing'}")
-        return _answer(task.folder / ANSWER_FILE)
+            raise AgentFailed(f"{self._name} {ending}: {shown(output)}")
+        path = task.folder / ANSWER_FILE
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return answer_text(file.read(MAX_ANSWER + 1))
 
     async def _start(self, task: AgentTask, stdin: bytes) -> asyncio.subprocess.Process:
         """Start the keeper with the program, and begin to write its stdin.
@@ -263,22 +265,34 @@ def variables(task: AgentTask, folder: str) -> dict[str, str]:
     }
 
 
+def described(task: AgentTask, folder: str, secret: bool = False) -> bytes:
+    """A task as JSON; `folder` is its folder as the program sees it.
+
+    Only with `secret` does it have `reward_url`: programs that the model wrote may read the task's file.
+    """
+    fields = asdict(task) | {"folder": folder}
+    if not secret:
+        del fields["reward_url"]
+    return json.dumps(fields).encode()
+
+
+def answer_text(content: bytes) -> str:
+    """The answer in the file that a program has written; raises `AgentFailed` if it is too long."""
+    if len(content) > MAX_ANSWER:
+        raise AgentFailed(f"{ANSWER_FILE} has more than {MAX_ANSWER:,} bytes")
+    return content.decode(errors="replace")
+
+
+def shown(output: str) -> str:
+    """The end of what a failed program printed, in one line."""
+    return " ".join(output.split())[-SHOWN_OUTPUT:] or "it printed nothing"
+
+
 async def _end_of(stream: asyncio.StreamReader) -> str:
-    """Read a program's output to its end, and return the last of it in one line."""
+    """Read a program's output to its end, and return the last of it."""
     tail, size = b"", 0
     while chunk := await stream.read(1 << 16):
         tail, size = (tail + chunk)[-SHOWN_OUTPUT:], size + len(chunk)
         if size > FREE_OUTPUT:
             await asyncio.sleep(PAUSE)
-    return " ".join(tail.decode(errors="replace").split())
-
-
-def _answer(path: Path) -> str | None:
-    """The answer that the agent has written; None if it has written none."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        text = file.read(MAX_ANSWER + 1)
-    if len(text) > MAX_ANSWER:
-        raise AgentFailed(f"{path.name} has more than {MAX_ANSWER:,} bytes")
-    return text.decode(errors="replace")
+    return tail.decode(errors="replace")

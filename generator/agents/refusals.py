@@ -45,7 +45,7 @@ class Refused(NamedTuple):
     """The endpoint's answer to a request that it refused.
 
     Attributes:
-        is_limit: the request is beyond a limit of the session or of the model, which is the model's doing.
+        is_limit: the request is beyond a limit of the session or of the model; the model has caused it.
     """
 
     status: int

@@ -7,20 +7,20 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from common.config import Config
 from common.errors import UserError
 from generator.agents.programs import (
     ANSWER_FILE,
-    MAX_ANSWER,
-    SHOWN_OUTPUT,
     TASK_FILE,
     AgentFailed,
     AgentTask,
+    answer_text,
+    described,
     make_program,
     packed,
+    shown,
     variables,
 )
 from sandbox_client import RunCodeRequest, Status
@@ -94,17 +94,14 @@ class SandboxedCommand:
             SandboxUnavailable: the program could not be run.
         """
         assert self._sandbox is not None
-        described = asdict(task) | {"folder": WORK}
-        stdin = json.dumps(described)
-        del described["reward_url"]  # not written to the file, which a program that the model wrote may read
         files = {name: path.read_bytes() for name, path in self._files.items()}
-        files[TASK_FILE] = json.dumps(described).encode()
+        files[TASK_FILE] = described(task, WORK)
         environment = json.dumps(variables(task, WORK))
         code = _START.format(environment=environment, command=json.dumps(self._command))
         answer = await self._sandbox.run_code(
             RunCodeRequest(
                 code=code,
-                stdin=stdin,
+                stdin=described(task, WORK, secret=True).decode(),
                 files={name: base64.b64encode(content).decode() for name, content in files.items()},
                 fetch_files=[ANSWER_FILE],
                 run_timeout=self._seconds,
@@ -115,16 +112,9 @@ class SandboxedCommand:
             result = answer.run_result
             ended = f"ended with exit code {None if result is None else result.return_code}"
             output = "" if result is None else f"{result.stdout or ''} {result.stderr or ''}"
-            raise AgentFailed(
-                f"{self._name} {answer.message or ended}: "
-                f"{' '.join(output.split())[-SHOWN_OUTPUT:] or 'it printed nothing'}"
-            )
-        if ANSWER_FILE not in answer.files:
-            return None
-        text = base64.b64decode(answer.files[ANSWER_FILE])
-        if len(text) > MAX_ANSWER:
-            raise AgentFailed(f"{ANSWER_FILE} has more than {MAX_ANSWER:,} bytes")
-        return text.decode(errors="replace")
+            raise AgentFailed(f"{self._name} {answer.message or ended}: {shown(output)}")
+        content = answer.files.get(ANSWER_FILE)
+        return None if content is None else answer_text(base64.b64decode(content))
 
     async def close(self) -> None:
         """End the programs that still run."""

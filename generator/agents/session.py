@@ -388,7 +388,7 @@ class AgentSession:
         self.exchanges = [old for old in older if not (old.ended and old.seen)] + newest
 
     def _log_unheeded(self, request: AgentRequest) -> None:
-        """Log what a request asks for and does not get."""
+        """Log a request's fields that are ignored, and its sampling parameters that the session overrides."""
         if request.ignored:
             self._log.warn_once("fields of agents' requests are ignored", fields=request.ignored)
         asked = request.sampling or {}

@@ -1,4 +1,4 @@
-"""Renders a conversation that somebody else has written as the tokens of an episode that would have had it."""
+"""Renders a recorded conversation as the tokens that an episode with the same messages would have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of thoughts
 class Conversations:
     """Renders conversations with the template of one source of the data.
 
-    An episode never renders an earlier turn again, and neither does this: what a template leaves out of earlier turns
-    (thinking, most often) stays in those that are trained on, since the model had it in its context.
+    As in an episode, each turn is rendered once: what a template leaves out of earlier turns (mostly thinking) stays in
+    those that are trained on, since the model would have had it in its context.
 
     Args:
         wrap: of the call format; None if results of tools are messages of their own.

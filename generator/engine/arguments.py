@@ -123,7 +123,7 @@ def start_llm(config: Config, counts: EngineCounts) -> Any:
             if current_platform.is_cpu():
                 fits = not KV_CACHE & config.generator.engine.keys()
                 return start_cpu_engine(arguments, fit_kv_cache=fits, stat_loggers=loggers)
-            # Throughput counts, not the time to the first token: up to 16,384 tokens of prompts a step, by the GPU.
+            # `LLM_CLASS` allows more prompt tokens in a step (16,384 on large GPUs), since throughput counts here.
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers
             )

@@ -1,4 +1,4 @@
-"""All that episodes need except the engine: tools, call format, simulated user, rewards, sandbox.
+"""What episodes need besides the engine: tools, call format, simulated user, rewards, sandbox.
 
 The parts are made before the engine, which takes a minute for a large model: errors in the configuration are
 reported at once, and a sandbox that does not isolate programs stops the generator before the wait.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.config import Config, EpisodeConfig, SandboxConfig
-from common.config.data import Side, Source
+from common.config.data import SIDES, Side, Source
 from common.errors import UserError, nearest
 from common.messages import Failure, Task
 from common.model import end_ids
@@ -24,7 +24,6 @@ from generator.tools import Toolbox
 from generator.users import load_user
 from sandbox_client import Sandbox, make_sandbox, wait_until_ready
 
-SIDES: tuple[Side, ...] = ("train", "heldout")
 # The keys of `episode` that a scorer reads: the reward, its options and limits, and how turn rewards are added.
 SCORING = {name for name in EpisodeConfig.model_fields if "reward" in name}
 

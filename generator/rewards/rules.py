@@ -67,7 +67,7 @@ class OwnReward(Builtin):
 
 
 class ContainerReward(OwnReward):
-    """The reward of the task's own tests, which have run in the agent's container by now."""
+    """The reward of the task's own tests, which were run in the agent's container after the agent."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -85,7 +85,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG, group: str = "") -> re.Pattern[str]:
-    """Compile a user's pattern; raises `UserError` if it is invalid, or lacks a group for `group`."""
+    """Compile a user's pattern; raises `UserError` if it is invalid, or lacks the group that is to match `group`."""
     try:
         made = re.compile(pattern, flags)
     except re.error as error:

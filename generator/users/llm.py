@@ -113,5 +113,5 @@ def other_side(system: str, messages: list[Message]) -> list[Message]:
 
 
 def spoken(text: str) -> str:
-    """Cut off the reply's leading thinking part."""
+    """The text of a reply after its thinking."""
     return text.rpartition("</think>")[2].strip()

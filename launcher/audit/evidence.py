@@ -1,4 +1,4 @@
-"""A run's records put in order: where its counts begin, each task's course in the journal, the tracker replayed."""
+"""Derives from a run's records where its counts begin, the history of each task, and a replay of the tracker."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Start:
 
 @dataclass(slots=True)
 class Course:
-    """The course of each task in the journal.
+    """When each task was sent and counted, by the journal.
 
     Attributes:
         sent: version of the weights when it was sent first, by task id.
-        counted: place of the commit that counted it, by task id.
+        counted: index of the commit that counted it, by task id.
         resent: how often tasks were sent again while they were awaited.
         wrongly_sent, wrongly_counted: tasks that were sent after their end; counted twice, or without having been sent.
     """
@@ -156,8 +156,8 @@ class Replay:
     """A new tracker that counts the rewards of the journal in order.
 
     Attributes:
-        sent: v of its prompt when a task was sent first, by the id of each task that was rewarded.
-        arrived: v before its reward was counted, by task id.
+        sent: value of the prompt when the task was sent first, by task id; only of tasks that were rewarded.
+        arrived: value of the prompt just before the task's reward was counted, by task id.
         unknown: prompts that are not in the data any more.
     """
 

@@ -14,7 +14,7 @@ from launcher.audit.records import KeptEpisode
 from sampler.advantages import normalize
 from sampler.evaluation_metrics import Response, summarize
 
-DIGITS = 5  # of the advantages in training data
+DIGITS = 5  # decimal places of advantages in training data
 ROUNDED = 1e-7  # relative: metrics have eight digits
 
 
@@ -43,7 +43,7 @@ def step_metrics(run: Evidence) -> str:
 
 
 def scores(run: Evidence) -> str:
-    """If each source has a teacher, every token that the learner learned from had a teacher's score."""
+    """If each source has a teacher, every token that the learner trained on had a teacher's score."""
     sources = run.config.data.sources("train")
     if not all(run.config.for_source(source).teacher.is_set for source in sources):
         return ""
@@ -172,7 +172,7 @@ def kept_all(run: Evidence) -> str:
 def ages(run: Evidence) -> str:
     """No token of a batch is older than `sampler.max_staleness` allows, or newer than the batch.
 
-    A token may be newer if its version was lost: the learner had published it, then went back to the batch or before.
+    A token may be newer if its version was lost: the learner published it, then restarted at the batch or before it.
     """
     oldest = run.config.sampler.max_staleness
     wrong = []

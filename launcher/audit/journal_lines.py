@@ -11,7 +11,7 @@ from launcher.page.panels.counts import balances
 from sampler.records import tracker_rows
 
 MAX_EXAMPLES = 3  # ids that a line names
-# Counters that the Lua scripts add to, too, for each task or result.
+# Counters that Lua scripts also increase, for each task or result.
 BY_SCRIPTS = ("counted", "finished", "finished_twice", "superseded", "batches_released", "dead")
 
 
@@ -132,7 +132,7 @@ def versions(run: Evidence) -> str:
 
 
 def ahead(run: Evidence) -> str:
-    """The sampler has seen no version before it made the batch for it, and none that was not announced."""
+    """The sampler saw no version before it had made that version's batch, and none that was not announced."""
     batches, version = run.start.version, -1
     for entry in run.journal:
         if -1 < entry.version < version:

@@ -35,7 +35,7 @@ class RedisRecords:
         outstanding: tasks whose result is awaited.
         waiting: rewarded samples that are in no batch yet.
         rows: the tracker's rows, packed, by prompt id.
-        population: the state of the prior; None with the paper's.
+        population: the state of the prior; None with the paper's prior, which has none.
         leftovers: keys of a finished run that should be empty or gone.
     """
 
@@ -177,7 +177,7 @@ def read_folder(folder: Path, keep_bytes: int) -> FolderRecords:
 
 
 def _oldest(folder: Path, name: str, keep_bytes: int) -> int:
-    """The oldest version of a folder that is so full that older ones may have been removed; else 0."""
+    """The oldest version in the folder if older ones may have been removed, because the folder was full; else 0."""
     files = list(episode_files(folder, name))
     versions = sorted({version for version, _ in files})
     if sum(path.stat().st_size for _, path in files) < keep_bytes // 2:

@@ -15,18 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common import log as logs
-from common.checks.check import (
-    STARTED,
-    Check,
-    Context,
-    Finding,
-    Level,
-    Need,
-    When,
-    examine,
-    ok,
-    warning,
-)
+from common.checks.check import STARTED, Check, Context, Finding, Level, Need, When, examine, ok, warning
 from common.checks.list import CHECKS
 from common.checks.machine import read_machine
 from common.checks.services import runs_programs
@@ -80,7 +69,7 @@ def diagnose(
     """The findings about this machine and, with a configuration, about a start; see `spo.doctor`.
 
     Args:
-        log: told what the processes would log; None: nothing is logged.
+        log: receives what the processes would log; None: nothing is logged.
     """
     if settings is not None and redis not in (None, EMBEDDED):
         settings = changed_config(settings, {"broker.url": redis})

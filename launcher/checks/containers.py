@@ -1,4 +1,4 @@
-"""Before a run, builds the images of tasks and plays some: the solution must pass, and doing nothing must not."""
+"""Builds the images of tasks before a run, and plays some tasks: a solution must pass, and doing nothing must not."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from common.config import Config, Source
 from common.errors import UserError
 from common.files import own_folder
 from common.process import run_coroutine
-from generator.agents.containers.container import Containers, TaskContainer, uses_containers
+from generator.agents.containers.container import Containers, TaskContainer
 from generator.agents.containers.engine import ContainerFailed
 from generator.agents.containers.grading import GradingTimedOut, files_of, grade
 from generator.rewards.pool import RewardFailed
 from sampler.prompts.harbor import DOCKERFILE, SOLUTION, HarborTasks
 from sampler.prompts.prompt_set import check_rows, read_answer
 from sampler.prompts.row import CheckedRow
-from sampler.prompts.rows import open_rows
+from sampler.prompts.rows import open_source
 
 SAMPLE = 3  # tasks of each source that are played
-START_ROWS = 16  # of each source, whose images must be there when a run starts
+START_ROWS = 16  # rows of each source whose images must exist when a run starts
 BUILD_SECONDS = 3600.0
-PLACE = "solution"  # of the solution's files, in the container
+PLACE = "solution"  # folder of the solution's files in the container
 FAILURES = (ContainerFailed, RewardFailed)
 
 
 def check_images(config: Config) -> None:
     """Raise `UserError` if the image of one of the first tasks is not there."""
-    if not uses_containers(config):
+    if not config.uses_containers:
         return
 
     async def check() -> None:
@@ -44,7 +44,8 @@ def check_images(config: Config) -> None:
                     if not await containers.engine.has_image(image):
                         raise UserError(
                             f"{source.key}: there is no image {image!r} for the task of "
-                            f"{_rows(source).where(row.number)}; build it, or have `spo data check` build Harbor's"
+                            f"{open_source(source).where(row.number)}; build it, or let `spo data check` build "
+                            "Harbor's"
                         )
             except ContainerFailed as error:
                 raise UserError(f"{source.key}: {error}") from None
@@ -88,8 +89,8 @@ async def _try_source(source: Source, own: Config, track: Any) -> AsyncIterator[
 
 
 async def _build(source: Source, containers: Containers, rows: Any) -> tuple[int, list[str]]:
-    """Build the images that are not there: how many were built, and what is wrong with the others."""
-    opened, built, wrong, seen = _rows(source), 0, list[str](), set[str]()
+    """Build the missing images; returns how many were built, and a line for each that could not be."""
+    opened, built, wrong, seen = open_source(source), 0, list[str](), set[str]()
     for row in rows:
         image = containers.image_of(row.row)
         if image in seen or await containers.engine.has_image(image):
@@ -115,7 +116,7 @@ async def _build_task(containers: Containers, image: str, folder: Path) -> None:
 
 async def _played(source: Source, own: Config, containers: Containers, row: CheckedRow) -> Finding:
     """Whether a task's tests give the highest reward to its solution, and less to an agent that does nothing."""
-    opened, highest = _rows(source), own.sampler.tracker.reward_range[1]
+    opened, highest = open_source(source), own.sampler.tracker.reward_range[1]
     where, tests = f"{source.key}: {opened.where(row.number)}", read_answer(row.row or {}, source)
     try:
         async with containers.started(row.row or {}) as idle:
@@ -156,20 +157,16 @@ async def _reward(container: TaskContainer, tests: Any) -> float:
 
 def _sources(config: Config) -> Iterator[tuple[Source, Config]]:
     """The sources whose agents run in containers, each with its configuration."""
-    for source in (*config.data.sources("train"), *config.data.sources("heldout")):
+    for source in config.data.all_sources():
         own = config.for_source(source)
         if own.episode.agent is not None and own.episode.agent.image is not None:
             yield source, own
 
 
-def _rows(source: Source) -> Any:
-    return open_rows(source.path, source.split, source.options, source.config)
-
-
 def _usable(source: Source) -> Iterator[CheckedRow]:
     """The rows that can be used; none if the data cannot be opened, which other checks report."""
     try:
-        rows = _rows(source)
+        rows = open_source(source)
     except UserError:
         return iter(())
     return (row for row in check_rows(rows, source) if row.problem is None)

@@ -55,9 +55,9 @@ def check(
     override: OverrideOption = None,
 ) -> None:
     """Read every row of a run's data, and report on each source: how many rows can be used, what is wrong with the
-    others, columns, types of answers, lengths of prompts, and a row as the model sees it; with a reward, the references
-    that it fails on, or that no answer can match; of tasks in containers, images, which are built, and rewards of some
-    solutions. Exit code 2 if a source has no usable row, or the reward fails on most.
+    others, columns, types of answers, lengths of prompts, and a row as the model sees it. With a reward, list the
+    references that it fails on, or that no answer can match. For tasks in containers, build missing images, and try
+    some solutions. Exit code 2 if a source has no usable row, or the reward fails on most.
 
     - `spo data check my.yaml`
     - `spo data check data/maths.parquet -o data.prompt_column=problem`
@@ -127,7 +127,7 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str],
             tokenizer = load_tokenizer(model, config.model.trust_remote_code)
         except UserError as error:
             notes.append(str(error))
-        for source in (*config.data.sources("train"), *config.data.sources("heldout")):
+        for source in config.data.all_sources():
             encode = None
             try:
                 encode = PromptEncoder(config, source, tokenizer) if tokenizer is not None else None
@@ -154,7 +154,7 @@ def _reward(context: Context) -> Iterator[Finding]:
 
 def _tasks(context: Context) -> Iterator[Finding]:
     """Build the images of tasks that agents play in containers, and play some of them."""
-    if any(episode.agent and episode.agent.image for episode in context.config.episodes_in_use().values()):
+    if context.config.uses_containers:
         from launcher.checks.containers import try_tasks  # needs packages of the generator
 
         yield from try_tasks(context.config, _track)

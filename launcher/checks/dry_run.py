@@ -11,18 +11,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from common.checks.check import (
-    STARTED,
-    Check,
-    Context,
-    Finding,
-    Findings,
-    Need,
-    When,
-    examine,
-    ok,
-    warning,
-)
+from common.checks.check import STARTED, Check, Context, Finding, Findings, Need, When, examine, ok, warning
 from common.checks.list import CHECKS
 from common.checks.machine import read_machine
 from common.config import Config
@@ -35,7 +24,7 @@ from generator.engine.arguments import check_engine_names
 from generator.episode.parts import RunParts
 from generator.task_runner import TaskRunner
 from generator.users import conversation
-from launcher.checks.rewards import reward_names, score_empty
+from launcher.checks.rewards import score_empty
 from launcher.checks.vocabulary import vocabularies
 from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
 from sampler.prompts.prompt_set import Prompt, PromptSet, RunData, load_data, too_few
@@ -173,7 +162,7 @@ def _names(run_parts: RunParts) -> str:
         names += [f"agent {parts.episode.agent.shown}"] if parts.episode.agent else []
         names += [f"tool {name}" for name in parts.toolbox.tools]
         names += [f"user {parts.episode.user}"] if parts.user else []
-        names += [f"reward {name}" for name in reward_names(parts.episode)]
+        names += [f"reward {name}" for name in parts.episode.reward_weights]
     return ", ".join(dict.fromkeys(names))
 
 

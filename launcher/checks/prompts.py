@@ -1,4 +1,4 @@
-"""Renders the first prompts of each source before anything starts, as generators will, and tries an own loss."""
+"""Renders the first prompts of each source as generators will, before anything starts, and tries a user's own loss."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from common.config import Config, load_config
-from common.config.data import SIDES, Source
+from common.config.data import Source
 from common.config.losses import LOSS_NAMES
 from common.errors import UserError, reports_user_errors
 from generator.chat.token_text import load_tokenizer
 from generator.tools.toolbox import BUILTIN
 from launcher.checks.rows import PromptEncoder, Rendered
-from sampler.prompts.rows import open_rows
+from sampler.prompts.rows import open_source
 
 FIRST = 64  # prompts of each source; more only while all are too long
 
@@ -28,21 +28,20 @@ def check_first_prompts(config: Config) -> None:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     except UserError:
         return  # the generator downloads the model, or reports what is wrong with it
-    for side in SIDES:
-        for source in config.data.sources(side):
-            try:
-                encode = PromptEncoder(config, source, tokenizer)
-            except UserError as error:
-                raise UserError(f"{source.key}: {error}" if source.episode else str(error)) from None
-            if problem := _problem(source, encode, config.data.max_prompt_tokens):
-                raise UserError(f"{source.key}: {problem}")
+    for source in config.data.all_sources():
+        try:
+            encode = PromptEncoder(config, source, tokenizer)
+        except UserError as error:
+            raise UserError(f"{source.key}: {error}" if source.episode else str(error)) from None
+        if problem := _problem(source, encode, config.data.max_prompt_tokens):
+            raise UserError(f"{source.key}: {problem}")
 
 
 def _problem(source: Source, encode: PromptEncoder, limit: int) -> str:
     """Why a source cannot be used; empty if it can."""
-    rows, rendered = open_rows(source.path, source.split, source.options, source.config), Rendered()
+    rendered = Rendered()
     all_too_long = False
-    for row in rendered.rows(rows, source, encode):
+    for row in rendered.rows(open_source(source), source, encode):
         if row.problem is None:
             all_too_long = rendered.lengths[-1] > limit and (all_too_long or len(rendered.lengths) == 1)
         if len(rendered.lengths) + rendered.lost >= FIRST and not all_too_long:
@@ -51,10 +50,10 @@ def _problem(source: Source, encode: PromptEncoder, limit: int) -> str:
 
 
 def runs_other_code(config: Config) -> bool:
-    """Whether the check runs code of others: a tokenizer from the model's folder, a tool or a loss not built in."""
+    """Whether the check runs code that is not SPO's: the model folder's, or that of a tool or a loss."""
     if config.algorithm.loss not in LOSS_NAMES:
         return True
-    tools = (config.for_source(source).episode.tools for side in SIDES for source in config.data.sources(side))
+    tools = (config.for_source(source).episode.tools for source in config.data.all_sources())
     return config.model.trust_remote_code or any(name not in BUILTIN for names in tools for name in names)
 
 

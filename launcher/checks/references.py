@@ -87,7 +87,7 @@ class Trial:
     scores: list[Scores] = field(default_factory=list)
 
     def findings(self, key: str) -> Iterator[Finding]:
-        """Problems if they concern most rows and another form of answer could not explain them; else warnings.
+        """Findings: a problem if most rows show it and no other form of answer could explain it, else a warning.
 
         Args:
             key: of the source in the configuration.
@@ -162,12 +162,12 @@ def can_be_tried(episode: EpisodeConfig) -> bool:
 
 
 def compares_only(episode: EpisodeConfig) -> bool:
-    """Whether the reward is quick, and reads answers in known forms: all rows can be tried."""
+    """Whether the reward only compares answers, in known forms: it is quick, so all rows can be tried."""
     return bool(COMPARE & episode.reward_weights.keys()) and BUILTIN.keys() - {"code"} >= episode.reward_weights.keys()
 
 
 async def try_references(scorer: Scorer, config: Config, rows: Iterable[tuple[str, Prompt]]) -> Trial:
-    """Score an empty answer, and answers made of the row's reference and of another's, for rows and their names.
+    """Score for each row an empty answer, answers made of its reference, and one made of another row's reference.
 
     Args:
         config: as `Config.for_source` makes it.

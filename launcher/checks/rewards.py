@@ -1,4 +1,4 @@
-"""Before a start, finds the agents and the sampler's parts, and tries the rewards on the first rows of each source."""
+"""Imports agents and the user's own functions before a run, and tries the rewards on the first rows of each source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.process import run_coroutine
 from generator.agents.containers.container import check_containers
 from generator.agents.environment import check_environments
 from generator.agents.sandboxed import check_agents
-from generator.episode.parts import SIDES, SharedParts
+from generator.episode.parts import SharedParts
 from generator.rewards import Outcome, Scorer
 from generator.rewards.pool import RewardFailed, WorkerDied
 from launcher.checks.containers import check_images
@@ -26,7 +26,7 @@ from launcher.checks.references import START_ROWS, can_be_tried, compares_only, 
 from launcher.checks.vocabulary import check_vocabularies
 from sampler.advantages import load_advantage
 from sampler.prompts.prompt_set import Prompt, SourcePrompts, check_rows
-from sampler.prompts.rows import open_rows
+from sampler.prompts.rows import open_source
 from sampler.values.kinds import load_kind
 from sampler.values.selection import load_criterion
 
@@ -47,7 +47,7 @@ def check_with_rewards(config: Config) -> None:
 
 
 def check_parts(config: Config) -> None:
-    """Try the sampler's functions that are the user's own on made data; raises `UserError`."""
+    """Try the user's own functions of the sampler on made-up data; raises `UserError`."""
     load_advantage(config.algorithm, config.sampler.advantage)
     load_kind(config.sampler.tracker)
     load_criterion(config.sampler.selection)
@@ -71,19 +71,18 @@ async def _try_sources(config: Config, rows: int, all_if_quick: bool, track: Any
     shared = SharedParts(config.sandbox)
     findings: list[Finding] = []
     try:
-        for side in SIDES:
-            for source in config.data.sources(side):
-                own = config.for_source(source)
-                try:
-                    scorer = shared.scorer(own)
-                except UserError as error:
-                    raise UserError(f"{source.key}: {error}" if source.episode else str(error)) from None
-                if note := not_tried(own.episode, source.key):
-                    findings.append(note)
-                if can_be_tried(own.episode):
-                    limit = None if all_if_quick and compares_only(own.episode) else rows
-                    trial = await try_references(scorer, own, _named_prompts(source, limit, track))
-                    findings += trial.findings(source.key)
+        for source in config.data.all_sources():
+            own = config.for_source(source)
+            try:
+                scorer = shared.scorer(own)
+            except UserError as error:
+                raise UserError(f"{source.key}: {error}" if source.episode else str(error)) from None
+            if note := not_tried(own.episode, source.key):
+                findings.append(note)
+            if can_be_tried(own.episode):
+                limit = None if all_if_quick and compares_only(own.episode) else rows
+                trial = await try_references(scorer, own, _named_prompts(source, limit, track))
+                findings += trial.findings(source.key)
     finally:
         await shared.close()
     return findings
@@ -107,14 +106,10 @@ async def score_empty(scorer: Scorer, episode: EpisodeConfig, prompt: Prompt, si
         raise UserError(f"{error} ({where})") from None
 
 
-def reward_names(episode: EpisodeConfig) -> list[str]:
-    return list(episode.reward_weights)
-
-
 def _named_prompts(source: Source, limit: int | None, track: Any) -> Iterator[tuple[str, Prompt]]:
     """The first usable prompts with the names of their rows; empty if no prompt is usable (the sampler reports it)."""
     try:
-        rows = open_rows(source.path, source.split, source.options, source.config)
+        rows = open_source(source)
     except UserError:
         return
     usable = (row for row in check_rows(rows, source) if row.problem is None)

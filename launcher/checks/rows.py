@@ -15,7 +15,7 @@ from sampler.prompts.chat import Messages
 from sampler.prompts.hints import Hints
 from sampler.prompts.prompt_set import check_rows, missing_columns, prompt_hash
 from sampler.prompts.row import BadRow, CheckedRow, Rows
-from sampler.prompts.rows import open_rows
+from sampler.prompts.rows import open_source
 
 SHOWN = 1000  # characters of each end of an example
 # Shows progress over rows: `track(rows, how many, what)`.
@@ -79,7 +79,7 @@ class SourceReport:
         too_long: prompts with more tokens than `data.max_prompt_tokens`; None if tokens are not counted.
         examples: the first usable rows.
         hints: what was probably not meant, with the setting that helps.
-        ids: ids of the usable rows, each with its column and a hash of the prompt, or None twice if it is that hash.
+        ids: of the usable rows: id column, id, hash of the prompt; column and hash are None if the id is the hash.
     """
 
     key: str
@@ -110,7 +110,8 @@ class Rendered:
 
     Attributes:
         lengths: tokens of each prompt that the model sees whole.
-        lost, first: the number of prompts that it does not see whole, and the place and reason of the first.
+        lost: the number of prompts that the model does not see whole.
+        first: row and reason of the first of these.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -206,7 +207,7 @@ def report_source(
     """
     report = SourceReport(source.key, source.shown())
     try:
-        rows = open_rows(source.path, source.split, source.options, source.config)
+        rows = open_source(source)
     except UserError as error:
         report.problem = str(error)
         return report
@@ -237,7 +238,7 @@ def _read(
                 first_problem = f"{where}: {reason}" + (f"; {columns}" if columns else "")
             continue
         report.usable += 1
-        # Two files may each number their rows, so an id from a column does not tell that the prompts are the same.
+        # Two files may both number their rows from 0, so equal ids from a column do not mean equal prompts.
         report.ids.add((source.id_column, row.prompt_id, source.id_column and prompt_hash(row.prompt)))
         if row.answer is not None:
             report.answers.setdefault(answer_kind(row.answer), Occurrences()).add(where)

@@ -26,7 +26,9 @@ def render(config: Config, paths: str | Sequence[str], key: str, split: str, fol
 
 
 def render_for_run(config: Config, log: Any) -> None:
-    """Render what `algorithm.demonstrations` names, if anything, in a process whose libraries end with it.
+    """Render the data of `algorithm.demonstrations`, if there is any, in a child process.
+
+    Its libraries do not stay in the memory of this process.
 
     Raises:
         UserError: the data cannot be read, or no row can be used.

@@ -1,4 +1,4 @@
-"""The command `spo data demonstrations`: rows for `spo sft` of what a model did right (rejection sampling)."""
+"""The command `spo data demonstrations`: makes rows for `spo sft` from a model's right answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.files import rewrite
 from common.payload import json_line
 
 TOKENS = ("token_ids", "model_spans", "row_lengths")
-REPEATED, OVER, BELOW, WITHOUT = "identical", "beyond --per-prompt", "below --reward", "without what was said"
+REPEATED, OVER, BELOW, WITHOUT = "identical", "beyond --per-prompt", "below --reward", "without tokens or text"
 
 
 def demonstrations(
@@ -28,9 +28,9 @@ def demonstrations(
     per_prompt: Annotated[int | None, typer.Option(min=1, help="Most answers to one prompt; by default all.")] = None,
     output: Annotated[Path, typer.Option(help="File to write, *.jsonl.")] = Path("demonstrations.jsonl"),
 ) -> None:
-    """Make demonstrations of the answers of a model that were right: rejection sampling, for `spo sft`.
+    """Make demonstrations for `spo sft` from the right answers of a model (rejection sampling).
 
-    Of several identical answers to a prompt one is taken. Rows have the episode's tokens where the file has them.
+    Of several identical answers to a prompt, one is taken. Rows have the episode's tokens if the file has them.
 
     - `spo eval runs/maths -c maths.yaml --data train.jsonl --samples 16 --output answers.jsonl`
     - `spo data demonstrations answers.jsonl --reward 1 --per-prompt 4`
@@ -62,7 +62,7 @@ def chosen(
     """The rows of demonstrations, in the order of the answers; `left_out` counts the others by reason.
 
     Args:
-        rows: of the files, or why one cannot be read.
+        rows: the rows of the files; an exception in place of one that cannot be read.
     """
     taken: defaultdict[str, set[str]] = defaultdict(set)
     for row in rows:
@@ -86,7 +86,7 @@ def chosen(
 
 
 def prompt_of(row: dict[str, Any]) -> str:
-    """What answers to one prompt have in common."""
+    """A key that all answers to one prompt share."""
     return json_line([row.get("source"), row.get("prompt_id"), row.get("input", row.get("prompt"))])
 
 

@@ -31,7 +31,7 @@ TOO_LONG, CUT = "longer than the limit", "cut to the limit"
 class RowReader:
     """Turns rows into demonstrations with the template, tools and call format of the run.
 
-    A row is an episode that a run recorded, with its tokens; or it has a conversation; or a prompt and a completion.
+    A row holds either an episode that a run recorded, with its tokens, or a conversation, or a prompt and a completion.
 
     Raises:
         UserError: the tokenizer has no chat template that fits the tools, or a tool cannot be made.
@@ -39,7 +39,7 @@ class RowReader:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._sft, self._data, self._ids = config.sft, config.data, len(tokenizer)
-        # A conversation that ends with the assistant is a whole one here, not one to continue.
+        # A conversation that ends with an assistant's message is complete here, not one to continue.
         options = {name: value for name, value in config.data.template_options.items() if name != CONTINUE}
         config = config.model_copy(update={"data": config.data.model_copy(update={"template_options": options})})
         # Tools are described here and never called, so they need no sandbox.

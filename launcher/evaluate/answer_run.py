@@ -85,7 +85,7 @@ class AnswerScreen:
 
     @contextmanager
     def command(self) -> Iterator[None]:
-        """Stop at a signal; raises `SystemExit` if the request is not answered to its end."""
+        """Stop the processes at a signal; raises `SystemExit` if answers are missing."""
         try:
             with interruptible():
                 yield

@@ -1,6 +1,6 @@
 """Finds what wastes GPUs in a run, and names the key that helps.
 
-A run should be free of these before it is tuned: a better split of the GPUs is estimated from its measured times.
+These problems should be fixed first: a better split of the GPUs is estimated from times that they distort.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ RECENT, SHORTEST = 20, 60.0  # fewest steps and seconds from which the bottlenec
 WINDOW = 20  # newest steps, from which the pace is estimated
 GAIN = 0.02  # share of a step's time, below which a gain is not worth a move
 WAITS = 0.15  # share of its time that a side must wait to count as waiting
-MOST_SCORING = 0.5  # share of the episodes under way that must wait for scores until teachers count as the bottleneck
+MOST_SCORING = 0.5  # share of the running episodes that wait for scores, from which teachers are the bottleneck
 # Parts of a learner's step, in order.
 LEARNER = {
     "wait": "waiting for a batch",

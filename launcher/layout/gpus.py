@@ -32,7 +32,8 @@ class Gpu:
     Attributes:
         number: its number in torch.
         name: its name in CUDA_VISIBLE_DEVICES.
-        total, used: bytes of its memory; the driver does not report what is used of a slice.
+        total: bytes of its memory.
+        used: bytes in use; 0 for a slice, because the driver does not report it.
     """
 
     number: int

@@ -22,14 +22,7 @@ from launcher.layout.advice import advice, free_of_rank, rank_bytes, rank_too_la
 from launcher.layout.gpus import Gpu, environment, numbers, read_gpus, select
 from launcher.layout.needs import GB, Needs, engine_size, needs_of, utilization
 from launcher.layout.shape import read_shape
-from launcher.layout.teachers import (
-    TeacherServer,
-    check_memory,
-    described,
-    give_gpus,
-    share_gpu,
-    teacher_servers,
-)
+from launcher.layout.teachers import TeacherServer, check_memory, described, give_gpus, share_gpu, teacher_servers
 
 BUSY = 2 << 30  # bytes: a GPU counts as in use if other processes hold this much of it; a desktop takes less
 LARGE = 5e7  # from this number of parameters on, the learner has a thread for each core
@@ -125,7 +118,7 @@ def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.envi
             check_ranks(config, 1)
         generators = _cpu_generators(config) if choice.generators is None else choice.generators
         teachers = teacher_servers(config)
-        all_cores = config.run.has_learner and _has_long_products(config)
+        all_cores = config.run.has_learner and _gains_from_all_cores(config)
         reasons = [f"no GPU: all processes compute on the CPU{', the learner on all cores' * all_cores}"]
         reasons += described(config, teachers)
         return Placement((), ((),) * generators, tuple(reasons), teachers=tuple(teachers), all_cores=all_cores)
@@ -139,11 +132,11 @@ def _cpu_only(config: Config) -> str:
     return f"{' and '.join(builds)} compute on the CPU only" if builds else ""
 
 
-def _has_long_products(config: Config) -> bool:
-    """Whether the model is so large that a thread loses little time while it waits for a core in use.
+def _gains_from_all_cores(config: Config) -> bool:
+    """Whether the model is so large that the learner gains from a thread for each core, though it shares the cores.
 
-    On two cores, a second thread of the learner, which uses what the generator leaves, makes a step of SmolLM2-135M
-    take 0.7 of the time, but a step of the quickstart's model, of a million parameters, 1.1.
+    On two cores shared with a generator, a step with two threads instead of one takes 0.7 of the time with
+    SmolLM2-135M, but 1.1 with the quickstart's model of a million parameters.
     """
     try:
         return read_shape(Path(config.model.path)).parameters >= LARGE
@@ -221,7 +214,7 @@ class _Plan:
         return left
 
     def _free(self, gpus: list[Gpu]) -> list[Gpu]:
-        """The GPUs that no other program uses; slices are always taken for free, since their use is unknown."""
+        """The GPUs that no other program uses; slices count as free, because the driver does not report their use."""
         free = [gpu for gpu in gpus if gpu.used < BUSY]
         for gpu in gpus:
             if gpu.used >= BUSY:
@@ -321,16 +314,10 @@ class _Plan:
     def _check_generators(self, groups: Sequence[Sequence[Gpu]], share: float | None) -> None:
         if self.needs is None or not groups or not groups[0][0].total:
             return
-        gpu, engine = groups[0][0], self.needs.generator
+        engine = self.needs.generator
         share = utilization(engine.arguments) if share is None else share
-        needed = engine.of_each(self.size)
-        if needed > share * gpu.total:
-            enough = next((n for n in (2, 4, 8) if engine.of_each(self.size * n) <= share * gpu.total), None)
-            fix = f"set generator.engine.tensor_parallel_size={enough}" if enough else "use a smaller model"
-            raise UserError(
-                f"a generator needs {needed / GB:.1f} GB of each of its GPUs, but vLLM takes {share:.0%} of "
-                f"{gpu.total / GB:.1f} GB: {fix}"
-            )
+        if refusal := engine.refusal("a generator", "generator", self.size, share, groups[0][0].total):
+            raise UserError(refusal)
 
     def _say(self, learning: Sequence[Gpu], groups: Sequence[Sequence[Gpu]], share: float | None) -> None:
         """Put a line for each process before the other reasons."""

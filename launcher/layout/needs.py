@@ -68,7 +68,7 @@ class Needs:
         if config.algorithm.has_critic:
             shape = _shape(config.critic.model or config.model.path)
             memory = with_critic(shape, memory, zero, config.critic.freeze_attention)
-        # A reference policy is divided as the policy is; with an adapter, it is the frozen weights themselves.
+        # A reference policy is partitioned like the policy; with an adapter, the frozen weights are the reference.
         reference = config.algorithm.kl_coef > 0 and not zero.frozen
         return replace(memory, weights=memory.weights * (2 if reference else 1))
 
@@ -104,6 +104,25 @@ class EngineNeeds:
         """Bytes per GPU, for `size` GPUs, including the cache of one sequence of `max_model_len` tokens."""
         parts = size / max(1, int(self.arguments.get("data_parallel_size", 1)))
         return (self.weights + self.shape.cache_bytes * self.max_model_len) / parts + ENGINE
+
+    def refusal(self, engine: str, section: str, size: int, share: float, total: int) -> str:
+        """The message for an engine that does not fit into its share of `size` GPUs; empty if it fits.
+
+        Args:
+            engine: its name in the message.
+            section: of the configuration, whose `engine` has its arguments.
+            share: the share of each GPU's memory that vLLM takes.
+            total: bytes of a GPU.
+        """
+        needed, room = self.of_each(size), share * total
+        if needed <= room:
+            return ""
+        enough = next((n for n in (2, 4, 8) if self.of_each(size * n) <= room), None)
+        fix = f"set {section}.engine.tensor_parallel_size={enough}" if enough else "use a smaller model"
+        return (
+            f"{engine} needs {needed / GB:.1f} GB of each of its GPUs, but vLLM takes {share:.0%} of "
+            f"{total / GB:.1f} GB: {fix}"
+        )
 
     def cached(self, taken: float, size: int) -> float:
         """Tokens whose keys and values fit into the cache of an engine with `taken` bytes of `size` GPUs together."""

@@ -119,15 +119,9 @@ def check_memory(config: Config, servers: Sequence[TeacherServer]) -> None:
         needs = teacher_needs(config, server.teacher) if server.gpus and server.gpus[0].total else None
         if needs is None:
             continue
-        room = server.share * server.gpus[0].total
-        needed = needs.of_each(server.size)
-        if needed > room:
-            enough = next((n for n in (2, 4, 8) if needs.of_each(server.size * n) <= room), None)
-            fix = f"set teacher.engine.tensor_parallel_size={enough}" if enough else "use a smaller teacher"
-            raise UserError(
-                f"the teacher {server.teacher.model} needs {needed / GB:.1f} GB of each of its GPUs, but vLLM takes "
-                f"{server.share:.0%} of {server.gpus[0].total / GB:.1f} GB: {fix}, or teacher.url"
-            )
+        engine, total = f"the teacher {server.teacher.model}", server.gpus[0].total
+        if refusal := needs.refusal(engine, "teacher", server.size, server.share, total):
+            raise UserError(f"{refusal}, or teacher.url")
 
 
 def described(config: Config, servers: Sequence[TeacherServer]) -> Iterator[str]:

@@ -24,7 +24,7 @@ def panel(name: str, title: str, charts: Iterable[Chart], words: str = "", missi
 
     Args:
         words: what the charts mean for this run.
-        missing: text in place of an empty chart that has no such text itself: why it is empty, and how to fill it.
+        missing: for charts without such a text of their own: why the chart is empty, and what would fill it.
     """
     shown = [chart | {"missing": chart["missing"] or missing} for chart in charts]
     return {"name": name, "title": title, "charts": shown, "words": words}
@@ -109,7 +109,7 @@ def thin(values: np.ndarray) -> np.ndarray:
 
 
 def rebinned(histogram: Distribution) -> tuple[np.ndarray, np.ndarray]:
-    """Edges and counts in at most `MOST_BINS` bins of equal width; each old bin is added to the one at its middle."""
+    """Edges and counts of at most `MOST_BINS` bins of equal width; the middle of an old bin decides where it goes."""
     edges, counts = histogram.edges, histogram.counts
     filled = np.flatnonzero(counts > 0)
     first, last = edges[filled[0]], edges[filled[-1] + 1]

@@ -21,7 +21,7 @@ MOST_CHARS = 200_000  # of one text
 MOST_TOKENS = 20_000
 MOST_ITEMS = 2_000  # of a list
 MOST_LOG_RATIO = 20.0
-MOST_BATCHES = 64  # that are searched for an episode, from its dispatch on
+MOST_BATCHES = 64  # batches searched for an episode, from its dispatch on
 RECORD_ONLY = {
     "token_ids", "model_spans", "logprobs", "version_spans", "row_lengths", "input", "output", "messages", "requests",
     "scored", "refusals", "lost",
@@ -98,7 +98,7 @@ def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
         logprobs: list[float | None] = [None] * len(ids)
         versions: list[int | None] = [None] * len(ids)
         turns: list[int | None] = [None] * len(ids)
-        sampled = [i for start, end in record["model_spans"] for i in range(start, end)]
+        sampled = sampled_positions(record)
         spans = [version for version, start, end in record["version_spans"] for _ in range(start, end)]
         for i, logprob, version in zip(sampled, record["logprobs"], spans, strict=True):
             logprobs[i], versions[i] = logprob, version
@@ -120,6 +120,11 @@ def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
     }
 
 
+def sampled_positions(record: dict[str, Any]) -> list[int]:
+    """The positions of the tokens that the model sampled."""
+    return [i for start, end in record["model_spans"] for i in range(start, end)]
+
+
 def row_starts(record: dict[str, Any]) -> list[int]:
     """Where each row of an episode's tokens starts; raises `ValueError` if rows and tokens disagree."""
     tokens = len(record["token_ids"])
@@ -130,7 +135,7 @@ def row_starts(record: dict[str, Any]) -> list[int]:
 
 
 def scored_facts(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was scored of an agent, by name: its answer, its own reward or its tests', and what it failed with."""
+    """The result of an agent as (name, text) pairs: its answer and its or its tests' reward, or its failure."""
     scored = record.get("scored")
     if not isinstance(scored, dict):
         return []
@@ -143,9 +148,9 @@ def scored_facts(record: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def request_lines(record: dict[str, Any]) -> list[str]:
-    """What became of an agent's requests, as a tree: those that continue a request stand below it.
+    """An agent's requests and their outcomes, as a tree: requests that continue another stand below it.
 
-    The first of them has the same indentation; only forks are indented further.
+    The first continuation has the same indentation; further ones, which are forks, are indented.
     """
     requests = [one for one in record.get("requests") or () if isinstance(one, dict)][:MOST_ITEMS]
     following: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -196,7 +201,7 @@ def trained_view(record: dict[str, Any], trained: list[dict[str, Any]]) -> dict[
         own: dict[str, Any] = {}
         ratios: list[float | None] = [None] * length
         entropies: list[float | None] = [None] * length
-        sampled = (i for start, end in spans for i in range(start, end))
+        sampled = sampled_positions(record)
         rows = sorted(trained, key=lambda row: int(row.get("row", 0)))
         logprobs, entropy_of = ([one for row in rows for one in row[name]] for name in ("logprobs", "entropies"))
         columns = (record["logprobs"], logprobs, entropy_of)
@@ -206,7 +211,7 @@ def trained_view(record: dict[str, Any], trained: list[dict[str, Any]]) -> dict[
         if "token_advantages" in rows[0]:
             of_tokens: list[float | None] = [None] * length
             learned = [one for row in rows for one in row["token_advantages"]]
-            for i, advantage in zip((i for start, end in spans for i in range(start, end)), learned, strict=True):
+            for i, advantage in zip(sampled, learned, strict=True):
                 of_tokens[i] = _finite(advantage)
             own["token_advantages"] = of_tokens[:MOST_TOKENS]
         advantages = [_finite(advantage) for advantage in rows[0]["advantages"]]
@@ -242,7 +247,7 @@ def decoder(model: str) -> Callable[[int], str] | None:
 
 
 def _advantage(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Reward minus the prompt's value before it, from which the batch's advantages are computed."""
+    """The reward minus the prompt's value before it: the advantage before it is normalized over the batch."""
     reward, value = record.get("reward"), record.get("value")
     if not isinstance(reward, int | float) or not isinstance(value, int | float) or record.get("kind") == "eval":
         return None

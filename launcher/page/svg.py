@@ -15,7 +15,7 @@ Point = tuple[float, float]
 
 
 def svg(chart: Chart) -> str:
-    """The chart; empty if it has no points. Text has the colour of its surroundings."""
+    """The chart as an `<svg>` element, whose text inherits the page's colour; "" if the chart has no points."""
     lines = [(line, points) for line in chart["lines"] if (points := _points(line, "y"))]
     if not lines:
         return ""

@@ -76,10 +76,10 @@ def _train_model(task: QuickstartTask, folder: Path, progress: Progress | None) 
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Make threads of torch, imported in this block, sleep soon when they wait, unless the user has set that.
+    """Let waiting threads of torch, which is imported in this block, sleep soon, unless the user has set when.
 
-    By default they spin, and on a machine whose cores are in use take the cores from the threads that they wait for, so
-    that training takes at least twice as long; on an idle machine the time is the same.
+    By default they spin. On a busy machine they then take cores from the threads that they wait for, and training takes
+    at least twice as long; on an idle machine it takes the same time either way.
     """
     name = "GOMP_SPINCOUNT"
     if name in os.environ or "OMP_WAIT_POLICY" in os.environ:

@@ -37,8 +37,8 @@ ExpertsOption = Annotated[
     int | None,
     typer.Option(
         min=2,
-        help="Make the model a mixture of this many experts in each layer, two of which compute a token; by default it "
-        "is dense.",
+        help="Make the model a mixture of this many experts per layer, of which each token uses two; by default it is "
+        "dense.",
     ),
 ]
 

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from launcher.tasks.special_tokens import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
 from learner.policy.disk_names import DiskNames
@@ -88,8 +82,8 @@ def build_model(
     """A freshly initialised model, float32.
 
     Args:
-        experts: of each layer, two of which compute a token and are together as wide as the dense model's layer; 0: the
-            model is dense, and has about 0.6 M parameters.
+        experts: experts per layer, of which each token uses two, together as wide as the dense model's layer; 0: a
+            dense model of about 0.6 M parameters.
     """
     torch.manual_seed(seed)
     shape: dict[str, Any] = {

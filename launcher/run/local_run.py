@@ -120,7 +120,7 @@ def start(config: Config, options: RunOptions, view: Callable[[], View], log: An
 
 def _remove_containers(config: Config, log: Any) -> None:
     """Remove the containers of agents whose generators were killed."""
-    if any(episode.agent and episode.agent.image for episode in config.episodes_in_use().values()):
+    if config.uses_containers:
         # Imported here, since the command line starts without what a generator needs.
         from generator.agents.containers.container import remove_all_left
 
@@ -146,7 +146,8 @@ def _run(
                 _check_folder(config, folder, broker)
                 agree(broker, config, supervisor.log)
                 # A run whose learner died while it wrote the last checkpoint is started again to write it.
-                if broker.finished() and _is_saved(config, _last_version(broker, config)):
+                last = EarlyStop.of(broker).last_version(config.run.steps, config.run.stop_when)
+                if broker.finished() and _is_saved(config, last):
                     raise UserError(
                         f"run {config.run.name!r} is finished; {to_continue(broker, config.run)}, or choose another "
                         "run.name and run.experiment"
@@ -245,10 +246,6 @@ def _watch(
         else:
             _check_complete(supervisor, roles)
         time.sleep(POLL)
-
-
-def _last_version(broker: Broker, config: Config) -> int:
-    return EarlyStop.of(broker).last_version(config.run.steps, config.run.stop_when)
 
 
 def _is_saved(config: Config, last: int) -> bool:

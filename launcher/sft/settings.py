@@ -1,4 +1,4 @@
-"""The configuration of supervised training, made of the run's that comes after it."""
+"""Makes the configuration of supervised training from that of the run that follows it."""
 
 from __future__ import annotations
 

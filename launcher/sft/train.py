@@ -52,9 +52,9 @@ def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answ
     Args:
         run: the configuration of the run that comes after.
         ranks: on this machine; 0: one for each GPU.
-        here: a single rank trains in this process, and not in one of its own.
-        answer: evaluates the model before training, every `eval.every` steps and at the end. Training ends meanwhile,
-            so that its memory is free.
+        here: train a single rank in this process instead of a child process.
+        answer: evaluates the model before training, every `eval.every` steps and at the end. The training process ends
+            before each evaluation, so that its memory is free.
 
     Returns:
         The folder of the last checkpoint.

@@ -74,7 +74,7 @@ class Recipe:
     """How the initial model is made.
 
     Attributes:
-        experts: of each layer, two of which compute a token; 0: the model is dense.
+        experts: experts per layer, of which each token uses two; 0: a dense model.
     """
 
     seed: int = 0

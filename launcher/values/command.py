@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ from rich.table import Table
 from common.answers import in_range
 from common.config import load_config
 from common.errors import UserError, one_line
+from common.files import rewrite
 from common.scripts import ConfigArgument, OverrideOption
 from launcher.evaluate.answer_run import AnswerScreen, answer
 from launcher.options import Generators, Plain, RedisOption
@@ -42,7 +42,7 @@ app = typer.Typer(
     "- `spo values estimate my.yaml --data values/subset_0.parquet --output values/subset_0.jsonl`\n"
     "- `spo values merge 'values/*.jsonl' --output values.json`\n"
     "- `spo run my.yaml -o sampler.initial_values=values.json`\n\n"
-    "Or, in minutes: the initial model's state at the end of each prompt, by which rewards are predicted:\n\n"
+    "Or, in minutes: the initial model's state at the end of each prompt, from which rewards are predicted:\n\n"
     "- `spo values states my.yaml --output states.npz`\n"
     "- `spo run my.yaml -o sampler.tracker.prompt_states=states.npz`",
     no_args_is_help=True,
@@ -253,13 +253,10 @@ def read_all(paths: Sequence[Path], accept: Accept) -> tuple[Scores, list[str]]:
 
 def write_scores(scores: Scores, path: Path) -> None:
     """Write the file whole or not at all; raises `UserError` if it cannot be written."""
-    unfinished = path.with_name(path.name + ".part")
+    text = json.dumps(scores, ensure_ascii=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(
-            json.dumps(scores, ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace"
-        )
-        os.replace(unfinished, path)
+        rewrite(path, [text.encode("utf-8", "backslashreplace")])
     except OSError as error:
         raise UserError(f"--output {path} cannot be written: {error.strerror}") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,9 @@ import pyarrow.parquet as pq
 from common.config import DataConfig
 from common.config.data import DataSource
 from common.errors import UserError
+from common.files import replacing
 from sampler.prompts.row import BadRow, Rows
-from sampler.prompts.rows import ArrowRows, open_rows
+from sampler.prompts.rows import ArrowRows, open_source
 
 ARROW_ERRORS = (pa.ArrowException, OverflowError)
 
@@ -37,7 +37,7 @@ def split_data(
             folder cannot be written, or holds other subsets.
     """
     (source,) = DataConfig(train=[DataSource(path=data, split=split, config=subset)]).sources("train")
-    table, problems = _table(open_rows(source.path, source.split, source.options, source.config), data)
+    table, problems = _table(open_source(source), data)
     rows = table.num_rows
     if rows < parts:
         raise UserError(
@@ -54,9 +54,8 @@ def split_data(
             )
         for number, path in enumerate(paths):
             first, end = number * rows // parts, (number + 1) * rows // parts
-            unfinished = path.with_suffix(".part")
-            pq.write_table(table.slice(first, end - first), unfinished)
-            os.replace(unfinished, path)
+            with replacing(path) as file:
+                pq.write_table(table.slice(first, end - first), file)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
     except pa.ArrowException as error:

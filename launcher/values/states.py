@@ -25,7 +25,7 @@ from sampler.values.traits import MAX_PROMPTS
 
 
 class Found(NamedTuple):
-    """The number of prompts whose states were written, the numbers in each, and the prompts that are too long."""
+    """The number of prompts whose states were written, the width of a state, and the number of prompts too long."""
 
     prompts: int
     width: int

@@ -59,7 +59,7 @@ class Mixed:
         share = packer.own_share(batch, lambda ids: [payloads[one] for one in ids], learner, self._world)
         own = [sum(float(micro.advantages.sum()) for micro in micros) for micros in share.mini_batches]
         totals = self._world.sum_over_shares(own)
-        # A step without a demonstration, of more steps than there are demonstrations.
+        # With more optimizer steps than demonstrations, some steps have none.
         steps = [
             Shown(micros, weight, total) if total else Shown()
             for micros, total in zip(share.mini_batches, totals, strict=True)

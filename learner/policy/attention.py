@@ -30,7 +30,7 @@ with contextlib.suppress(ImportError):
 PACKED_SDPA = "spo_packed_padded"  # transformers would refuse a name with "sdpa" for models with sinks
 PACKED_VARLEN = "spo_packed_varlen"
 MISSING_PARTS = ("softcap", "s_aux")  # parts of a model's attention that varlen lacks, and sdpa has
-CHUNKED = "chunked_attention"  # the type of layers, as transformers names it, whose tokens see their own chunk alone
+CHUNKED = "chunked_attention"  # transformers' type of layers in which a token sees only its own chunk
 SINK_WIDTH = 8  # numbers that a sink adds to a head; kernels take multiples of 8
 # Up to this length torch's kernel for CPUs is faster in float32 than in 16 bits, up to twice at 85 tokens.
 FLOAT32_LENGTH = 512
@@ -324,7 +324,7 @@ def _window_mask(length: int, window: int | None, chunk: int | None, device: tor
 
 
 def _chunk(module: torch.nn.Module) -> int | None:
-    """Tokens of the chunks that the layer's attention stays in; None if it sees all earlier tokens."""
+    """The size in tokens of the chunks that the layer's attention is limited to; None if it sees all earlier tokens."""
     types = getattr(getattr(module, "config", None), "layer_types", None)
     if not types or types[module.layer_idx] != CHUNKED:
         return None

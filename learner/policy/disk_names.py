@@ -69,7 +69,7 @@ class DiskNames:
 
 
 def rename_as_stored(model: PreTrainedModel, renamed: dict[str, str]) -> None:
-    """Give a model that was made without its files the names that it would have by `key_mapping=renamed`."""
+    """Name the weights of a model that was made without its files as loading with `key_mapping=renamed` would."""
     if renamed:
         conversions = get_model_conversion_mapping(model, renamed, add_legacy=False)
         # What PrefixChange removes is in `renamed`.
@@ -78,7 +78,7 @@ def rename_as_stored(model: PreTrainedModel, renamed: dict[str, str]) -> None:
 
 
 def untrained(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
-    """The model's names for those weights in its files that are not its parameters: of other parts, and buffers."""
+    """The weights in the files that are not the model's parameters: the model's name of each by the file's name."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model)

@@ -34,7 +34,7 @@ OWN_KEYS = {
     "scheduler": "learner.schedule",
 }
 
-GATHERED = 250_000_000  # elements that are whole at the same time while weights are copied: those of a large layer
+GATHERED = 250_000_000  # elements that are gathered at a time while weights are copied: those of a large layer
 
 # Exceptions by which DeepSpeed refuses a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError)

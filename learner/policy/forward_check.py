@@ -1,8 +1,8 @@
-"""The question of every start: does the model compute packed sequences as transformers computes each alone?
+"""Checks at every start that the model computes packed sequences as transformers computes each of them alone.
 
-What would otherwise be trained on wrongly, without a word, is refused: layers that mix the sequences of a batch in a
-way that `learner.policy.packing` does not separate, parts of an attention that an implementation lacks, and outputs
-that `learner.policy.logprobs` computes otherwise.
+A model that would be trained wrongly without an error is refused: one with layers that mix the sequences of a batch in
+a way that `learner.policy.packing` does not separate, with a part of an attention that the implementation lacks, or
+with an output that `learner.policy.logprobs` computes differently.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_policy(engine: Any, path: str, key: str = "model.path") -> None:
 
 @torch.no_grad()
 def check_critic(engine: Any, path: str, key: str) -> None:
-    """Compare hidden states, relative to their size, likewise: a critic's head is zero at first.
+    """Compare hidden states, scaled to the same size, in the same way: a critic's output is zero at first.
 
     Raises:
         UserError: see `check_policy`.

@@ -164,7 +164,7 @@ def _hindrance(name: str, config: LearnerConfig, model: PreTrainedConfig) -> str
 def varlen_lacks(model: PreTrainedConfig) -> str | None:
     """The part of the model's attention that `varlen` lacks; None if it has all.
 
-    Sinks are scores without a value that take part in every softmax; chunks are what a token sees of those before it.
+    Sinks are scores without a value that take part in every softmax; with chunks, a token sees only its own chunk.
     """
     text = model.get_text_config()
     if text.model_type in WITH_SINKS:

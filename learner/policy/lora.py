@@ -38,8 +38,8 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) 
     settings = _peft_config(lora, _targets(model, lora, path), path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # In a list peft does not see the model's type, for some of which it would adapt the experts too: their files
-        # have names that end as those of other layers.
+        # The list hides the model's type: for some types peft would adapt experts too, whose names in the files end
+        # like those of other layers.
         inject_adapter_in_model(settings, nn.ModuleList([model]), ADAPTER)
 
 
@@ -55,7 +55,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def layer_and_part(model: nn.Module, name: str) -> tuple[str, str]:
-    """The model's name of a layer, and the name of a part of its adapter, of a name by `adapter_weights`."""
+    """Split a name of `adapter_weights` into the model's name of the layer and the part of its adapter."""
     layer, _, part = name.removeprefix(PREFIX).partition(".lora_")
     return layer.replace(PART, BODY, 1) if getattr(model, "is_part", False) else layer, f"lora_{part}"
 

@@ -101,9 +101,9 @@ class Packing:
         return _packed(results, sequences)
 
     def _groups_of(self, sequences: PackedSequences) -> list[PaddedGroup]:
-        """The padded groups, and as many groups of one token as this rank has fewer of them than others.
+        """The padded groups, followed by groups of one token up to the largest number of groups on any rank.
 
-        Results of the latter are not gathered back, and so have no gradient.
+        The results of these added groups are not gathered back, and so have no gradient.
         """
         if not (self.in_step and torch.distributed.is_initialized()):
             return sequences.padded

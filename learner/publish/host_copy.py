@@ -56,7 +56,7 @@ class HostCopy:
             self._done = _event(self._stream)
 
     def before_update(self) -> None:
-        """Have the GPU, not this thread, wait for the copy; before anything writes to the weights."""
+        """Make the GPU, but not this thread, wait for the copy; call this before anything writes to the weights."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
 

@@ -19,10 +19,10 @@ import torch
 from common.config import Config
 from common.weights.handover import boot_id
 from common.weights.memory import MemoryFile
-from common.weights.wire import CHUNK_BYTES, ScoredPrompt
+from common.weights.wire import CHUNK_BYTES
 from learner.policy.attention import pack_sequences
 from learner.publish.host_copy import HostMemory
-from learner.publish.weight_copy import WeightCopy, copy_weights
+from learner.publish.weight_copy import ScoredPrompt, WeightCopy, copy_weights
 from learner.publish.weight_server import WeightServer
 from learner.ranks.world import World
 from learner.trainer import Trainer

@@ -7,16 +7,23 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from common.weights.memory import Snapshot
-from common.weights.wire import ALIGNMENT, Manifest, ScoredPrompt, checksum
+from common.weights.wire import ALIGNMENT, Manifest, checksum
 from learner.publish.host_copy import HostCopy, HostMemory
 
 FIRST_GUESS = 1 << 20  # bytes; only the first snapshots have to grow
 THREADS = max(1, min(8, os.cpu_count() or 1))  # for checksums; each computes about 10 GB/s
+
+
+class ScoredPrompt(NamedTuple):
+    """A prompt [T] and the log-probs of all its tokens but the first, each given the tokens before it [T - 1]."""
+
+    token_ids: list[int]
+    logprobs: list[float]
 
 
 class Checksums:

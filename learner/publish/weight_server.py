@@ -12,9 +12,9 @@ from common.config import WeightsConfig
 from common.weights.delta import encode_all, item_bytes, same_layout
 from common.weights.memory import Snapshot
 from common.weights.server import SnapshotServer
-from common.weights.wire import CHUNK_BYTES, ScoredPrompt
+from common.weights.wire import CHUNK_BYTES
 from learner.publish.host_copy import HostMemory
-from learner.publish.weight_copy import WeightCopy, copy_weights
+from learner.publish.weight_copy import ScoredPrompt, WeightCopy, copy_weights
 
 
 class WeightServer:

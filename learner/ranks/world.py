@@ -88,18 +88,17 @@ class World:
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks."""
-        if self.size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self.group)
-        return tensor.tolist()
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: list[float]) -> list[float]:
         """The largest of each value over all ranks."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, values: list[float], operation: Any) -> list[float]:
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(tensor, operation, group=self.group)
         return tensor.tolist()
 
     def any_rank(self, condition: bool) -> bool:

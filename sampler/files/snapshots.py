@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from common.config import Config
 from common.errors import UserError
-from common.files import sync_folder, tracker_path
+from common.files import replacing, tracker_path
 from common.streams.lease import RedisBehind
 from common.streams.ledger import SamplerLedger
 from sampler.records import EvaluationCounts
@@ -106,21 +105,15 @@ def write_snapshot(path: Path, state: SamplerState, most: int, counts: bytes = b
     Raises:
         UserError: the file cannot be written.
     """
-    unfinished = path.with_suffix(".part")
     arrays: Any = state.tracker.state_dict() | {"answered": state.drift.answered, "moved": state.drift.by_version()}
     arrays["books"] = np.frombuffer(counts, np.uint8)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
+        with replacing(path) as file:
             np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync_folder(path.parent)
         for old in sorted(path.parent.glob("step_*.npz"), key=_version)[:-most]:
             old.unlink(missing_ok=True)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise UserError(f"tracker checkpoint {path} cannot be written: {error.strerror}") from None
 
 

@@ -97,7 +97,7 @@ def _image(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The task's configuration; raises `BadRow` if it cannot be read, or asks for what there is not."""
+    """The task's configuration; raises `BadRow` if it cannot be read, or asks for what SPO does not provide."""
     try:
         settings = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -24,7 +24,7 @@ from common.unpack import MAX_BYTES, MAX_VALUES, Unreadable, check
 from sampler.prompts.chat import Messages, NotAMessage, plain_messages
 from sampler.prompts.hints import Hints
 from sampler.prompts.row import BadRow, CheckedRow, Rows
-from sampler.prompts.rows import open_rows
+from sampler.prompts.rows import open_source
 
 # A task carries the answer beside its row, so a part of the row may be in it twice.
 MAX_ROW_BYTES, MAX_ROW_VALUES = MAX_BYTES // 2 - (1 << 16), MAX_VALUES // 2 - 256
@@ -201,7 +201,7 @@ def load_prompts(sources: Sequence[Source], log: Any) -> PromptSet:
 
 
 def _load(source: Source, log: Any) -> SourcePrompts:
-    rows = open_rows(source.path, source.split, source.options, source.config)
+    rows = open_source(source)
     ids: list[str] = []
     usable: list[int] = []
     reasons: Counter[str] = Counter()

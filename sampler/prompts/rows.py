@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.config.data import FILES, HARBOR, NOT_READ, matching_files, misspelt_set
+from common.config.data import FILES, HARBOR, NOT_READ, Source, matching_files, misspelt_set
 from common.errors import UserError, one_line
 from common.files import near_file
 from common.model import LFS
@@ -170,6 +170,11 @@ def open_rows(
             "sets as a list of sources, [{path: …}, …]"
         )
     return JoinedRows([_open(file, split, options, config) for file in files])
+
+
+def open_source(source: Source) -> Rows:
+    """Open the data of a source; raises what `open_rows` raises."""
+    return open_rows(source.path, source.split, source.options, source.config)
 
 
 def _open(path: str, split: str, options: Mapping[str, Any] | None, config: str | None) -> Rows:

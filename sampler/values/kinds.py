@@ -26,7 +26,7 @@ KINDS: dict[str, Kind] = {"beta": beta}
 
 
 def load_kind(config: TrackerConfig) -> Kind:
-    """The tracker's rule; one of the user's own is tried on a few made rewards.
+    """The tracker's rule; the user's own is first tried on a few made-up rewards.
 
     Raises:
         UserError: it cannot be found, or does not return two counts.

@@ -39,7 +39,7 @@ def selection_weights(scores: np.ndarray, counts: np.ndarray, config: SelectionC
 
 
 def load_criterion(config: SelectionConfig) -> Criterion:
-    """The criterion, which scores all prompts; one of the user's own is tried on a few made ones.
+    """The criterion, which scores all prompts; the user's own is first tried on a few made-up ones.
 
     Raises:
         UserError: it cannot be found, or does not return finite numbers >= 0, [N].

@@ -6,7 +6,6 @@ for a prompt without a state.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +14,15 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
+from common.files import replacing
 
 
 def write_states(path: Path, ids: Sequence[str], states: np.ndarray) -> None:
     """Write the file whole or not at all; raises `UserError`."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
+        with replacing(path) as file:
             np.savez(file, ids=np.array([prompt_id.encode() for prompt_id in ids]), states=states.astype(np.float16))
-        os.replace(unfinished, path)
     except OSError as error:
         raise UserError(f"--output {path} cannot be written: {error.strerror}") from None
 

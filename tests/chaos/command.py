@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.table import Table
 
 from common.errors import UserError, visible
-from generator.agents.containers.container import uses_containers
 from launcher.audit.lines import AuditLine
 from launcher.chaos import CHECKOUT, ChaosOptions
 from launcher.quickstart.command import initial_model
@@ -44,7 +43,7 @@ def run_chaos(options: ChaosOptions) -> None:
     taught = [f"teacher.model={folder / 'inputs' / 'model'}", TEACHER_WEIGHT] if options.teacher else []
     overrides = [*SETTINGS, *_parts(folder, task), *taught, *options.overrides]
     config = quickstart_config(folder, options.seed, steps, overrides, task)
-    more = (TEACHERS if options.teacher else {}) | (CONTAINERS if uses_containers(config) else {})
+    more = (TEACHERS if options.teacher else {}) | (CONTAINERS if config.uses_containers else {})
     faults = schedule(options.seed, options.without, more)
     screen = Screen.open(options.plain, folder)
     with screen.phases.during("warm start"):

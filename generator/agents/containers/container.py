@@ -8,13 +8,11 @@ the agent reach it by TCP.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,8 +31,11 @@ from generator.agents.programs import (
     TASK_FILE,
     AgentFailed,
     AgentTask,
+    answer_text,
     asked,
+    described,
     packed,
+    shown,
     variables,
 )
 from sandbox_client.worker.command import FORWARD
@@ -47,7 +48,6 @@ PROMPT_FILE, LOG_FILE = "prompt.txt", "agent.log"
 OWNER, RUN, GENERATOR = "spo.folder", "spo.run", "spo.generator"  # labels
 LOOK_SECONDS = 5.0  # between two looks at what was written to a container's disk
 CLOSE_SECONDS = 20.0
-SHOWN_OUTPUT = 400  # characters at the end of what an agent prints, for messages
 
 # The same for images with Node.js; see `FORWARD`.
 FORWARD_JS = """
@@ -88,7 +88,7 @@ class TaskContainer:
     Args:
         image: its name, for messages.
         command: of the agent.
-        files: that the command names, by their names in the container's folder.
+        files: files that the command names, by their names in the container's folder.
     """
 
     def __init__(
@@ -127,14 +127,11 @@ class TaskContainer:
             await asyncio.wait((playing, filling))
         (task.folder / LOG_FILE).write_text(output, encoding="utf-8")
         if code == CANNOT_FORWARD:
-            raise ContainerFailed(" ".join(output.split())[-SHOWN_OUTPUT:])
+            raise ContainerFailed(shown(output))
         if code != 0:
-            shown = " ".join(output.split())[-SHOWN_OUTPUT:] or "it printed nothing"
-            raise AgentFailed(f"{self._command[0]} ended with exit code {code}: {shown}")
-        answer = await self.engine.get(self.id, f"{FOLDER}/{ANSWER_FILE}", MAX_ANSWER + 1)
-        if answer is not None and len(answer) > MAX_ANSWER:
-            raise AgentFailed(f"{ANSWER_FILE} has more than {MAX_ANSWER:,} bytes")
-        return None if answer is None else answer.decode(errors="replace")
+            raise AgentFailed(f"{self._command[0]} ended with exit code {code}: {shown(output)}")
+        content = await self.engine.get(self.id, f"{FOLDER}/{ANSWER_FILE}", MAX_ANSWER + 1)
+        return None if content is None else answer_text(content)
 
     async def execute(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, user: str = ""
@@ -157,18 +154,16 @@ class TaskContainer:
 
     def _given(self, task: AgentTask) -> dict[str, bytes]:
         """The files that the agent finds, by their paths."""
-        described = asdict(task) | {"folder": FOLDER}
-        del described["reward_url"]
         files = {name: path.read_bytes() for name, path in self._files.items()}
         files |= {"forward.py": FORWARD.encode(), "forward.js": FORWARD_JS.encode()}
-        files |= {TASK_FILE: json.dumps(described).encode(), PROMPT_FILE: asked(task.prompt).encode()}
+        files |= {TASK_FILE: described(task, FOLDER), PROMPT_FILE: asked(task.prompt).encode()}
         return {f"{FOLDER.removeprefix('/')}/{name}": content for name, content in files.items()}
 
     def _variables(self, task: AgentTask) -> dict[str, str]:
         return variables(task, FOLDER) | {"SPO_PROMPT_FILE": f"{FOLDER}/{PROMPT_FILE}"}
 
     async def _full(self) -> str:
-        """Wait until more is written to the disk than may be, and say so."""
+        """Wait until the container has written more than `disk_mb` allows; returns a message about it."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             written = (await self.engine.state(self.id, size=True)).get("SizeRw") or 0
@@ -182,7 +177,7 @@ class TaskContainer:
 class Containers:
     """The containers of one configuration with an agent; for one event loop.
 
-    A fixed image has as many containers started ahead as are in use, so that the start of one takes no time of a task.
+    Of a fixed image, as many containers are started ahead as are in use, so that no task waits for a start.
 
     Args:
         sockets: the folder with the endpoint's socket, below this process's own folder.
@@ -273,7 +268,7 @@ class Containers:
         return {"Image": image, "Entrypoint": ["sleep"], "Cmd": ["infinity"], "Labels": labels, "HostConfig": host}
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what no task waits for; `close` does."""
+        """Work in the background; only `close` waits for it."""
         doing = asyncio.create_task(work)
         self._removing.add(doing)
         doing.add_done_callback(self._removing.discard)
@@ -317,7 +312,7 @@ def remove_all_left(log: Any) -> None:
 
 async def check_containers(config: Config, log: Any) -> None:
     """Ask the engine whether it answers, and remove what dead generators have left; raises `UserError`."""
-    if not uses_containers(config):
+    if not config.uses_containers:
         return
     engine = ContainerEngine()
     try:
@@ -328,8 +323,3 @@ async def check_containers(config: Config, log: Any) -> None:
         raise UserError(f"episode.agent.image: {error}") from None
     finally:
         await engine.close()
-
-
-def uses_containers(config: Config) -> bool:
-    """Whether an agent of a source runs in containers."""
-    return any(episode.agent and episode.agent.image for episode in config.episodes_in_use().values())

@@ -1,8 +1,8 @@
 """Grades what an agent has left in its container, by Harbor's convention.
 
-The tests come into the container only now, after a restart that has ended all that the agent had started. They are in
-`/tests`; `/tests/test.sh` writes a number to `/logs/verifier/reward.txt`, or JSON to `/logs/verifier/reward.json`: a
-number, or a mapping with the key `reward`. Its exit code and its output do not count.
+The tests are copied to `/tests` only after a restart of the container, which ends all that the agent has started.
+`/tests/test.sh` writes a number to `/logs/verifier/reward.txt`, or JSON to `/logs/verifier/reward.json`: a number, or a
+mapping with the key `reward`. Its exit code and its output do not count.
 """
 
 from __future__ import annotations

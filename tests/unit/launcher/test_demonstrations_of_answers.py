@@ -41,7 +41,7 @@ def test_right_answers_are_taken_once_each_and_the_others_counted(spo: Spo, tmp_
         "1 identical",
         "1 beyond --per-prompt",
         "2 below --reward",
-        "1 without what was said",
+        "1 without tokens or text",
         "1 unreadable",
     ):
         assert count in ran.stdout

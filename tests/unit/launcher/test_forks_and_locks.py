@@ -99,10 +99,7 @@ def evaluate(folder: Path) -> None:
 
 def test_the_best_evaluated_checkpoint_is_exported_with_a_card(first: Path, spo: Spo) -> None:
     refused = spo("export", "first", "out", "--best")
-    assert (refused.returncode, "no checkpoint of first is of a version that was evaluated" in refused.stderr) == (
-        2,
-        True,
-    )
+    assert (refused.returncode, "no version with a checkpoint in first was evaluated" in refused.stderr) == (2, True)
     evaluate(first)
     assert spo("export", "first", "out", "--best", "--card").returncode == 0
     assert (first.parent / "out/config.json").read_text() == "hf of 2"

@@ -20,12 +20,11 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, Memory
 from common.streams.steps import StepReader
 from common.weights.server import SentStats
-from common.weights.wire import ScoredPrompt
 from learner import loop
 from learner.batch.left_out import LeftOut
 from learner.loop import Learner
 from learner.publish.publisher import Publisher, RankCopies
-from learner.publish.weight_copy import WeightCopy, copy_weights
+from learner.publish.weight_copy import ScoredPrompt, WeightCopy, copy_weights
 from learner.ranks.heap import Heap
 from learner.stats import Phases
 from tests.support.learner import ALONE, learner_config, manifest
