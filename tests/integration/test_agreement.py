@@ -21,18 +21,13 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from tests.support.checks import small_model
+from tests.support.whole_run import merged
+
+BASE = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"steps": 10}, "broker": {"dead_after": 0.5}}
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    tree: dict[str, Any] = {
-        "model": {"path": "m"},
-        "data": {"train": "t"},
-        "run": {"steps": 10},
-        "broker": {"dead_after": 0.5},
-    }
-    for name, values in sections.items():
-        tree[name] = tree.get(name, {}) | values
-    return parse_config(tree)
+    return parse_config(merged(BASE, sections))
 
 
 OTHER_DATA, MORE_EVALUATIONS = {"train": "others"}, {"every": 3}
@@ -181,9 +176,7 @@ def test_a_generator_with_other_model_files_is_refused(real_broker: Broker, tmp_
         refused(template, r"\(here '\w{16}', in the run 'missing'\)", role)
 
 
-def test_a_generator_with_another_cached_revision_is_refused(
-    real_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generator_with_another_cached_revision_is_refused(real_broker: Broker, tmp_path: Path, monkeypatch) -> None:
     def loads(machine: str, tokenizer: str, **run: Any) -> Config:
         """A machine's cache of the Hugging Face hub, after a process has loaded `org/model` there."""
         cached = tmp_path / machine / "models--org--model"

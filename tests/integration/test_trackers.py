@@ -158,9 +158,7 @@ def evaluate(file: MetricsFile, version: int) -> None:
     file.append([Entry(version, "sampler", {"validation/reward": 0.625}, {})])
 
 
-def test_an_evaluation_comes_with_its_first_answers(
-    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_comes_with_its_first_answers(tmp_path: Path, recorder: Recorder, monkeypatch) -> None:
     monkeypatch.setattr("sampler.trackers.samples.MOST", 1)
     file, follows = begun(tmp_path)
     evaluate(file, 2)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FOLDER = Path(__file__).parents[1] / "golden"
 GOLDEN_FILE: dict[str, Any] = json.loads((FOLDER / "spo_golden.json").read_text())
 # Losses, values and gradients, computed by the code of verl, TRL and AReaL.
@@ -16,3 +18,7 @@ GOLDEN: dict[str, dict[str, Any]] = {case["id"]: case for case in GOLDEN_FILE["c
 def golden(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A case's inputs and expected outputs."""
     return GOLDEN[case]["inputs"], GOLDEN[case]["expected"]
+
+
+def close(expected: Any) -> Any:
+    return pytest.approx(expected, rel=1e-6, abs=1e-10)

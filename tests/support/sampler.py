@@ -16,6 +16,7 @@ from common.payload import Payload, pack_record
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.tasks import Delivery, Finished, TaskInbox
+from sampler.prompts.prompt_set import PromptSet
 from sampler.values.drift import PromptDrift
 from sampler.values.tracker import ValueTracker
 from tests.support.streams import payload
@@ -42,6 +43,16 @@ def make_config(folder: Path, *, prompts: int = 40, heldout: int = 0, **sections
 
 def write_prompts(path: Path, name: str, n: int) -> None:
     path.write_text("".join(json.dumps({"prompt": f"{name} {i}", "answer": i}) + "\n" for i in range(n)))
+
+
+def sent(prompts: PromptSet) -> list[Task]:
+    """Each prompt's task, as a generator reads it."""
+    tasks = []
+    for i, prompt_id in enumerate(prompts.ids):
+        prompt = prompts[i]
+        task = Task(task_id="t", prompt_id=prompt_id, prompt=prompt.prompt, answer=prompt.answer, row=prompt.row)
+        tasks.append(Task.unpack(task.pack()))
+    return tasks
 
 
 def reward_of(task: Task) -> float:

@@ -18,6 +18,7 @@ from sampler.files.answer_file import Request
 from sampler.loop import Sampler
 from sampler.prompts.prompt_set import RunData, load_data
 from sampler.records import tracker_rows
+from sampler.state import SamplerState
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 
 LOG = structlog.get_logger()
@@ -59,6 +60,27 @@ def reach(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, vers
         generator.work()
         if learner.work():
             generator.version = learner.version
+
+
+def summary(state: SamplerState) -> dict[str, Any]:
+    """What a successor must find as it was committed."""
+    admission, tracker = state.admission, state.tracker
+    rows = range(len(tracker.prompt_ids))
+    return {
+        "position": (state.version, state.open.next_id, state.next_task, state.arrivals, state.refilled),
+        "last step": state.last_step,
+        "open": {name: list(samples) for name, samples in state.open.groups.items()},
+        "versions": dict(state.open.versions),
+        "in flight": dict(admission.in_flight),
+        "groups": {name: (group.tasks, group.samples, group.oldest) for name, group in admission.groups.items()},
+        "must wait": [admission.must_wait(state.open.next_id + n, state.open.versions) for n in range(4)],
+        "counts": (admission.arrived, admission.training),
+        "values": [(tracker.row(i), state.drift.answered.item(i)) for i in rows],
+        "drift": state.drift.by_version().tolist(),
+        "population": tracker.population.pack() if tracker.population else None,
+        "evaluations": dict(state.evaluations),
+        "early stop": repr(state.early_stop),
+    }
 
 
 def committed_counts(broker: Broker) -> dict[str, tuple[float, float]]:

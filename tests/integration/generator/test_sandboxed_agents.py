@@ -27,7 +27,6 @@ from tests.support.waiting import until
 
 GROUPS = cgroup.find("auto")
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.usefixtures("bubblewrap"),
     pytest.mark.skipif(GROUPS is None, reason="no control group can be made here"),
 ]

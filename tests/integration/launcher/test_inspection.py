@@ -69,9 +69,7 @@ def test_status_shows_step_processes_and_a_learner_that_is_gone(
     assert 5400 <= facts["learner_gone_seconds"] < 5500
 
 
-def test_dead_letters_are_listed_and_put_back(
-    config: Config, real_broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dead_letters_are_listed_and_put_back(config: Config, real_broker: Broker, tmp_path: Path, capsys) -> None:
     inbox = BatchInbox(real_broker).acquire()
     real_broker.redis.xadd(real_broker.key("batches"), {"batch": b"not a batch"})
     assert inbox.next(block_ms=0) is None

@@ -192,12 +192,6 @@ def test_a_teachers_server_is_stopped_with_its_run(tmp_path: Path, monkeypatch: 
     assert taught.start().finished
 
 
-def test_what_a_process_refuses_ends_the_run_as_a_user_error(run: Scripted) -> None:
-    run.plays(FOREVER, FOREVER, learner="print('error: cannot read model.path x'); sys.exit(2)")
-    with pytest.raises(UserError, match=r"learner: cannot read model\.path x"):
-        run.start()
-
-
 # The learner's script, and the code and the error with which the run ends.
 UNSAVED = {
     "leaves without it": (UNTIL_FINISHED, 1, r"the learner has left, but the last checkpoint, .*step_3, is not on the"),

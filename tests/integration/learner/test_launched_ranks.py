@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.support.checks import QUIET, refusal_of, run_file
 from tests.support.forked import Forked, forked_module
 from tests.support.processes import ended
 from tests.support.waiting import PATIENCE, eventually
-
-pytestmark = pytest.mark.integration
 
 RANKS = 2
 

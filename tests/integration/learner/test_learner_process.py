@@ -13,8 +13,6 @@ import pytest
 from tests.support.learner_run import SAMPLES, STEPS, Run, assert_same_end
 from tests.support.streams import put_back, saved_keys
 
-pytestmark = pytest.mark.integration
-
 REINFORCE = {"loss": "reinforce"}
 ROOT = Path(__file__).parents[3]
 

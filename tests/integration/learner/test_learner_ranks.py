@@ -13,7 +13,7 @@ from tests.support.forked import Forked
 from tests.support.learner_run import SAMPLES, STEPS, Run, assert_same_end
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 LEFT_OUT = {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}  # of the batch that leads to each version

@@ -18,7 +18,7 @@ from tests.support.ranks import on_ranks
 if TYPE_CHECKING:
     from learner.ranks.world import World
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 RANKS = 2
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 from typing import Any
 
 import pytest
@@ -64,15 +64,8 @@ def test_pods_of_a_job_are_ranks_by_completion_index(
             start += ["-m", "torch.distributed.run"]
             start += [here(f"{name}={changed.get(name, value)}") for name, _, value in options]
         variables = environment(job, documents, index) | {name: changed[name] for name in changed if name.isupper()}
-        pods.append(
-            subprocess.Popen(
-                [*start, str(program), str(tmp_path)],
-                env={name: here(value) for name, value in variables.items()} | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        environ = {name: here(value) for name, value in variables.items()} | own
+        pods.append(Popen([*start, str(program), str(tmp_path)], env=environ, stdout=PIPE, stderr=STDOUT, text=True))
     try:
         for pod in pods:
             output = pod.communicate(timeout=1500)[0]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.recorded_runs import RECORD, differences, train_all
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 RECORDED: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
 # Another processor takes sums in another order, and six optimizer steps carry that on.

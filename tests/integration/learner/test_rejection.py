@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.learner import JOB, assert_same_weights, run_ranks
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # The stages, with the optimizer's state elsewhere, and in the precision of real runs.
 KINDS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from learner.checkpoint.export import export_checkpoint
 from tests.support.families import save_tiny
 from tests.support.learner import Call, assert_same_weights, run_ranks, save_tiny_model, without_export
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 LORA = {"rank": 4, "alpha": 8}
 # What two ranks write after two steps, while they take two more.

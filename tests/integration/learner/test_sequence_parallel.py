@@ -11,7 +11,7 @@ from tests.support.families import save_tiny
 from tests.support.learner import JOB, assert_same_weights, run_ranks, save_tiny_model
 from tests.support.learner_reference import Gradients
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 Job = dict[str, Any]
 LORA = {"rank": 4, "alpha": 8}

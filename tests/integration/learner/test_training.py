@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.families import save_tiny
 from tests.support.learner import assert_same_weights, job, run_ranks, save_tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STAGES = (0, 2, 3)
 LORA = {"lora": {"rank": 4, "alpha": 8}}

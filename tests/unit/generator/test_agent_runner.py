@@ -18,14 +18,7 @@ from generator.agents.programs import AgentFailed, make_program
 from generator.agents.sandboxed import check_agents
 from generator.agents.session import EndpointFailed
 from launcher.tasks import calculator_agent
-from tests.support.agents import (
-    PretendEndpoint,
-    agent_config,
-    agent_task,
-    agent_tasks,
-    play_agent,
-    run_agent,
-)
+from tests.support.agents import PretendEndpoint, agent_config, agent_task, agent_tasks, play_agent, run_agent
 from tests.support.event_loop import in_event_loop
 from tests.support.waiting import until
 

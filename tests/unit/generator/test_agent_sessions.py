@@ -175,9 +175,7 @@ async def test_a_retry_takes_no_reply_from_one_who_listens(rig: Rig, one: AgentS
 @pytest.mark.parametrize("reason", ["stop", "max_seconds"])
 @pytest.mark.parametrize(("streamed", "leaves"), [(False, True), (True, True), (False, False)])
 @in_session("first<|im_end|>")
-async def test_a_reply_that_the_end_cuts_counts_if_the_agent_may_have_acted_on_it_or_waits(
-    rig: Rig, one: AgentSession, streamed: bool, leaves: bool, reason: str
-) -> None:
+async def test_a_reply_that_the_end_cuts_counts_if_it_was_heard_or_awaited(rig, one, streamed, leaves, reason) -> None:
     rig.app.gate.clear()
     client = rig.ask(one, "a", body={"stream": streamed})
     await (client.heard if streamed else rig.app.entered).wait()

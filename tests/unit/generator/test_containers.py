@@ -119,11 +119,6 @@ async def test_a_row_has_an_image_and_limits_of_its_own(tmp_path: Path) -> None:
     assert box.settings["HostConfig"]["NetworkMode"] == "bridge"
 
 
-def exits(box: Box, *_: Any) -> tuple[int, bytes]:
-    box.running = False
-    return 0, b""
-
-
 @pytest.mark.parametrize(
     ("behaviour", "row", "says_what"),
     [
@@ -146,18 +141,14 @@ def test_a_failure_of_the_engine_says_nothing_about_the_model(tmp_path, behaviou
     assert failure_of(failed.value) is Failure.CONTAINER_FAILED
 
 
-def test_a_container_that_ends_by_itself_is_named(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_container_that_ends_by_itself_is_named(tmp_path: Path) -> None:
+    words = "the container of image task:1 has ended by itself, with exit code 1"
     with stand_in(tmp_path) as engine:
-
-        async def scene() -> None:
-            async with used(engine) as made, made.started({}) as one:
-                engine.boxes[one.id].running = False
+        async with used(engine) as made, made.started({}) as one:
+            engine.boxes[one.id].running = False
+            with pytest.raises(ContainerFailed, match=words):
                 await one.run(agent_task(tmp_path))
-
-        with pytest.raises(
-            ContainerFailed, match="the container of image task:1 has ended by itself, with exit code 1"
-        ):
-            asyncio.run(scene())
 
 
 @pytest.mark.parametrize(
@@ -281,23 +272,20 @@ def test_a_task_without_tests_gives_no_reward(tests) -> None:
         files_of(tests, "test.sh")
 
 
-def test_tests_that_take_too_long_say_so(tmp_path: Path) -> None:
-    async def scene() -> None:
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
+@in_event_loop
+async def test_tests_that_take_too_long_say_so(tmp_path: Path) -> None:
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def tests(box: Box, *_: Any) -> tuple[int, bytes]:
-            asyncio.run_coroutine_threadsafe(ended.wait(), loop).result()
-            return 0, b""
+    def tests(box: Box, *_: Any) -> tuple[int, bytes]:
+        asyncio.run_coroutine_threadsafe(ended.wait(), loop).result()
+        return 0, b""
 
-        with stand_in(tmp_path, tests=tests) as engine:
-            try:
-                with pytest.raises(GradingTimedOut):
-                    await graded(engine, tmp_path, grading_seconds=0.2)
-            finally:
-                ended.set()
-
-    asyncio.run(scene())
+    with stand_in(tmp_path, tests=tests) as engine:
+        try:
+            with pytest.raises(GradingTimedOut):
+                await graded(engine, tmp_path, grading_seconds=0.2)
+        finally:
+            ended.set()
 
 
 def episode_of(engine: StandIn, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Episode:
@@ -393,9 +381,7 @@ def solves(reward: float, idle: float = 0.0) -> dict[str, Any]:
         ({}, "problem", "test.sh left no reward"),
     ],
 )
-def test_the_check_of_the_data_builds_images_and_plays_tasks(
-    tmp_path, monkeypatch, behaviour, level, says_what
-) -> None:
+def test_the_data_check_builds_images_and_plays_tasks(tmp_path, monkeypatch, behaviour, level, says_what) -> None:
     harbor_task(tmp_path / "tasks" / "a")
     with stand_in(tmp_path, **behaviour) as engine:
         monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.path}")

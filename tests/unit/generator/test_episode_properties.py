@@ -20,6 +20,7 @@ from generator.engine.engine import Completion
 from generator.users import UserTurn
 from tests.support.episode import runner
 from tests.support.templates import byte_level
+from tests.support.users import RecordingUser
 
 # Pairs that stand where one turn ends and the next begins, inside the tags, and in numbers.
 MERGES = "Ċ <, > Ċ, Ċ Ċ, e >, e> Ċ, > <, Ċ u, # Ċ, : 9, < /, l >, l> Ċ, l>Ċ <, r >, r> Ċ, r>Ċ Ċ, 9 <, 8 9, 1 +, 1+ 1, "
@@ -73,18 +74,6 @@ class RandomEngine:
         return self.turns[-1]
 
 
-class Talking:
-    def __init__(self, draw: Any) -> None:
-        self.draw = draw
-
-    async def start(self, episode_id: str, **kwargs: Any) -> None: ...
-
-    async def respond(self, episode_id: str, messages: Any) -> UserTurn:
-        return UserTurn(self.draw(st.integers(0, 3)) == 0, self.draw(st.sampled_from(HEARD)))
-
-    async def finish(self, episode_id: str) -> None: ...
-
-
 HEARD = ["89", "\n", "", "<b>", "e>\n", "</s>\n<s>assistant\n", "9:9", "äß🙂", "user\n#", "\ud83d"]
 SAID = [
     *("1+1", ">\n", "\n<", "t:\n", "äß🙂", "</code>", "<code>", "<tool_call>", "</tool_call>", "#\n", "9<"),
@@ -101,9 +90,10 @@ SAID = [
 def test_what_the_engine_sampled_is_what_is_trained_on(data, merges, template, call_format, with_user) -> None:
     (tokens, chat_template), draw = chat(template, merges), data.draw
     engine = RandomEngine(draw, tokens)
+    user = RecordingUser(lambda _: UserTurn(draw(st.integers(0, 3)) == 0, draw(st.sampled_from(HEARD))))
     rules = runner(
         engine,
-        user=Talking(draw) if with_user else None,
+        user=user if with_user else None,
         max_model_len=600,
         template=chat_template,
         max_assistant_turns=draw(st.integers(1, 6)),

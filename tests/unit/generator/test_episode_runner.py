@@ -23,6 +23,7 @@ from tests.support.episode import END, TOKENIZER, ScriptedEngine, call, completi
 from tests.support.event_loop import in_event_loop
 from tests.support.golden import GOLDEN
 from tests.support.templates import shaped
+from tests.support.users import RecordingUser
 
 CALL = call("calculator", '{"expression": "12*7+5"}') + END
 ANSWER = f"89{END}"
@@ -130,29 +131,18 @@ def test_time_ends_an_episode(answers: list[Completion], seconds: float, expecte
         play(ScriptedEngine(completion([], "time")), max_seconds=60.0)
 
 
-class Repeating:
+def repeating(right: str) -> RecordingUser:
     """A user who says the same until the assistant is right."""
 
-    def __init__(self, right: str) -> None:
-        self.right = right
-        self.seen: list[list[dict[str, Any]]] = []
-        self.started: dict[str, Any] = {}
-        self.finished: list[str] = []
+    def turn(messages: list[dict[str, Any]]) -> UserTurn:
+        is_right = messages[-1]["content"] == right
+        return UserTurn(is_right, "again", 1.0 if is_right else -0.5)
 
-    async def start(self, episode_id: str, **kwargs: Any) -> None:
-        self.started = kwargs
-
-    async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> UserTurn:
-        self.seen.append(messages)
-        right = messages[-1]["content"] == self.right
-        return UserTurn(right, "again", 1.0 if right else -0.5)
-
-    async def finish(self, episode_id: str) -> None:
-        self.finished.append(episode_id)
+    return RecordingUser(turn)
 
 
 def test_a_user_is_asked_after_every_turn_without_a_call() -> None:
-    user, engine = Repeating("89"), ScriptedEngine(CALL, f"88{END}", ANSWER)
+    user, engine = repeating("89"), ScriptedEngine(CALL, f"88{END}", ANSWER)
     episode = play(engine, user=user, max_assistant_turns=5)
     assert (episode.reason, episode.answer) == ("user", "89")
     assert (episode.turns, episode.user_turns, episode.tool_calls) == (3, 2, 1)
@@ -182,7 +172,7 @@ WRONG = [f"1{END}", f"2{END}", f"3{END}"]
     ],
 )
 def test_the_user_gets_the_last_answer_for_its_reward(turns, limits, expected, rewards) -> None:
-    user = Repeating("89")
+    user = repeating("89")
     episode = play(ScriptedEngine(*turns), user=user, **limits)
     assert (episode.reason, episode.answer, episode.user_turns) == expected
     assert episode.transcript.turn_rewards() == rewards
@@ -195,7 +185,7 @@ def test_the_user_gets_the_last_answer_for_its_reward(turns, limits, expected, r
 
 @in_event_loop
 async def test_two_episodes_of_one_task_have_different_names() -> None:
-    user = Repeating("1")
+    user = repeating("1")
     rules = runner(ScriptedEngine(f"1{END}", f"1{END}"), user=user)
     for _ in range(2):
         await rules.run(TASK)
@@ -304,6 +294,6 @@ def test_several_calls_in_a_turn_are_answered_in_order() -> None:
 
 
 def test_the_user_gets_the_last_answer_when_time_is_over() -> None:
-    episode = play(ScriptedEngine(completion(TOKENIZER.encode(f"88{END}"))), user=Repeating("89"), max_seconds=1e-9)
+    episode = play(ScriptedEngine(completion(TOKENIZER.encode(f"88{END}"))), user=repeating("89"), max_seconds=1e-9)
     assert (episode.reason, episode.answer) == ("max_seconds", "88")
     assert episode.transcript.turn_rewards() == [-0.5]

@@ -90,10 +90,9 @@ def test_the_agent_answers_with_what_it_was_told_most_often(monkeypatch: pytest.
     def reply(request: httpx.Request) -> httpx.Response:
         assert request.url == "http://127.0.0.1:1/s/key/v1/chat/completions"
         message = {"role": "assistant", "content": next(replies)}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return httpx.Response(
-            200, json={"id": "a", "object": "chat.completion", "created": 0, "model": "policy"} | {"choices": [choice]}
-        )
+        choices = [{"index": 0, "finish_reason": "stop", "message": message}]
+        body = {"id": "a", "object": "chat.completion", "created": 0, "model": "policy", "choices": choices}
+        return httpx.Response(200, json=body)
 
     client = httpx.AsyncClient(transport=httpx.MockTransport(reply))
     monkeypatch.setattr(agent, "CLIENT", agent.AsyncOpenAI(base_url="http://x", api_key="-", http_client=client))
@@ -109,17 +108,8 @@ def test_a_data_set_becomes_rows_that_a_run_reads(tmp_path: Path) -> None:
     data = load_data(config.data, structlog.get_logger())
     prompts = [prompts[i] for prompts in (data.train, data.heldout) for i in range(len(prompts))]
     assert len(data.heldout) > 0
-    assert sorted((prompt.prompt[1]["content"], prompt.answer, prompt.row["steps"]) for prompt in prompts) == [
-        (f"{i} + 1?", f"100{i}", 1) for i in range(10)
-    ]
-
-
-def test_examples_are_short() -> None:
-    files = {
-        path.name: len(path.read_text().splitlines())
-        for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("harbor/*.py")]
-    }
-    assert {name: lines for name, lines in files.items() if lines > 60} == {}
+    read = sorted((prompt.prompt[1]["content"], prompt.answer, prompt.row["steps"]) for prompt in prompts)
+    assert read == [(f"{i} + 1?", f"100{i}", 1) for i in range(10)]
 
 
 @pytest.mark.integration

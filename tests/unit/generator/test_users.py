@@ -20,39 +20,9 @@ from generator.users.scripted import Scripted, read_dialogue
 from tests.support.episode import PROMPT, configured, talk
 from tests.support.event_loop import in_event_loop
 from tests.support.http_double import says, serve
+from tests.support.users import RecordingUser
 
 REWARDS = "tests.support.some_rewards"
-
-
-class RecordingUser:
-    """Records its calls, each of which may be made to fail or to hang."""
-
-    def __init__(self, **troubles: Any) -> None:
-        self.troubles = troubles
-        self.calls: list[str] = []
-        self.started: dict[str, Any] = {}
-        self.entered, self.release = asyncio.Event(), asyncio.Event()
-
-    async def start(self, episode_id: str, **kwargs: Any) -> None:
-        self.started = kwargs
-        await self._meet("start")
-
-    async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> Any:
-        await self._meet("respond")
-        return self.troubles.get("turn", UserTurn(False, f"to {messages[-1]['content']}"))
-
-    async def finish(self, episode_id: str) -> None:
-        await self._meet("finish")
-        self.calls.append("finished")
-
-    async def _meet(self, name: str) -> None:
-        self.calls.append(name)
-        trouble = self.troubles.get(name)
-        if isinstance(trouble, Exception):
-            raise trouble
-        if trouble == "hang":
-            self.entered.set()
-            await self.release.wait()
 
 
 def test_a_conversation_starts_responds_and_finishes() -> None:

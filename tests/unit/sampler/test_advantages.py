@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,16 +20,12 @@ from sampler.advantages import group_relative, leave_one_out, normalize
 from sampler.batches import OpenBatch
 from sampler.records import DispatchedTask, OpenSample
 from sampler.results import EqualRewards
-from tests.support.golden import golden
+from tests.support.golden import close, golden
 from tests.support.sampler import make_config
 from tests.support.sampler_driving import LOG, start, started
 
 REWARD = st.floats(-10, 10).map(lambda value: round(value, 3))
 GROUPS = st.integers(2, 9).flatmap(lambda n: st.lists(st.lists(REWARD, min_size=n, max_size=n), min_size=1, max_size=6))
-
-
-def close(expected: Any) -> Any:
-    return pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 def test_golden_b_advantages_are_z_scored() -> None:

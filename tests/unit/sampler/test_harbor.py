@@ -31,15 +31,12 @@ def test_a_task_is_a_row_with_its_image_and_limits(tmp_path: Path) -> None:
     assert one.row["container"] == {
         "cpus": 2, "memory_mb": 1024, "disk_mb": 500, "agent_seconds": 60.0, "grading_seconds": 30.0, "network": "none",
     }  # fmt: skip
-    images = one.row["docker_image"], other.row["docker_image"]
-    assert [image.partition(":")[0] for image in images] == ["spo-harbor/a", "spo-harbor/b-1"]
-    # The same files give the same image, and another environment another one.
     (second / "environment" / "Dockerfile").write_text("FROM scratch\n")
-    assert (
-        rows_of(second)[0].row["docker_image"].partition(":")[2]
-        == images[0].partition(":")[2]
-        != images[1].partition(":")[2]
-    )
+    images = [row.row["docker_image"].partition(":") for row in (one, other, *rows_of(second))]
+    assert [name for name, _, _ in images] == ["spo-harbor/a", "spo-harbor/b-1", "spo-harbor/b-1"]
+    # The same files give the same image, and another environment another one.
+    first_tag, other_tag, same_tag = (tag for _, _, tag in images)
+    assert same_tag == first_tag != other_tag
 
 
 def test_an_image_may_be_named(tmp_path: Path) -> None:

@@ -82,9 +82,8 @@ def outcome(broker: Broker, folder: Path, tree: dict[str, Any], method: dict[str
     tracker = {"prior": "paper"} | tree.get("sampler", {}).get("tracker", {})
     sampler: dict[str, Any] = {"batch_size": 8, "max_staleness": 0, "drift": {"mode": "ledger"}}
     sampler |= tree.get("sampler", {}) | {"tracker": tracker, "advantage": {"clip": 1.5}}
-    first, generator, learner = started(
-        broker, folder, sampler=sampler, algorithm=algorithm, run={"steps": 4, "deterministic": True}
-    )
+    run = {"steps": 4, "deterministic": True}
+    first, generator, learner = started(broker, folder, sampler=sampler, algorithm=algorithm, run=run)
     for _ in range(3):
         generator.work()
         generator.version = learner.version + learner.work()
@@ -117,18 +116,16 @@ def test_spos_own_written_as_a_users_function_gives_the_same_run(case: str, brok
     assert len(runs[0][0]) == 4
 
 
+FUNCTION = "a function of (rewards, baselines, groups, tokens)"
+
+
 @pytest.mark.parametrize(
     ("part", "name", "options", "words"),
     [
         (parts.ADVANTAGE, "own", {}, ["algorithm.advantage = 'own' is unknown", "spo, grpo", "module:object"]),
         (parts.ADVANTAGE, "no_such_module:f", {}, ["cannot import no_such_module"]),
-        (parts.ADVANTAGE, "own_parts:text", {}, ["is not a function of (rewards, baselines, groups, tokens)"]),
-        (
-            parts.ADVANTAGE,
-            "own_parts:few",
-            {},
-            ["must be a function of (rewards, baselines, groups, tokens), followed"],
-        ),
+        (parts.ADVANTAGE, "own_parts:text", {}, [f"is not {FUNCTION}"]),
+        (parts.ADVANTAGE, "own_parts:few", {}, [f"must be {FUNCTION}, followed"]),
         (parts.ADVANTAGE, "own_parts:z_score", {}, ["algorithm.advantage_options", "'clip'", "allowed: clip"]),
         (parts.ADVANTAGE, "own_parts:z_score", {"clip": "far"}, ["clip = 'far'"]),
         (parts.ADVANTAGE, "own_parts:summed", {}, ["finite numbers of the shape [4]; it returned the shape []"]),
@@ -184,12 +181,8 @@ def test_the_documented_parts_train(broker: Broker, tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     titles = ("An advantage", "A tracker's kind", "A criterion of selection")
     pages: list[Any] = [yaml.safe_load(*blocks("extending.md", title, "yaml")) for title in titles]
-    config = make_config(
-        tmp_path,
-        algorithm=pages[0]["algorithm"],
-        sampler={"batch_size": 8, **pages[1]["sampler"], **pages[2]["sampler"]},
-    )
-    learner = run_through(broker, config)
+    sampler = {"batch_size": 8, **pages[1]["sampler"], **pages[2]["sampler"]}
+    learner = run_through(broker, make_config(tmp_path, algorithm=pages[0]["algorithm"], sampler=sampler))
     advantages = np.array([batch.advantages for batch in learner.batches])
     assert (advantages.min(), advantages.max()) == (-1.0, 1.0)
     assert all(a + b == pytest.approx(1.0) for a, b in committed_counts(broker).values())

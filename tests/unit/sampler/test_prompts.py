@@ -19,11 +19,10 @@ from structlog.testing import capture_logs
 
 from common.config import AlgorithmConfig, DataConfig
 from common.errors import UserError
-from common.messages import Task
 from common.streams.broker import Broker
 from sampler import cli
 from sampler.prompts.prompt_set import PromptSet, load_data, load_prompts, too_few
-from tests.support.sampler import make_config
+from tests.support.sampler import make_config, sent
 
 LOG = structlog.get_logger()
 GOOD = {"prompt": "1+1", "answer": 2, "level": {"a": [1, None, 0.5]}}
@@ -51,16 +50,6 @@ def parquet(path: Path, **columns: Any) -> Path:
 
 def asked(prompts: PromptSet) -> list[tuple[Any, Any]]:
     return [(prompts[i].prompt, prompts[i].answer) for i in range(len(prompts))]
-
-
-def sent(prompts: PromptSet) -> list[Task]:
-    """Each prompt's task, as a generator reads it."""
-    tasks = []
-    for i, prompt_id in enumerate(prompts.ids):
-        prompt = prompts[i]
-        task = Task(task_id="t", prompt_id=prompt_id, prompt=prompt.prompt, answer=prompt.answer, row=prompt.row)
-        tasks.append(Task.unpack(task.pack()))
-    return tasks
 
 
 def chat(*messages: Any) -> dict[str, Any]:

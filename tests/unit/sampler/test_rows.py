@@ -17,13 +17,13 @@ from common.config import DataConfig, TrackerConfig
 from common.config.data import KNOWN_SETS, misspelt_set
 from common.errors import UserError
 from common.gym_families import installed_families, score_answer
-from common.messages import Task
 from sampler.prompts.gym_rows import GymRows
 from sampler.prompts.prompt_set import PromptSet, load_prompts
 from sampler.prompts.rows import open_rows
 from sampler.values.scores import apply_initial_values, prompt_key, read_scores, recipe_key
 from sampler.values.tracker import ValueTracker
 from tests.support.golden import GOLDEN
+from tests.support.sampler import sent
 
 datasets = pytest.importorskip("datasets")
 
@@ -69,14 +69,6 @@ def read(data: dict[str, Any]) -> PromptSet:
     return load_prompts(DataConfig.model_validate(data).sources("train"), structlog.get_logger())
 
 
-def sent(prompts: PromptSet) -> Task:
-    """The first prompt's task, as a generator reads it."""
-    first = prompts[0]
-    task = Task(task_id="t", prompt_id=prompts.ids[0], prompt=first.prompt, answer=first.answer, row=first.row)
-    assert Task.unpack(task.pack()) == task
-    return task
-
-
 @pytest.mark.parametrize("name", KNOWN_SETS)
 def test_a_known_set_is_read_by_name_and_a_copy_by_its_format(hub: Path, name: str) -> None:
     row, prompt, answer = SETS[name]
@@ -86,7 +78,8 @@ def test_a_known_set_is_read_by_name_and_a_copy_by_its_format(hub: Path, name: s
     datasets.DatasetDict({"train": datasets.Dataset.from_list([row])}).save_to_disk(hub / "saved")
     for train in (name, [{"path": "copy.parquet", "format": name}], [{"path": "saved", "format": name}]):
         prompts = read({"train": train})
-        assert (sent(prompts).prompt, sent(prompts).answer, len(prompts)) == (prompt, answer, 1)
+        (task,) = sent(prompts)
+        assert (task.prompt, task.answer, task.row) == (prompt, answer, prompts[0].row)
 
 
 def test_a_row_without_the_mark_has_no_answer(tmp_path: Path) -> None:
@@ -170,8 +163,10 @@ def test_seeds_and_splits_have_items_of_their_own() -> None:
 def test_the_prompts_of_a_run_can_come_from_a_family() -> None:
     prompts = read({"train": "reasoning_gym:chain_sum", "options": {"size": 80, "min_terms": 4}})
     assert len(prompts) == 80
-    assert sent(prompts).prompt == gym("chain_sum", size=80, min_terms=4)[0]["prompt"]
-    assert set(prompts[0].row) == {"family", "entry"}
+    first = sent(prompts)[0]
+    assert first.prompt == gym("chain_sum", size=80, min_terms=4)[0]["prompt"]
+    assert first.row == prompts[0].row
+    assert set(first.row) == {"family", "entry"}
 
 
 @pytest.mark.parametrize(

@@ -277,9 +277,8 @@ def test_requests_of_agents_are_counted_by_their_own_episodes() -> None:
     values = episodes.values()
     assert [values[f"agent/{name}"] for name in ("requests", "retries", "dropped")] == [3.0, 0.5, 1.0]
     assert values["agent/kept_prompt_ids"] == 0.5
-    assert {name: values[name] for name in values if name.startswith("ending/")} == pytest.approx(
-        {"ending/agent_failed": 1 / 3, "ending/other": 2 / 3}
-    )
+    endings = {name: values[name] for name in values if name.startswith("ending/")}
+    assert endings == pytest.approx({"ending/agent_failed": 1 / 3, "ending/other": 2 / 3})
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread

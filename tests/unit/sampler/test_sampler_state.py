@@ -27,7 +27,7 @@ from sampler.files.snapshots import pack_counts, restore_counts
 from sampler.records import TRACKER_ROWS, DispatchedTask, OpenSample, packed_rows, tracker_rows
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
-from tests.support.sampler_driving import audited, drive, start, started
+from tests.support.sampler_driving import audited, drive, start, started, summary
 from tests.support.streams import finished, payload
 
 PROMPTS = ["a", "b", "c"]
@@ -36,19 +36,6 @@ PROMPTS = ["a", "b", "c"]
 def sample(n: int) -> OpenSample:
     turns = {"turn_returns": [n - 0.5, -n / 3], "turn_tokens": [4, 2], "row_tokens": [7, 3]}
     return OpenSample(f"t{n}", n, 0.0, 1.0, 10, 6, oldest_version=2, counted_at=3, **turns)
-
-
-def summary(state: SamplerState) -> dict[str, object]:
-    return {
-        "position": (state.version, state.open.next_id, state.next_task, state.arrivals, state.last_step),
-        "values": [(state.tracker.row(i), state.drift.answered.item(i)) for i in range(len(PROMPTS))],
-        "drift": state.drift.by_version().tolist(),
-        "population": state.tracker.population.pack() if state.tracker.population else None,
-        "open": list(state.open.samples()),
-        "in_flight": state.admission.in_flight,
-        "evaluations": state.evaluations,
-        "early_stop": repr(state.early_stop),
-    }
 
 
 class Ledger:
@@ -111,9 +98,7 @@ def test_a_successor_restores_all_that_was_committed(run: Ledger) -> None:
     ("run", "best", "last"),
     [({}, 0.8, 9), ({"stop_when": 4}, 0.8, 20), ({"stop_when": None}, 0.8, 20), ({"name": "a-fork"}, math.nan, 20)],
 )
-def test_a_snapshot_holds_the_early_end_of_its_own_run(
-    tmp_path: Path, run: dict[str, Any], best: float, last: int
-) -> None:
+def test_a_snapshot_holds_its_own_runs_early_end(tmp_path: Path, run: dict[str, Any], best: float, last: int) -> None:
     def state_of(**run: Any) -> tuple[Config, SamplerState]:
         config = make_config(tmp_path, heldout=1, run={"steps": 20, "stop_when": 3} | run)
         return config, SamplerState(config, PROMPTS)

@@ -20,7 +20,7 @@ from sampler.values.drift import PromptDrift
 from sampler.values.mixture import Mixture
 from sampler.values.selection import CRITERIA, draw, probabilities, selection_weights
 from sampler.values.tracker import ValueTracker
-from tests.support.golden import golden
+from tests.support.golden import close, golden
 from tests.support.sampler import make_config
 
 
@@ -28,10 +28,6 @@ def tracker(alpha: float = 0.5, beta: float = 0.5, **config: Any) -> ValueTracke
     made = ValueTracker(["x"], TrackerConfig(**config))
     made.alpha[0], made.beta[0] = alpha, beta
     return made
-
-
-def close(expected: Any) -> Any:
-    return pytest.approx(expected, rel=1e-6, abs=1e-10)
 
 
 @pytest.mark.parametrize("case", ["A01", "A02", "A03", "A04"])

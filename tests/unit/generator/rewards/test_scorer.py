@@ -35,10 +35,6 @@ def score(reward: Any, outcome: Outcome, allowed: tuple[float, float] = (0.0, 1.
     return scored(config(reward, allowed, **episode), outcome)[0]
 
 
-def test_a_name_alone_is_a_reward_of_weight_one() -> None:
-    assert score("exact", Outcome("7", answer=7)) == Score(1.0, {"exact": 1.0}, 1.0)
-
-
 @pytest.mark.integration
 def test_a_weighted_sum_over_all_the_places_rewards_run_in() -> None:
     reward = {"exact": 1.0, "format": 0.5, "overlong": 0.25, f"{HERE}:shorter": 0.5, "math": 1.0}
