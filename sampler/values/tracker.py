@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -167,12 +167,6 @@ class ValueTracker:
         weights[self.retired] = 0.0
         return weights
 
-    def select(self, n: int, rng: np.random.Generator, exclude: Iterable[str] = ()) -> list[str]:
-        """Draw n prompts, without replacement and without `exclude` while the pool is large enough."""
-        blocked = np.zeros(len(self.prompt_ids), bool)
-        blocked[[self.index[prompt_id] for prompt_id in exclude]] = True
-        return [self.prompt_ids[i] for i in self.draw(n, rng, blocked)]
-
     def draw(
         self,
         n: int,
@@ -180,7 +174,12 @@ class ValueTracker:
         blocked: np.ndarray | None = None,
         pool: tuple[int, int] | None = None,
     ) -> np.ndarray:
-        """`select` by index, int64 [n]; `blocked` is bool [N], `pool` the range of prompts to draw from."""
+        """Draw the indices of n prompts by their weights, int64 [n]; see `sampler.values.selection.draw`.
+
+        Args:
+            blocked: drawn only after all others, bool [N].
+            pool: range of prompts to draw from; by default all.
+        """
         # Exact for a small pool. For a large one the weights of all prompts would cost more than the samples.
         stale = self._updates * REFRESH_PART > len(self.prompt_ids) or len(self.prompt_ids) <= SMALL_POOL
         if stale or not len(self._weights):
