@@ -23,6 +23,7 @@ from learner.batch.outcome import Advantage, CriticTarget
 from learner.batch.plan import plan_micro_batches
 from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.policy.attention import pack_sequences
+from learner.policy.model import Policy, load_policy
 from learner.ranks.world import World
 from tests.support.ranks import on_ranks
 
@@ -83,6 +84,11 @@ def learner_config(model: str, output: Path | str, **learner: Any) -> Config:
             "learner": learner,
         }
     )
+
+
+def policy_of(path: Path | str, weights: bool = True, **sections: Any) -> Policy:
+    """The policy that a model folder gives under `learner_config`."""
+    return load_policy(learner_config(str(path), "runs", **sections), weights)
 
 
 def make_payload(rng: np.random.Generator, length: int, version: int = 0) -> Payload:
