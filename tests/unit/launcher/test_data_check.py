@@ -25,12 +25,8 @@ from launcher.checks.prompts import check_first_prompts, runs_other_code
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import ScriptedEngine
+from tests.support.sampler import write_rows as jsonl
 from tests.support.templates import ASK, CARELESS, QWEN, STRICT, with_template
-
-
-def jsonl(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def check(*arguments: object) -> str:

@@ -25,15 +25,11 @@ from sampler.files.answer_file import Request
 from sampler.prompts.prompt_set import load_prompts
 from sampler.values.traits import prompt_traits
 from tests.support.sampler import make_config, write_prompts
+from tests.support.sampler import write_rows as write
 from tests.support.spo_command import Spo
 
 LOG: Any = structlog.get_logger()
 CONFIG = str(Path(__file__).parents[3] / "configs" / "arithmetic.yaml")
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def row(prompt: str, score: float) -> dict[str, Any]:
@@ -45,9 +41,8 @@ def read(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
-    """Runs the command in this process, in an empty folder with some files."""
-    monkeypatch.chdir(tmp_path)
+def spo(spo: Spo, tmp_path: Path) -> Spo:
+    """Runs the command in a folder with some files."""
     write_prompts(tmp_path / "train.jsonl", "train", 5)
     write(tmp_path / "good.jsonl", row("a", 1), row("a", 0))
     write(tmp_path / "minus.jsonl", row("a", 1), row("b", -1))
@@ -74,15 +69,6 @@ def test_merge_writes_the_scores_and_names_the_rows_it_left_out(spo: Spo, tmp_pa
     scores = json.loads((tmp_path / "values.json").read_text())
     assert scores["b"] == [0]
     assert len(scores["a"]) == 1
-
-
-def test_a_refused_estimate_leaves_no_folder(spo: Spo, tmp_path: Path) -> None:
-    make_config(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    ran = spo("values", "estimate", CONFIG, "--data", "absent.jsonl", "--output", "answers.jsonl")
-    assert ran.returncode == 2
-    assert "absent.jsonl" in ran.stderr
-    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_scores_of_all_files_come_together_in_their_order(tmp_path: Path) -> None:
