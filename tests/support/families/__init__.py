@@ -31,12 +31,10 @@ LATENT: dict[str, Any] = {
 INDEXED: dict[str, Any] = LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 128}
 # vLLM's linear attention on a CPU computes in bfloat16, with heads that are 128 wide.
 LINEAR: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
+LINEAR_MIXTURE: dict[str, Any] = LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32}
 MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1}
 
 
@@ -126,18 +124,8 @@ FAMILIES: dict[str, Family] = {
         | {"swa_rope_theta": 1e4},
     ),
     "Qwen3.5": Family("qwen3_5_text", LINEAR_ATTENTION, LINEAR, "bfloat16"),
-    "Qwen3.5-MoE": Family(
-        "qwen3_5_moe_text",
-        f"{LINEAR_ATTENTION}, experts",
-        LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
-        "bfloat16",
-    ),
-    "Qwen3-Next": Family(
-        "qwen3_next",
-        f"{LINEAR_ATTENTION}, experts",
-        LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
-        "bfloat16",
-    ),
+    "Qwen3.5-MoE": Family("qwen3_5_moe_text", f"{LINEAR_ATTENTION}, experts", LINEAR_MIXTURE, "bfloat16"),
+    "Qwen3-Next": Family("qwen3_next", f"{LINEAR_ATTENTION}, experts", LINEAR_MIXTURE, "bfloat16"),
     "OLMo hybrid": Family("olmo_hybrid", LINEAR_ATTENTION, LINEAR, "bfloat16", NEEDS_TRITON),
     "Kimi-Linear": Family(
         "kimi_linear",
