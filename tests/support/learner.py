@@ -23,6 +23,7 @@ from learner.batch.outcome import Advantage, CriticTarget
 from learner.batch.plan import plan_micro_batches
 from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.policy.attention import pack_sequences
+from learner.policy.model import Policy, load_policy
 from learner.ranks.world import World
 from tests.support.ranks import on_ranks
 
@@ -34,7 +35,7 @@ KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # Defaults of a job of the rank program.
 JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
 DEMONSTRATIONS = 5  # of the file that `algorithm.demonstrations` of a job names
-SECTIONS = ("algorithm", "critic", "sampler", "generator", "run", "model", "broker", "teacher")
+SECTIONS = ("algorithm", "critic", "sampler", "generator", "run", "broker", "teacher")
 # By default DeepSpeed keeps a billion gathered parameters, which are all of a model as small as this.
 LIMITS = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold")
 NOTHING_KEPT = {"zero_optimization": {f"stage3_{name}": 1 for name in LIMITS}}
@@ -67,22 +68,22 @@ def save_tiny_model(folder: Path | str, *, hidden: int = 64, layers: int = 2, ti
 
 def learner_config(model: str, output: Path | str, **learner: Any) -> Config:
     """A configuration for the tiny model; those named like `SECTIONS` replace these."""
-    sections = {name: learner.pop(name, {}) for name in SECTIONS}
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": model, "dtype": "float32", "max_model_len": 128},
+        "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+        "run": {"output_dir": str(output), "steps": 8},
+        "sampler": {"batch_size": 12, "drift": {"mode": "constant"}},
+        "algorithm": KEEPS_ALL,
+    }
+    for name in SECTIONS:
+        tree[name] = tree.get(name, {}) | learner.pop(name, {})
     learner = {"dtype": "float32", "lr": 1e-3, "token_budget": 256, "grad_clip": 0.0, "checkpoint_every": 2} | learner
-    return parse_config(
-        {
-            "model": {"path": model, "dtype": "float32", "max_model_len": 128} | sections["model"],
-            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
-            "run": {"output_dir": str(output), "steps": 8} | sections["run"],
-            "sampler": {"batch_size": 12, "drift": {"mode": "constant"}} | sections["sampler"],
-            "generator": sections["generator"],
-            "algorithm": KEEPS_ALL | sections["algorithm"],
-            "critic": sections["critic"],
-            "broker": sections["broker"],
-            "teacher": sections["teacher"],
-            "learner": learner,
-        }
-    )
+    return parse_config(tree | {"learner": learner})
+
+
+def policy_of(path: Path | str, weights: bool = True, **sections: Any) -> Policy:
+    """The policy that a model folder gives under `learner_config`."""
+    return load_policy(learner_config(str(path), "runs", **sections), weights)
 
 
 def make_payload(rng: np.random.Generator, length: int, version: int = 0) -> Payload:

@@ -10,11 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from launcher.quickstart.tiny_model import build_tokenizer
-from tests.support.families import FAMILIES, SHAPE
+from tests.support.families import FAMILIES, SHAPE, WINDOWS
 
 VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 PATCHES = {"image_size": 32, "patch_size": 16}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 EXPERTS = {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 96, "use_qk_norm": False}
 
 
@@ -43,7 +42,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         | {"num_position_embeddings": 16},
         dtype="bfloat16",
     ),
-    "gemma3": Multimodal("language_model.model.", SLIDING, VISION | PATCHES, {"mm_tokens_per_image": 4}),
+    "gemma3": Multimodal("language_model.model.", WINDOWS, VISION | PATCHES, {"mm_tokens_per_image": 4}),
     "gemma4": Multimodal(
         "model.language_model.",
         FAMILIES["Gemma 4"].own,

@@ -42,7 +42,13 @@ def make_config(folder: Path, *, prompts: int = 40, heldout: int = 0, **sections
 
 
 def write_prompts(path: Path, name: str, n: int) -> None:
-    path.write_text("".join(json.dumps({"prompt": f"{name} {i}", "answer": i}) + "\n" for i in range(n)))
+    write_rows(path, *({"prompt": f"{name} {i}", "answer": i} for i in range(n)))
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    """Write JSON lines; a text is a line as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
 
 
 def sent(prompts: PromptSet) -> list[Task]:

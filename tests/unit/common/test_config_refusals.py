@@ -34,10 +34,8 @@ SECTIONS = [
     ("data: {train: [a.jsonl, {path: b.jsonl}]}", "data.train[0] = 'a.jsonl' is a section, not a value"),
     ("data: {train: t, template_options: {tools: []}}", "data.template_options: 'tools' is set by SPO itself"),
     ("data: {train: t, answer_column: null}", "data.train has no answers | episode.reward = 'exact' compares"),
-    (
-        "{data: {train: [{path: a, episode: {reward: code}}], answer_column: null}, episode: {reward: length}}",
-        "data.train[a] has no answers | 'code' compares with them",
-    ),
+    ("{data: {train: [{path: a, episode: {reward: code}}], answer_column: null}, episode: {reward: length}}",
+     "data.train[a] has no answers | 'code' compares with them"),
     (f"{{{NO_ANSWERS}, episode: {{reward: judge, reward_options: {{judge: {{model: m}}}}}}}}", "'judge' compares with"),
     ("{data: {train: t, answer_column: null, answer_after: x}, episode: {reward: length}}", "answer_after = 'x' looks"),
     (f"{{{NO_ANSWERS}, episode: {{reward: length}}, teacher: {{context: 'a {{answer}}'}}}}", "context names {answer}"),
@@ -62,10 +60,8 @@ SECTIONS = [
     ("learner: {weights: {bind: 'tcp://0.0.0.0:5555'}}", "is open to the network without keys | spo keys"),
     ("learner: {weights: {relay: node-1}}", "auto, direct, or a relay's tcp://host:port"),
     ("sandbox: {url: 'http://here:70000'}", "no valid port"),
-    (
-        "{generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}, teacher: {url: 'http://x/v1'}}",
-        "teacher.url = 'http://x/v1' | scores prompts at temperature 1, but generator.temperature = 0.7",
-    ),
+    ("{generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}, teacher: {url: 'http://x/v1'}}",
+     "teacher.url = 'http://x/v1' | scores prompts at temperature 1, but generator.temperature = 0.7"),
     ("teacher: {url: 'http://me:secret@x/v1'}", "teacher.url = 'http://me:***@x/v1' has a password"),
     # Methods.
     ("{algorithm: {method: grpo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
@@ -77,10 +73,8 @@ SECTIONS = [
     ("{algorithm: {baseline: both}, learner: {lora: {}}}", "algorithm.baseline = 'both' with learner.lora"),
     ("critic: {gae_lambda: 1.5}", "critic.gae_lambda = 1.5"),
     # Options of losses.
-    (
-        "algorithm: {loss_options: {beta: 1}}",
-        "algorithm.loss_options.beta is not an option of loss 'ppo_clip'; allowed:",
-    ),
+    ("algorithm: {loss_options: {beta: 1}}",
+     "algorithm.loss_options.beta is not an option of loss 'ppo_clip'; allowed:"),
     ("algorithm: {loss: dro, loss_options: {beta: 0}}", "loss_options.beta = 0 of loss 'dro' must be a number in (0,"),
     ("algorithm: {loss: kl_cov, loss_options: {ratio: 1.5}}", "ratio = 1.5 | in (0, 1]"),
     ("algorithm: {loss: 'my:loss', clip_high: 2}", "make it an option of 'my:loss', in loss_options"),
@@ -110,26 +104,20 @@ SECTIONS = [
     ("{episode: {agent: 'a:b'}, algorithm: {turn_advantage: turn}}", "set algorithm.turn_advantage=episode"),
     ("{episode: {agent: 'a:b'}, run: {deterministic: true}}", "episode.agent = 'a:b' contradicts run.deterministic"),
     ("episode: {reward: {exact: 1, agent: 1}}", "episode.reward = 'agent' is the number | episode.agent is null"),
-    (
-        "{episode: {tools: [calculator], max_assistant_turns: 2}, data: {train: [{path: a, episode: {agent: 'a:b'}}]}}",
-        "data.train[a]: episode.tools = ['calculator'] beside episode.agent",
-    ),
+    ("{episode: {tools: [calculator], max_assistant_turns: 2}, data: {train: [{path: a, episode: {agent: 'a:b'}}]}}",
+     "data.train[a]: episode.tools = ['calculator'] beside episode.agent"),
     # Adapters.
     ("learner: {lora: {targets: q_proj}}", "'q_proj' is neither all-linear nor a list of names"),
     ("{learner: {lora: {}}, generator: {engine: {max_lora_rank: 8}}}", "max_lora_rank = 8 is below learner.lora.rank"),
     # Mixtures of experts.
-    (
-        "{learner: {router_replay: rollout}, generator: {engine: {enable_prefix_caching: false}}}",
-        "learner.router_replay = 'rollout' needs vLLM's prefix cache | generator.engine.enable_prefix_caching = False",
-    ),
+    ("{learner: {router_replay: rollout}, generator: {engine: {enable_prefix_caching: false}}}",
+     "learner.router_replay = 'rollout' needs vLLM's prefix cache | generator.engine.enable_prefix_caching = False"),
     # Teachers.
     ("teacher: {model: a, url: 'http://h/v1'}", "teacher.model and teacher.url are set, but a sample has one teacher"),
     ("teacher: {model: a, context: b}", "teacher.model and teacher.context are set | keep one of them"),
     ("teacher: {model: a, top_k: 8}", "teacher.top_k = 8 with teacher.form = 'advantage' | set teacher.form=loss"),
-    (
-        "{teacher: {context: '{answer}'}, generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}}",
-        "generator.temperature = 0.7 beside teacher.context | set it to 1, or set teacher.model",
-    ),
+    ("{teacher: {context: '{answer}'}, generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}}",
+     "generator.temperature = 0.7 beside teacher.context | set it to 1, or set teacher.model"),
     ("teacher: {reward: false}", "teacher.reward = false leaves nothing to learn from without a teacher"),
     ("teacher: {context: 'a {'}", "teacher.context = 'a {' cannot be filled in | double braces that are text"),
     ("teacher: {context: 'a {b:>4}'}", "the field 'b' has options; give its name alone"),
@@ -150,11 +138,9 @@ SECTIONS = [
     ("{run: {deterministic: true}, generator: {max_concurrency: 64}}", "generator.max_concurrency = 64 contradicts"),
     ("{run: {deterministic: true}, generator: {engine: {enable_prefix_caching: true}}}", "engine.enable_prefix_cachin"),
     ("{run: {deterministic: true}, episode: {max_seconds: 60}}", "episode.max_seconds = 60.0 contradicts | set null"),
-    (
-        "{run: {deterministic: true}, algorithm: {method: grpo}, sampler: {drift: {mode: rescore}}}",
-        "sampler.drift.mode = 'rescore' contradicts | set constant",
-    ),
-]
+    ("{run: {deterministic: true}, algorithm: {method: grpo}, sampler: {drift: {mode: rescore}}}",
+     "sampler.drift.mode = 'rescore' contradicts | set constant"),
+]  # fmt: skip
 MODES = " | ".join(REJECTION_MODES)
 # `algorithm.correction`, and beside it what `algorithm` has.
 CORRECTIONS = [
@@ -163,20 +149,16 @@ CORRECTIONS = [
     ("{rollout_is_threshold: 5_0.5}", "rollout_is_threshold = '5_0.5' | lower 5 is above upper 0.5"),
     ("{rollout_rs: seq_max_k1, rollout_rs_threshold: 2}", f"'seq_max_k1' is not a mode | {MODES}"),
     ("{rollout_rs: token_k1}", "rollout_rs = 'token_k1' needs rollout_rs_threshold | null"),
-    (
-        "{rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '2,3'}",
-        "2 parts for 3 modes | or one for each",
-    ),
+    ("{rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '2,3'}",
+     "2 parts for 3 modes | or one for each"),
     ("{rollout_is_mode: cut}", "rollout_is_mode = 'cut' | truncate, mask and clip"),
     ("{rollout_rs: token_k2, rollout_rs_threshold: 0.5_2}", "'0.5_2' | token_k2 takes an upper bound alone"),
     ("{thresholds_by_age: [1, 1, 1, 1, 0]}", "thresholds_by_age = [1.0, 1.0, 1.0, 1.0, 0.0] | above 0"),
     ("{skyrl: {geo_mask_low: 2}}", "geo_mask_low = 2.0 is above geo_mask_high = 1.01"),
     ("{preset: decoupled_token_iss}", "preset 'decoupled_token_iss' is unknown; did you mean decoupled_token_is"),
     # Contradictions.
-    (
-        "{bypass_mode: true}, proximal: recompute",
-        "proximal = 'recompute' contradicts correction, which implies 'rollout'",
-    ),
+    ("{bypass_mode: true}, proximal: recompute",
+     "proximal = 'recompute' contradicts correction, which implies 'rollout'"),
     ("{skyrl: {}, rollout_is: token}", "give one of the two"),
     ("{rollout_is: null, rollout_is_batch_normalize: true}", "rollout_is_batch_normalize = true has no"),
     ("{rollout_is: null, rollout_rs_threshold: 2}", "rollout_rs_threshold = 2.0 bounds nothing while rollout_rs"),
@@ -185,7 +167,7 @@ CORRECTIONS = [
     ("{rollout_rs: token_k1, rollout_rs_threshold: 0.5_2, rollout_rs_threshold_lower: 0.4}", "rollout_rs_threshold_lo"),
     ("{use_pure_rollout_correction: true, loss_type: ppo_clip}", "use_pure_rollout_correction | loss_type"),
     ("{rollout_is_level: geometric}", "'geometric' | token, sequence | seq_mean_k1"),
-]
+]  # fmt: skip
 SENTINELS = [
     ("redis+sentinel://a:1,b:2", "it names no SERVICE, the sentinels' name for the master"),
     ("redis+sentinel:///spo/0", "'' is not HOST:PORT"),
@@ -224,12 +206,8 @@ LOADS: list[tuple[str | None, list[str], dict[str, str], str]] = [
     ("a: [", [], {}, "line"),
     ("- 1", [], {}, "mapping"),
     ("", [], {}, "mapping"),
-    (
-        "model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n",
-        [],
-        {},
-        "line 4 is not valid YAML: key 'lr' is already on line 3",
-    ),
+    ("model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n", [], {},
+     "line 4 is not valid YAML: key 'lr' is already on line 3"),
     ("model:\n\tpath: m\n", [], {}, "line 2 is not valid YAML: .*; indent by spaces, not by tabs"),
     ("a: &a [1, *a]\n", [], {}, "line 1 is not valid YAML: its aliases expand to more than 100,000 values"),
     (None, [], {}, "run.yaml: No such file"),
@@ -240,7 +218,7 @@ LOADS: list[tuple[str | None, list[str], dict[str, str], str]] = [
     (PATHS, ["data.train.hard=2"], {}, r"data\.train is a list; set a key of one of its items"),
     (PATHS, [], {"SPO__LEARNER__LRR": "1"}, r"mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"),
     (PATHS, ["learner.trunk=1"], {"SPO__RUN": "{steps: 3}"}, r"^unknown configuration key learner.trunk;(?!.*set by)"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "overrides", "environ", "words"), LOADS)

@@ -202,22 +202,18 @@ BANDS = {"rollout_is_threshold": 5, "rollout_is_threshold_lower": 0.5}
 FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rollout_is_level": "token"}, TOKEN),
     ({"rollout_is": False, "rollout_is_level": "token"}, OFF),
-    (
-        MEAN | {"rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.999},
-        MEAN | {"rollout_rs_threshold": "0.999_1.001"},
-    ),
+    (MEAN | {"rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.999},
+     MEAN | {"rollout_rs_threshold": "0.999_1.001"}),
     (SEQUENCE | {"use_pure_rollout_correction": True}, SEQUENCE | {"bypass_mode": True, "loss_type": "reinforce"}),
     (OFF | {"bypass_mode": False, "loss_type": "ppo_clip"}, OFF),
     (TOKEN | BANDS | {"rollout_is_mode": "clip"}, TOKEN | {"rollout_is_threshold": "0.5_5"}),
-    (
-        {"rollout_is": True, "rollout_is_level": "sequence", "rollout_is_mode": "mask"},
-        SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-    ),
+    ({"rollout_is": True, "rollout_is_level": "sequence", "rollout_is_mode": "mask"},
+     SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
     (TOKEN | {"rollout_is_veto_threshold": 1e-4}, TOKEN | {"rollout_token_veto_threshold": 1e-4}),
     ({"use_tis": True, "tis_imp_ratio_cap": 3.0}, CAPPED),
     ({"rollout_is_threshold": None}, OFF),
     ({"rollout_is_threshold": None} | MASKED, OFF | MASKED),
-]
+]  # fmt: skip
 
 
 def algorithm(correction: dict[str, Any] | None = None, **others: Any) -> AlgorithmConfig:
@@ -263,17 +259,11 @@ def test_no_correction_means_none_and_not_the_default(text: str) -> None:
 # Calls of verl's functions, and the fields that these give (verl/trainer/config/algorithm.py).
 CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("bypass_pg_token_icepop", {"threshold_lower": 0.25}, {"rollout_is_threshold": "0.25_5.0"}),
-    (
-        "decoupled_seq_is_rs",
-        {"is_threshold": 3.0, "rs_threshold": "0.4_2.5"},
-        {"rollout_is_threshold": 3.0, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.4_2.5"},
-    ),
-    (
-        "geo_rs",
-        {"rs_threshold": 1.01, "rs_threshold_lower": 0.98, "veto_threshold": 1e-4},
-        {"rollout_rs_threshold": "0.98_1.01", "rollout_token_veto_threshold": 1e-4},
-    ),
-]
+    ("decoupled_seq_is_rs", {"is_threshold": 3.0, "rs_threshold": "0.4_2.5"},
+     {"rollout_is_threshold": 3.0, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.4_2.5"}),
+    ("geo_rs", {"rs_threshold": 1.01, "rs_threshold_lower": 0.98, "veto_threshold": 1e-4},
+     {"rollout_rs_threshold": "0.98_1.01", "rollout_token_veto_threshold": 1e-4}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "given", "fields"), CALLS)

@@ -79,10 +79,8 @@ NAMED = [
     ("algorithm: {group_size: 4}", "algorithm.group_size = 4 has no effect with algorithm.method = 'spo'"),
     ("{algorithm: {method: grpo}, sampler: {advantage: {token_weighted: true}}}", "sampler.advantage.token_weighted ="),
     ("{algorithm: {advantage: 'a:b'}, sampler: {advantage: {clip: 3}}}", "sampler.advantage.clip = 3.0 has no effect"),
-    (
-        "sampler: {tracker: {kind: 'a:b', group_column: level}}",
-        "group_column = 'level' has no effect with sampler.tracker",
-    ),
+    ("sampler: {tracker: {kind: 'a:b', group_column: level}}",
+     "group_column = 'level' has no effect with sampler.tracker"),
     ("{algorithm: {method: rloo}, sampler: {drift: {mode: rescore}}}", "sampler.drift.mode = 'rescore' is not worth"),
     ("critic: {updates: 1}", "critic.updates = 1 has no effect with algorithm.baseline = 'tracker'"),
     # Other modes.
@@ -99,7 +97,7 @@ NAMED = [
     ("data: {train: [{path: a, episode: {user: corrector, max_assistant_turns: 2}}]}", "train[a].episode.max_assistan"),
     ("episode: {user: corrector, max_assistant_turns: 3}", "episode.user_options.turns = 3, its default, is cut short"),
     ("episode: {user: corrector, max_assistant_turns: 3, max_user_turns: 1}", "is cut short to 1 by"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *ALIASES])

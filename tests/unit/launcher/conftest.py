@@ -18,7 +18,9 @@ SAVING = {"zero_stage": 2, "gradient_checkpointing": True, "mini_batches": 8}
 
 
 @pytest.fixture
-def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
+def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
+    """The command `spo`, run in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
     return spo_here(capsys, monkeypatch)
 
 

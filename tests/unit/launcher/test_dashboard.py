@@ -233,8 +233,7 @@ def test_metrics_that_come_while_episodes_are_read_are_noticed(tmp_path: Path, m
 
 
 @pytest.fixture
-def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
-    monkeypatch.chdir(tmp_path)
+def spo(spo: Spo, tmp_path: Path) -> Spo:
     make_run(tmp_path / "runs/quickstart-1")
     return spo
 

@@ -25,12 +25,8 @@ from launcher.checks.prompts import check_first_prompts, runs_other_code
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import ScriptedEngine
+from tests.support.sampler import write_rows
 from tests.support.templates import ASK, CARELESS, QWEN, STRICT, with_template
-
-
-def jsonl(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def check(*arguments: object) -> str:
@@ -71,7 +67,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
         '{"prompt": "1+3=", "ans', '{"prompt": "1+3=", "answer": 4', {"prompt": "1+4=", "answer": None}, {"answer": 3},
         {"prompt": "1" * 11, "answer": True},
     ]  # fmt: skip
-    path = jsonl(tmp_path / "a.jsonl", *rows)
+    path = write_rows(tmp_path / "a.jsonl", *rows)
     (source,) = check_json(path)["sources"]
     assert (source["rows"], source["usable"]) == (8, 3)
     assert source["problems"] == {"duplicate": 1, "unreadable": 2, "answer": 1, "prompt": 1}
@@ -87,7 +83,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
     text = check(path)
     assert "8, of which 3 can be used" in text
     assert "of different types" in text
-    alike = jsonl(tmp_path / "b.jsonl", {"prompt": "a", "answer": 79}, {"prompt": "b", "answer": "79"})
+    alike = write_rows(tmp_path / "b.jsonl", {"prompt": "a", "answer": 79}, {"prompt": "b", "answer": "79"})
     assert not check_json(alike)["sources"][0]["mixed_answers"]
     assert "different types" not in check(alike)
 
@@ -95,7 +91,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
 def test_prompts_are_counted_as_a_generator_renders_them(tmp_path: Path) -> None:
     build_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"prompt": "What is 1+1?", "answer": 2}, {"prompt": "1" * 40, "answer": 1}]
-    plain_data, tools_data = (str(jsonl(tmp_path / f"{name}.jsonl", *rows)) for name in ("plain", "tools"))
+    plain_data, tools_data = (str(write_rows(tmp_path / f"{name}.jsonl", *rows)) for name in ("plain", "tools"))
     episode = {"tools": ["calculator"], "max_assistant_turns": 2}
     with_tools = {"path": tools_data, "system_prompt": "Use the calculator.", "episode": episode}
     config_path = write_config(tmp_path, train=[{"path": plain_data}, with_tools], max_prompt_tokens=50)
@@ -115,7 +111,7 @@ def test_prompts_are_counted_as_a_generator_renders_them(tmp_path: Path) -> None
 def test_a_row_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
     write_model(tmp_path)
     long = {"prompt": "7" * 5000, "answer": None}
-    path = jsonl(
+    path = write_rows(
         tmp_path / "a.jsonl", long, asks(("system", "Be \x1bbrief."), ("user", "1+1?"), answer=2), asks(("user", "3?"))
     )
     plain, rendered = check(path), check(path, "--tokenizer", tmp_path / "model")
@@ -127,7 +123,7 @@ def test_a_row_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
     asked = [{"role": "system", "content": "Be \x1bbrief."}, {"role": "user", "content": "1+1?"}]
     assert shown[0]["prompt"] == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert len(shown) == 2
-    wide = jsonl(tmp_path / "b.jsonl", {"prompt": "7" * 5000, "answer": 1})
+    wide = write_rows(tmp_path / "b.jsonl", {"prompt": "7" * 5000, "answer": 1})
     assert "7" * 1000 + " […] " + "7" * 1000 in check(wide)
     assert "example" not in check(wide, "--examples", 0)
 
@@ -141,7 +137,7 @@ def _tokens_of_an_episode(config: Config, source: str, prompt: str) -> int:
 
 
 def test_tokens_that_cannot_be_counted_are_a_note_and_no_error(tmp_path: Path) -> None:
-    jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": 1})
+    write_rows(tmp_path / "a.jsonl", {"prompt": "a", "answer": 1})
     (tmp_path / "model").mkdir()
     report = check_json(write_config(tmp_path))
     assert "tokenizer" in report["tokens_not_counted"]
@@ -171,7 +167,7 @@ UNUSABLE: dict[str, tuple[str | None, dict[str, Any]]] = {
 def test_what_no_generator_could_use_is_refused(tmp_path: Path, refusal: str) -> None:
     template, settings = UNUSABLE[refusal]
     write_model(tmp_path, template)
-    jsonl(tmp_path / "a.jsonl", asks(("user", "What is 0+0?")))
+    write_rows(tmp_path / "a.jsonl", asks(("user", "What is 0+0?")))
     assert_refused(write_config(tmp_path, **settings), refusal)
 
 
@@ -181,7 +177,7 @@ ONE_BAD_ORDER = [*(asks(("user", f"{i}?")) for i in range(7)), asks(("user", "Be
 
 def test_a_row_that_the_template_refuses_is_skipped_and_most_of_them_refuse_the_run(tmp_path: Path) -> None:
     model = write_model(tmp_path, STRICT)
-    (source,) = check_json(jsonl(tmp_path / "a.jsonl", *ONE_BAD_ORDER), "--tokenizer", model)["sources"]
+    (source,) = check_json(write_rows(tmp_path / "a.jsonl", *ONE_BAD_ORDER), "--tokenizer", model)["sources"]
     ((reason, rows),) = source["reasons"].items()
     assert (source["usable"], source["problems"], rows["count"]) == (7, {"template": 1}, 1)
     assert "TemplateError: roles must alternate" in reason
@@ -189,7 +185,7 @@ def test_a_row_that_the_template_refuses_is_skipped_and_most_of_them_refuse_the_
     path = write_config(tmp_path)
     start(path)
     write_model(tmp_path)
-    jsonl(tmp_path / "a.jsonl", *HUMANS, *ONE_BAD_ORDER[:7])
+    write_rows(tmp_path / "a.jsonl", *HUMANS, *ONE_BAD_ORDER[:7])
     refusal = r"the model would not see 8 of 15 prompts as they are \(.*a.jsonl line 1: the text of message 1 .*'human'"
     assert_refused(path, refusal)
 
@@ -198,16 +194,16 @@ def test_prompts_are_read_until_one_fits_before_the_start(tmp_path: Path) -> Non
     write_model(tmp_path)
     long = [asks(("user", f"{i} " + "x" * 100)) for i in range(100)]
     path = write_config(tmp_path, max_prompt_tokens=60)
-    jsonl(tmp_path / "a.jsonl", *long, asks(("user", "0?")))
+    write_rows(tmp_path / "a.jsonl", *long, asks(("user", "0?")))
     start(path)
-    jsonl(tmp_path / "a.jsonl", *long)
+    write_rows(tmp_path / "a.jsonl", *long)
     assert_refused(path, "all 100 prompts are longer than data.max_prompt_tokens = 60")
 
 
 @pytest.mark.integration
 def test_prompts_are_checked_without_torch_unless_code_of_others_runs(tmp_path: Path) -> None:
     write_model(tmp_path)
-    jsonl(tmp_path / "a.jsonl", asks(("user", "0?")))
+    write_rows(tmp_path / "a.jsonl", asks(("user", "0?")))
     path = write_config(tmp_path, max_prompt_tokens=3)
     command = [sys.executable, "-X", "importtime", "-m", "launcher.checks.prompts", path]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -255,7 +251,7 @@ HINTS: dict[str, tuple[Any, ...]] = {  # each with the rows that it is about
 @pytest.mark.parametrize("hint", HINTS)
 def test_what_was_probably_not_meant_is_said_with_the_key_that_helps(tmp_path: Path, hint: str) -> None:
     overrides = ("-o", "data.system_prompt=Be brief.") if "system_prompt" in hint else ()
-    path = jsonl(tmp_path / "a.jsonl", *HINTS[hint])
+    path = write_rows(tmp_path / "a.jsonl", *HINTS[hint])
     (said,) = check_json(path, *overrides)["sources"][0]["hints"]
     assert re.search(hint, said)
     assert f"  warning     {said}" in check(path, *overrides)
@@ -270,15 +266,17 @@ def test_plain_data_gets_no_hint(tmp_path: Path) -> None:
         {"prompt": "same", "answer": 1.25},
         {"prompt": "same", "answer": 1.25},
     ]
-    assert check_json(jsonl(tmp_path / "a.jsonl", *rows))["sources"][0]["hints"] == []
-    meant = jsonl(tmp_path / "b.jsonl", asks(("user", "0?"), ("assistant", "So")), {"prompt": "<|x|>", "answer": 1})
+    assert check_json(write_rows(tmp_path / "a.jsonl", *rows))["sources"][0]["hints"] == []
+    meant = write_rows(
+        tmp_path / "b.jsonl", asks(("user", "0?"), ("assistant", "So")), {"prompt": "<|x|>", "answer": 1}
+    )
     options = "data.template_options.continue_final_message=true", "data.prompt_markup=true"
     assert check_json(meant, "-o", options[0], "-o", options[1])["sources"][0]["hints"] == []
 
 
 def test_what_a_template_leaves_out_beside_texts_is_a_hint(tmp_path: Path) -> None:
     write_model(tmp_path, CARELESS)
-    jsonl(tmp_path / "a.jsonl", CALLED)
+    write_rows(tmp_path / "a.jsonl", CALLED)
     path = write_config(tmp_path, {"tools": ["calculator"], "max_assistant_turns": 2})
     _, call, tool = check_json(path)["sources"][0]["hints"]
     assert "leaves out the call of 'weather' in message 2" in call
@@ -289,28 +287,28 @@ def test_what_a_template_leaves_out_beside_texts_is_a_hint(tmp_path: Path) -> No
 
 
 def test_data_without_answers_gets_a_way_out(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two."})
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two."})
     with pytest.raises(UserError, match="set data.answer_column, or to null if the reward needs no answer"):
         check(path)
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
-    one = jsonl(tmp_path / "one.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 1})
-    two = jsonl(tmp_path / "two.jsonl", {"prompt": "b", "answer": 1}, {"prompt": "c", "answer": 1})
+    one = write_rows(tmp_path / "one.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 1})
+    two = write_rows(tmp_path / "two.jsonl", {"prompt": "b", "answer": 1}, {"prompt": "c", "answer": 1})
     path = write_config(tmp_path, train=[{"path": str(one)}], heldout=str(two))
     assert check_json(path)["heldout_also_trained_on"] == 1
     assert "1 held-out prompts are also trained on" in check(path)
     assert check_json(one)["heldout_also_trained_on"] is None
-    numbered = [jsonl(tmp_path / f"{name}.jsonl", {"prompt": name, "answer": 1, "n": 0}) for name in "xy"]
+    numbered = [write_rows(tmp_path / f"{name}.jsonl", {"prompt": name, "answer": 1, "n": 0}) for name in "xy"]
     train, heldout = ({"path": str(file), "id_column": "n"} for file in numbered)
     path = write_config(tmp_path, train=[train], heldout=[heldout])
     assert check_json(path)["heldout_also_trained_on"] == 0, "each file numbers its rows from 0"
 
 
 def test_a_source_without_a_usable_row_names_its_columns(tmp_path: Path) -> None:
-    good = jsonl(tmp_path / "good.jsonl", {"prompt": "a", "answer": 1})
-    wrong = jsonl(tmp_path / "wrong.jsonl", {"question": "a", "answer": 1})
-    empty = jsonl(tmp_path / "empty.jsonl")
+    good = write_rows(tmp_path / "good.jsonl", {"prompt": "a", "answer": 1})
+    wrong = write_rows(tmp_path / "wrong.jsonl", {"question": "a", "answer": 1})
+    empty = write_rows(tmp_path / "empty.jsonl")
     sources = [{"path": path} for path in (str(good), str(wrong), str(empty), "gone.jsonl")]
     path = write_config(tmp_path, train=sources)
     with pytest.raises(UserError) as refusal:
@@ -337,7 +335,7 @@ def rewards_of(path: Path, reward: Any, **options: Any) -> list[dict[str, str]]:
 
 def answers(folder: Path, *references: Any) -> Path:
     rows = [{"prompt": f"question {i}", "answer": reference} for i, reference in enumerate(references)]
-    return jsonl(folder / "a.jsonl", *rows)
+    return write_rows(folder / "a.jsonl", *rows)
 
 
 LONG = "x" * 120  # beyond the end that `boxed` looks at
@@ -410,7 +408,7 @@ def test_a_right_answer_scores_the_most_and_an_empty_one_the_least(case: str, tm
 
 @pytest.mark.integration  # starts scoring processes
 def test_without_references_nothing_is_compared(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two."})
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "Write a line."}, {"prompt": "Write two."})
     check(path, "-o", "data.answer_column=null", "-o", f"episode.reward={HERE}:shorter")
 
 

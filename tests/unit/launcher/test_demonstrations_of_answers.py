@@ -10,6 +10,7 @@ import pytest
 
 from common.config import load_config
 from common.errors import UserError
+from tests.support.sampler import write_rows
 from tests.support.spo_command import Spo
 
 
@@ -33,18 +34,11 @@ ANSWERS = [
 
 
 def test_right_answers_are_taken_once_each_and_the_others_counted(spo: Spo, tmp_path: Path) -> None:
-    path, output = tmp_path / "answers.jsonl", tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ANSWERS) + "not JSON\n")
+    path, output = write_rows(tmp_path / "answers.jsonl", *ANSWERS, "not JSON"), tmp_path / "rows.jsonl"
     ran = spo("data", "demonstrations", path, "--per-prompt", 2, "--output", output)
     assert ran.stdout.startswith(f"{output}: 3 answers to 2 prompts; left out: ")
-    for count in (
-        "1 identical",
-        "1 beyond --per-prompt",
-        "2 below --reward",
-        "1 without tokens or text",
-        "1 unreadable",
-    ):
-        assert count in ran.stdout
+    left_out = "1 identical, 1 beyond --per-prompt, 2 below --reward, 1 without tokens or text, 1 unreadable"
+    assert all(count in ran.stdout for count in left_out.split(", "))
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["prompt"], row.get("completion"), row.get("token_ids")) for row in rows] == [
         ("p", "1", None),

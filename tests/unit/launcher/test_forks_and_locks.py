@@ -31,12 +31,6 @@ from tests.support.spo_command import Spo
 
 
 @pytest.fixture
-def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
-    monkeypatch.chdir(tmp_path)
-    return spo
-
-
-@pytest.fixture
 def first(tmp_path: Path) -> Path:
     """A run folder with checkpoints of steps 2 and 4, and one of step 6 that lacks the sampler's state."""
     config = make_config(tmp_path)

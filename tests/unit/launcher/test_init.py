@@ -11,13 +11,9 @@ import yaml
 
 from common.config import load_config
 from launcher.init import configuration
+from tests.support.sampler import write_rows
 from tests.support.spo_command import Spo
 from tests.support.task import build_tokenizer
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def asked(column: str, answers: list[Any], prompt: str = "question") -> list[dict[str, Any]]:
@@ -60,7 +56,7 @@ def test_a_reward_is_guessed_from_the_answers(case: str, tmp_path: Path, monkeyp
     rows, expected, comment = CASES[case]
     monkeypatch.setattr("launcher.layout.gpus.read_gpus", lambda environ: [])
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "train.jsonl", rows)
+    write_rows(tmp_path / "train.jsonl", *rows)
     text = configuration("train.jsonl", None)
     assert comment in text
     assert f"# Columns of the first {len(rows)} rows: {', '.join(rows[0])}" in text
@@ -71,13 +67,10 @@ def test_a_reward_is_guessed_from_the_answers(case: str, tmp_path: Path, monkeyp
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", ["numbers", "tests", "no answers"])
-def test_what_is_written_passes_the_checks_of_a_run(
-    case: str, tmp_path: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_passes_the_checks_of_a_run(case: str, tmp_path: Path, spo: Spo) -> None:
     rows, _, _ = CASES[case]
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "train.jsonl", rows)
-    write(tmp_path / "test.jsonl", rows[:1])
+    write_rows(tmp_path / "train.jsonl", *rows)
+    write_rows(tmp_path / "test.jsonl", rows[0])
     build_tokenizer().save_pretrained(tmp_path / "model")
     assert spo("init", "train.jsonl", "--model", "model").returncode == 0
     assert spo("config", "run.yaml").stderr == "", "no setting without effect"
@@ -90,19 +83,3 @@ def test_what_is_written_passes_the_checks_of_a_run(
     longest = train["tokens"]["max"]
     assert longest <= config.data.max_prompt_tokens < longest + 64
     assert config.model.max_model_len == config.data.max_prompt_tokens + config.episode.max_response_tokens
-
-
-def test_what_cannot_be_begun_with_is_refused(tmp_path: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "odd.jsonl", [{"frage": "1?", "antwort": 1}])
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "there.yaml").touch()
-    for arguments, words in {
-        ("odd.jsonl",): "it has frage, antwort: rename one",
-        ("none.jsonl",): "none.jsonl",
-        ("list.json",): "use *.jsonl, *.parquet",
-        ("odd.jsonl", "--output", "there.yaml"): "exists already",
-    }.items():
-        ran = spo("init", *arguments)
-        assert (ran.returncode, words in ran.stderr, ran.stderr.count("\n")) == (2, True, 1), ran.stderr
-    assert not (tmp_path / "run.yaml").exists()

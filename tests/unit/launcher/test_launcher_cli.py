@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from importlib.metadata import entry_points, version
@@ -29,17 +28,11 @@ from launcher.tasks.task import QuickstartTask
 from tests.support.checks import run_file, small_model
 from tests.support.episode_rows import keep
 from tests.support.run_folder import finished_run
-from tests.support.sampler import write_prompts
+from tests.support.sampler import write_prompts, write_rows
 from tests.support.spo_command import Spo
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_config_prints_every_key_with_overrides_applied(spo: Spo) -> None:
@@ -114,25 +107,27 @@ def test_help_shows_every_command_in_its_group(spo: Spo) -> None:
     assert names == [name for commands in GROUPS.values() for name, _, _ in commands]
 
 
-def test_chaos_needs_a_checkout(spo: Spo, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos, "CHECKOUT", folder)
+def test_chaos_needs_a_checkout(spo: Spo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "CHECKOUT", tmp_path)
     ran = spo("chaos", "--minutes", "1")
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
     assert "needs a source checkout" in ran.stderr
 
 
-def test_what_is_prepared_can_be_run_as_the_help_says(folder: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_prepared_can_be_run_as_the_help_says(
+    tmp_path: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
 
     def cached_model(task: QuickstartTask, *_: object) -> Path:
         made.append((task.name, task.recipe.experts))
-        return small_model(folder / f"cached {len(made)}", (2, 2))
+        return small_model(tmp_path / f"cached {len(made)}", (2, 2))
 
     monkeypatch.setattr(command, "cached_model", cached_model)
     assert spo("prepare", "mixture", "--task", "code", "--experts", "4").returncode == 0
     assert spo("prepare", "small").returncode == 0
     assert made == [("code", 4), ("arithmetic", 0)]
-    config = load_config(folder / "small" / "run.yaml", (), {})
+    config = load_config(tmp_path / "small" / "run.yaml", (), {})
     assert all(Path(path).exists() for path in (config.model.path, config.data.train, config.data.heldout))
 
 
@@ -197,8 +192,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_prompts(folder / "train.jsonl", "train", 5)
     scores = {"good": [("a", 1), ("a", 0)], "minus": [("a", 1), ("b", -1)], "empty": []}
     for name, rows in scores.items():
-        lines = [json.dumps({"task_id": "values0-x", "input": prompt, "score": score}) for prompt, score in rows]
-        (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        scored = [{"task_id": "values0-x", "input": prompt, "score": score} for prompt, score in rows]
+        write_rows(folder / f"{name}.jsonl", *scored)
+    write_rows(folder / "odd.jsonl", {"frage": "1?", "antwort": 1})
+    (folder / "list.json").write_text("[]")
     data = {"train": str(folder / "train.jsonl")}
     run_file(folder, data=data).rename(folder / "plain.yaml")
     run_file(folder, data=data, episode={"agent": "tests.support.agents:scripted"}).rename(folder / "agent.yaml")
@@ -229,6 +226,10 @@ REFUSALS = [
     ("dead -c CONFIG.yaml -o broker.url=http://x", "must start with redis://"),
     ("correction show icepopp", "preset 'icepopp' is unknown; did you mean icepop"),
     ("data check GSM-8K", "did you mean gsm8k?"),
+    ("init odd.jsonl", "it has frage, antwort: rename one"),
+    ("init none.jsonl", "none.jsonl"),
+    ("init list.json", "use *.jsonl, *.parquet"),
+    ("init odd.jsonl --output plain.yaml", "exists already"),
     ("agent try plain.yaml", "episode.agent is not set"),
     ("agent try agent.yaml --row 5", "--row 5: data.train has 5 prompts with an agent, which"),
     ("report none", "does not exist"),
@@ -267,6 +268,7 @@ REFUSALS = [
     ("values merge good.jsonl --output v.json --reward-range 1 0", "--reward-range 1 0 is empty"),
     ("values estimate CONFIG.yaml --output v.json", "--output v.json must be a file *.jsonl"),
     ("values estimate gone.yaml --output v.jsonl", "cannot read configuration gone.yaml"),
+    ("values estimate CONFIG.yaml --data gone.jsonl --output v.jsonl", "gone.jsonl"),
     ("values estimate CONFIG.yaml --data empty.jsonl --output v.jsonl", "no prompts in empty.jsonl"),
     ("values estimate CONFIG.yaml --data x=good.jsonl --output v.jsonl", "data.train has train; name the one"),
     ("values estimate CONFIG.yaml --data train.jsonl --output good.jsonl", "good.jsonl line 1 is not an answer"),

@@ -34,10 +34,15 @@ pytestmark = pytest.mark.integration
 LayOut = Callable[..., Placement]
 
 
+def by_process(layout: Placement) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES by process."""
+    assert all(one["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" for one in layout.environments.values())
+    return {name: one["CUDA_VISIBLE_DEVICES"] for name, one in layout.environments.items()}
+
+
 def devices(layout: Placement) -> tuple[str, list[str]]:
     """CUDA_VISIBLE_DEVICES of the learner and of each generator."""
-    visible = {name: one["CUDA_VISIBLE_DEVICES"] for name, one in layout.environments.items()}
-    assert all(one["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" for one in layout.environments.values())
+    visible = by_process(layout)
     return visible.pop("learner", ""), list(visible.values())
 
 
@@ -47,6 +52,10 @@ LONG = {"model": {"path": "MODEL", "max_model_len": 131_072}, "episode": {"max_r
 PAIRS, WHOLE = {"learner": {"sequence_parallel": 2}}, {"learner": {"gradient_checkpointing": False}}
 SEVEN, UUIDS = {"count": 8, "visible": "7,2,3,1"}, "GPU-0001,GPU-0003,GPU-0005,GPU-0007"
 MIG = {"count": 2, "slices": ["3g.40gb"] * 2}
+TWO = {"tensor_parallel_size": 2}
+OWN = {"model": "MODEL"}  # a teacher as large as the policy
+TAUGHT = {"teacher": OWN}
+LARGE = {"dtype": "float32", "engine": {"gpu_memory_utilization": 0.4}}
 
 
 # On these GPUs: the sections, what the user asks for, and the GPUs of the learner and of each generator.
@@ -87,6 +96,10 @@ def test_gpus_are_divided(case: tuple[Any, ...], laid_out: LayOut) -> None:
     assert laid_out(present, Choice(asked.generators), **sections | {"run": run}) == placement
 
 
+def teaching(**teacher: Any) -> dict[str, Any]:
+    return {"teacher": OWN | teacher}
+
+
 SMALL = {"count": 2, "product": "NVIDIA RTX 4080", "mebibytes": 16_376}
 # What is said of these GPUs, sections and wishes.
 REFUSED: list[tuple[str, int | dict[str, Any], dict[str, Any], Choice]] = [
@@ -113,7 +126,17 @@ REFUSED: list[tuple[str, int | dict[str, Any], dict[str, Any], Choice]] = [
     ("and so of every other GPU here", {"count": 2, "used": {0: 70_000, 1: 70_000}}, {}, Choice()),
     ("slices of a GPU cannot work together", MIG, SLICED, Choice(None, "0-1")),
     ("slices of a GPU cannot work together", MIG, SLICED | TWO_EACH, Choice(None, "0", "2-3")),
-]
+    # Teachers.
+    ("1 teacher takes 2 GPUs, but only 2 are free, one of them for learner", 2, teaching(engine=TWO), Choice()),
+    ("1 teacher takes 1 GPU, but only 0 are free: lower the parallel sizes in", 8, TAUGHT, Choice(None, "0-3", "4-7")),
+    ("--teacher-gpus names 2 GPUs, but 1 teacher takes 1 (teacher.engine): ", 8, TAUGHT, Choice(teacher_gpus="6-7")),
+    ("--teacher-gpus names GPU 3, which learner or generators have", 8, TAUGHT, Choice(None, "0-3", None, "3")),
+    ("GB of each of its GPUs, but vLLM takes 40% of 85.5 GB: set teacher.engine.tensor_parallel_size=2, or",
+     8, teaching(**LARGE), Choice()),
+    ("a teacher takes 2 GPUs (teacher.engine), but there is only one", 1, teaching(engine=TWO), Choice()),
+    ("GPU 0 has 85.5 GB, of which the teachers take ", 1, TAUGHT, Choice()),
+    ("the teacher owner/name (of t) shares GPU 0 with the policy: set gpu", 1, teaching(model="owner/name"), Choice()),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
@@ -255,16 +278,6 @@ def test_each_process_sees_its_own_gpus(
 
 # The GPUs of teachers' servers, what is left for the others, and how the servers are started.
 
-TWO = {"tensor_parallel_size": 2}
-
-
-OWN = {"model": "MODEL"}  # as large as the policy
-
-
-def by_process(layout: Placement) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by process."""
-    return {name: one["CUDA_VISIBLE_DEVICES"] for name, one in layout.environments.items()}
-
 
 def option(name: str, config: Config, layout: Placement) -> str:
     """The value of an option of the only teacher's server."""
@@ -307,34 +320,9 @@ def test_each_source_may_have_a_teacher_of_its_own(laid_out: LayOut) -> None:
     assert [one.source for one in layout.teachers] == ["maths", "code"]
 
 
-LARGE = {"dtype": "float32", "engine": {"gpu_memory_utilization": 0.4}}
-# What is said of so many GPUs, a section `teacher` and wishes.
-CROWDED: list[tuple[str, int, dict[str, Any], Choice]] = [
-    ("1 teacher takes 2 GPUs, but only 2 are free, one of them for learner", 2, {"engine": TWO}, Choice()),
-    ("1 teacher takes 1 GPU, but only 0 are free: lower the parallel sizes in", 8, {}, Choice(None, "0-3", "4-7")),
-    ("--teacher-gpus names 2 GPUs, but 1 teacher takes 1 (teacher.engine): ", 8, {}, Choice(teacher_gpus="6-7")),
-    ("--teacher-gpus names GPU 3, which learner or generators have", 8, {}, Choice(None, "0-3", None, "3")),
-    ("GB of each of its GPUs, but vLLM takes 40% of 85.5 GB: set teacher.engine.tensor_parallel_size=2, or",
-     8, LARGE, Choice()),
-    ("a teacher takes 2 GPUs (teacher.engine), but there is only one", 1, {"engine": TWO}, Choice()),
-    ("GPU 0 has 85.5 GB, of which the teachers take ", 1, {}, Choice()),
-    ("the teacher owner/name (of t) shares GPU 0 with the policy: set gpu", 1, {"model": "owner/name"}, Choice()),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CROWDED, ids=str)
-def test_teachers_without_room_are_refused_with_what_would_fit(case: tuple[Any, ...], laid_out: LayOut) -> None:
-    words, count, teacher, asked = case
-    with pytest.raises(UserError) as refused:
-        laid_out(count, asked, teacher=OWN | teacher)
-    assert words in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
 def test_one_gpu_is_shared_by_all_three(laid_out: LayOut, config: Callable[..., Config]) -> None:
-    adapter: dict[str, Any] = {"learner": {"lora": {"rank": 16}}}
-    taught = adapter | {"teacher": OWN}
-    alone, layout = laid_out(1, **adapter), laid_out(1, **taught)
+    taught: dict[str, Any] = ADAPTER | TAUGHT
+    alone, layout = laid_out(1, **ADAPTER), laid_out(1, **taught)
     assert set(by_process(layout).values()) == {"0"}
     (teacher,) = layout.teachers
     assert teacher.utilization is not None

@@ -226,33 +226,12 @@ def test_the_tokenizer_loses_no_text_and_renders_turns_like_qwen(tokenizer: PreT
 
 
 @pytest.mark.slow
-def test_a_demonstration_has_the_tokens_of_an_episode(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": PROBLEM.prompt}], add_generation_prompt=True, return_dict=False
-    )
-    call = tokenizer.encode(CALL_START + "12*7+5" + CALL_END + TURN_END)
-    result = tokenizer.encode(
-        "\n<|im_start|>user\n<tool_response>\n89\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-    answer = tokenizer.encode("89" + TURN_END)
+def test_the_first_token_of_a_choice_has_its_weight(tokenizer: PreTrainedTokenizerFast) -> None:
     row = TaskDemonstrations(tokenizer, DEFAULT).example(PROBLEM, CALLED)
-    assert row.token_ids.tolist() == prompt + call + result + answer
+    learned = tokenizer.encode(CALL_START + "12*7+5" + CALL_END + TURN_END + "89" + TURN_END)
+    assert [weight for weight in row.weights.tolist() if weight] == pytest.approx([0.2] + [1.0] * (len(learned) - 1))
+    assert row.token_ids[row.weights > 0].tolist() == learned
     assert len(row.token_ids) <= 50
-    assert row.weights.tolist() == pytest.approx(
-        [0.0] * len(prompt) + [0.2] + [1.0] * (len(call) - 1) + [0.0] * len(result) + [1.0] * len(answer)
-    )
-
-
-@pytest.mark.slow
-def test_a_program_is_answered_within_the_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    turns = [Turn("<code>\nprint(1)\n</code>", "1"), Turn("1")]
-    row = TaskDemonstrations(tokenizer, replace(DEFAULT, call_format="code")).example(Problem("What is 1?", "1"), turns)
-    assert tokenizer.decode(row.token_ids) == (
-        "<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\n"
-        "<code>\nprint(1)\n</code><interpreter>\n1\n</interpreter>\n\n1<|im_end|>"
-    )
-    learned = [token for token, weight in zip(row.token_ids, row.weights, strict=True) if weight]
-    assert tokenizer.decode(learned) == "<code>\nprint(1)\n</code>1<|im_end|>"
 
 
 @pytest.mark.slow

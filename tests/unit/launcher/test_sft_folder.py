@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from common.config import Config, load_config, parse_config
+from common.config import Config, load_config
 from common.errors import UserError
 from launcher.demonstrations.render import render_for_run
 from launcher.model_card import held_out
@@ -24,6 +24,7 @@ from launcher.run.processes import EndedEarly
 from launcher.sft.settings import supervised
 from launcher.sft.train import answering, prepare, train
 from learner.batch.demonstrations import Demonstrations, folder_of
+from tests.support import checks
 
 
 @pytest.fixture
@@ -38,17 +39,14 @@ def rows(path: Path, count: int) -> None:
 
 
 def config_of(tokenizer: Path, run: dict[str, Any] | None = None, **sft: Any) -> Config:
-    folder = tokenizer.parent
-    return supervised(
-        parse_config(
-            {
-                "model": {"path": str(tokenizer), "max_model_len": 64},
-                "data": {"train": "none.jsonl", "max_prompt_tokens": 32},
-                "run": {"output_dir": str(folder / "runs")} | (run or {}),
-                "sft": {"data": str(folder / "rows.jsonl"), "batch_size": 4} | sft,
-            }
-        )
-    )
+    return supervised(run_of(tokenizer, run, sft={"data": str(tokenizer.parent / "rows.jsonl"), "batch_size": 4} | sft))
+
+
+def run_of(tokenizer: Path, run: dict[str, Any] | None = None, **sections: Any) -> Config:
+    model = {"path": str(tokenizer), "max_model_len": 64}
+    data = {"train": "none.jsonl", "max_prompt_tokens": 32}
+    run = {"output_dir": str(tokenizer.parent / "runs")} | (run or {})
+    return checks.config_of(model=model, data=data, run=run, **sections)
 
 
 def with_checkpoint(config: Config, step: int = 1) -> None:
@@ -109,14 +107,7 @@ def test_the_folder_of_a_run_and_missing_data_are_refused(tokenizer: Path) -> No
 
 
 def mixing(tokenizer: Path) -> Config:
-    return parse_config(
-        {
-            "model": {"path": str(tokenizer), "max_model_len": 64},
-            "data": {"train": "none.jsonl", "max_prompt_tokens": 32},
-            "run": {"output_dir": str(tokenizer.parent / "runs")},
-            "algorithm": {"demonstrations": {"data": str(tokenizer.parent / "rows.jsonl")}},
-        }
-    )
+    return run_of(tokenizer, algorithm={"demonstrations": {"data": str(tokenizer.parent / "rows.jsonl")}})
 
 
 @pytest.mark.integration

@@ -12,14 +12,16 @@ from unittest import mock
 
 import pytest
 
-from common.config import Config, parse_config
+from common.config import Config
 from common.errors import UserError
 from launcher.demonstrations.rows import RowReader, load_demonstrations
 from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.sft.settings import supervised, with_steps
 from learner.batch.demonstrations import Demonstration
 from sampler.prompts.row import BadRow
+from tests.support import checks
 from tests.support.documented import EXAMPLES
+from tests.support.sampler import write_rows
 
 TOKENIZER = build_tokenizer()
 USER, SAID = {"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "1"}
@@ -28,13 +30,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 def config_of(**sft: Any) -> Config:
-    return parse_config(
-        {
-            "model": {"path": "none", "max_model_len": 64},
-            "data": {"train": "none.jsonl", "max_prompt_tokens": 32},
-            "sft": {"data": "rows.jsonl"} | sft,
-        }
-    )
+    model, data = {"path": "none", "max_model_len": 64}, {"train": "none.jsonl", "max_prompt_tokens": 32}
+    return checks.config_of(model=model, data=data, sft={"data": "rows.jsonl"} | sft)
 
 
 def read(row: dict[str, Any], **sft: Any) -> list[Demonstration]:
@@ -118,7 +115,7 @@ def test_rows_that_are_too_long_are_skipped_or_cut_and_bad_ones_named_by_line(tm
     path, log = tmp_path / "rows.jsonl", mock.Mock()
     long = [USER, {**SAID, "content": "1" * 70}]
     lines = [{"messages": [USER, SAID]}, {"messages": long}, {"messages": [USER]}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(path, *lines)
     (short,) = load(path, log)
     named = [call.kwargs["row"] for call in log.warning.call_args_list if "row" in call.kwargs]
     assert named == [f"{path} line 2", f"{path} line 3"]

@@ -24,16 +24,11 @@ from launcher.values.split import split_data
 from sampler.files.answer_file import Request
 from sampler.prompts.prompt_set import load_prompts
 from sampler.values.traits import prompt_traits
-from tests.support.sampler import make_config, write_prompts
+from tests.support.sampler import make_config, write_prompts, write_rows
 from tests.support.spo_command import Spo
 
 LOG: Any = structlog.get_logger()
 CONFIG = str(Path(__file__).parents[3] / "configs" / "arithmetic.yaml")
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def row(prompt: str, score: float) -> dict[str, Any]:
@@ -45,13 +40,12 @@ def read(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
-    """Runs the command in this process, in an empty folder with some files."""
-    monkeypatch.chdir(tmp_path)
+def spo(spo: Spo, tmp_path: Path) -> Spo:
+    """Runs the command in a folder with some files."""
     write_prompts(tmp_path / "train.jsonl", "train", 5)
-    write(tmp_path / "good.jsonl", row("a", 1), row("a", 0))
-    write(tmp_path / "minus.jsonl", row("a", 1), row("b", -1))
-    write(tmp_path / "cut.jsonl", row("a", 1), '{"input": "a", "sco')
+    write_rows(tmp_path / "good.jsonl", row("a", 1), row("a", 0))
+    write_rows(tmp_path / "minus.jsonl", row("a", 1), row("b", -1))
+    write_rows(tmp_path / "cut.jsonl", row("a", 1), '{"input": "a", "sco')
     return spo
 
 
@@ -62,7 +56,7 @@ def test_merge_writes_the_scores_and_names_the_rows_it_left_out(spo: Spo, tmp_pa
     assert "left out: cut.jsonl line 2: not JSON" in ran.stderr
     assert "3 kept of 3" in ran.stdout
     scores = {"a": [1, 1], "b": [0, 0, 0], "c": [0, 1], "d": [0.05]}
-    write(tmp_path / "some.json", scores)
+    write_rows(tmp_path / "some.json", scores)
     table = spo("values", "merge", "some.json", "--output", "values.json").stdout
     figures = dict(re.findall(r"│ (.+?) +│ (?:█+ )?(.+?) +│", table))
     assert (figures["prompts"], figures["scores"], figures["mean"]) == ("4", "8 kept of 8", "0.388")
@@ -76,24 +70,15 @@ def test_merge_writes_the_scores_and_names_the_rows_it_left_out(spo: Spo, tmp_pa
     assert len(scores["a"]) == 1
 
 
-def test_a_refused_estimate_leaves_no_folder(spo: Spo, tmp_path: Path) -> None:
-    make_config(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    ran = spo("values", "estimate", CONFIG, "--data", "absent.jsonl", "--output", "answers.jsonl")
-    assert ran.returncode == 2
-    assert "absent.jsonl" in ran.stderr
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_scores_of_all_files_come_together_in_their_order(tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{i}.jsonl", row("a", i / 32), row(f"only {i}", 1)) for i in range(32)]
-    paths.append(write(tmp_path / "old.json", {"a": [0.25]}))
-    bad = write(tmp_path / "bad.jsonl", row("b", 0), "{", '{"input": 3}')
+    paths = [write_rows(tmp_path / f"{i}.jsonl", row("a", i / 32), row(f"only {i}", 1)) for i in range(32)]
+    paths.append(write_rows(tmp_path / "old.json", {"a": [0.25]}))
+    bad = write_rows(tmp_path / "bad.jsonl", row("b", 0), "{", '{"input": 3}')
     scores, problems = read_all([*paths, bad], ScoreRange(0.0, 1.0))
     assert scores["a"] == [*(i / 32 for i in range(32)), 0.25]
     assert len(scores) == 34
     assert [problem.partition(":")[0] for problem in problems] == [f"{bad} line 2", f"{bad} line 3"]
-    path = write(tmp_path / "wide.jsonl", *(row("a", score) for score in (-1, 0, 0.5, 0.6, 7)))
+    path = write_rows(tmp_path / "wide.jsonl", *(row("a", score) for score in (-1, 0, 0.5, 0.6, 7)))
     assert read_all([path], ScoreRange(0, 1, threshold=0.5))[0] == {"a": [0, 0, 0, 1, 1]}
     assert read_all([path], ScoreRange(-1, 1, threshold=0))[0] == {"a": [-1, -1, 1, 1, 1]}
     (tmp_path / "w.jsonl").mkdir()
@@ -122,7 +107,7 @@ def test_the_file_is_written_whole_and_read_back(tmp_path: Path) -> None:
 def test_every_row_is_in_one_subset_with_all_its_columns(spo: Spo, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": f"p{i}", "level": i if i % 2 else None} for i in range(11)]
     rows[5]["extra"] = {"ground_truth": "x"}
-    data = str(write(tmp_path / "a.jsonl", *rows[:4], "{broken", *rows[4:], "[1]"))
+    data = str(write_rows(tmp_path / "a.jsonl", *rows[:4], "{broken", *rows[4:], "[1]"))
     paths, problems = split_data(data, "train", 4, tmp_path / "values")
     assert [path.name for path in paths] == [f"subset_{i}.parquet" for i in range(4)]
     assert [len(pq.read_table(path)) for path in paths] == [2, 3, 3, 3]
@@ -159,7 +144,7 @@ def test_parquet_keeps_its_types_and_has_one_for_a_column(tmp_path: Path) -> Non
         (mixed, "line 4: column 'answer' has another type"),
     ):
         with pytest.raises(UserError, match=message):
-            split_data(str(write(tmp_path / "a.jsonl", *rows)), "train", 1, tmp_path / "values")
+            split_data(str(write_rows(tmp_path / "a.jsonl", *rows)), "train", 1, tmp_path / "values")
     assert not (tmp_path / "values").exists()
 
 
@@ -172,7 +157,7 @@ def test_a_checkpoint_is_evaluated_by_its_export(spo: Spo, tmp_path: Path, monke
     def answer(config: Any, request: Request, **_: Any) -> AnswerCount:
         settings.append(config)
         row = {"task_id": "eval0-a", "prompt_id": "a", "source": "x", "groups": ["level=1"], "answer": "7"}
-        write(request.output, row | {"score": 1.0}, row | {"score": 0.0, "answer": "8"})
+        write_rows(request.output, row | {"score": 1.0}, row | {"score": 0.0, "answer": "8"})
         return AnswerCount(3, 2, {"too long": 1})
 
     monkeypatch.setattr(evaluation, "answer", answer)
@@ -198,7 +183,7 @@ def test_the_initial_model_reads_each_prompt_and_a_run_finds_its_states(spo: Spo
     tokenizer = build_tokenizer()
     save(build_model(tokenizer, seed=0), tokenizer, tmp_path / "model")
     rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(40)]
-    write(tmp_path / "sums.jsonl", *rows, {"prompt": "1 + " * 200, "answer": "no"})
+    write_rows(tmp_path / "sums.jsonl", *rows, {"prompt": "1 + " * 200, "answer": "no"})
     options = ["-o", "data.train=sums.jsonl", "-o", f"model.path={tmp_path / 'model'}"]
     ran = spo("values", "states", CONFIG, "--output", "states.npz", *options)
     assert ran.returncode == 0, ran.stderr

@@ -22,8 +22,6 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from common.config import LearnerConfig
 from common.errors import UserError
@@ -31,9 +29,9 @@ from learner.batch.prefixes import PackedRows, pack_rows, tree_places
 from learner.policy import kernels
 from learner.policy.attention import PACKED_VARLEN, across_ranks, pack_sequences, packed_sdpa, packed_varlen
 from learner.policy.kernels import apply_liger, choose_attention, choose_kernels
-from learner.policy.model import Policy, load_policy, own_slice
+from learner.policy.model import Policy, own_slice
 from learner.ranks.ulysses import SequenceGroup
-from tests.support.learner import VOCABULARY, learner_config
+from tests.support.learner import VOCABULARY, policy_of
 
 LENGTHS = [7, 31, 12, 1, 30, 16]
 
@@ -124,49 +122,10 @@ def test_no_row_is_padded_to_more_than_twice_its_length():
     assert [group.shape for group in rows] == [(3, 100), (1, 49), (1, 20), (2, 3)]
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_sinks_take_their_share_of_every_softmax(window):
-    """As gpt-oss computes a sequence alone: one more column of scores, which is left out after the softmax."""
-    sinks = torch.tensor([2.0, -1.0, 0.5, 9.0], dtype=torch.float64)
-    ways = []
-    for is_packed in (True, False):
-        q, k, v = tensors_of(sum(LENGTHS))
-        s = sinks.clone().requires_grad_()
-        if is_packed:
-            output = attend(packed_sdpa, [q, k, v], s_aux=s, sliding_window=window, scaling=0.3)
-        else:
-            module, outputs = SimpleNamespace(num_key_value_groups=2, sinks=s, training=False), []
-            for part in zip(*(tensor.split(LENGTHS, dim=2) for tensor in (q, k, v)), strict=True):
-                back = torch.arange(part[0].shape[2])[:, None] - torch.arange(part[0].shape[2])
-                mask = torch.where((back >= 0) & (back < (window or 99)), 0.0, -torch.inf)
-                outputs.append(gpt_oss_attention(module, *part, mask, scaling=0.3)[0])
-            output = torch.cat(outputs, dim=1)
-        ways.append(with_gradients(output, [q, k, v, s]))
-    torch.testing.assert_close(*ways)
-
-
 @pytest.mark.parametrize("part", ["softcap", "s_aux"])
 def test_parts_of_attention_that_are_missing_are_refused(part):
     with pytest.raises(UserError, match=f"uses {part}, which varlen lacks; set learner.attention=sdpa$"):
         attend(PACKED["varlen"], tensors_of(sum(LENGTHS)), **{part: torch.ones(4)})
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_soft_caps_are_those_of_a_model(window):
-    ways = []
-    for is_ours in (True, False):
-        tensors = tensors_of(sum(LENGTHS))
-        if is_ours:
-            output = attend(packed_sdpa, tensors, softcap=0.7, sliding_window=window, scaling=0.3)
-        else:
-            outputs, module = [], SimpleNamespace(num_key_value_groups=2, training=False)
-            for part in zip(*(tensor.split(LENGTHS, dim=2) for tensor in tensors), strict=True):
-                back = torch.arange(part[0].shape[2])[:, None] - torch.arange(part[0].shape[2])
-                mask = torch.where((back >= 0) & (back < (window or 99)), 0.0, -torch.inf).double()
-                outputs.append(gemma2_attention(module, *part, mask, scaling=0.3, softcap=0.7)[0])
-            output = torch.cat(outputs, dim=1)
-        ways.append(with_gradients(output, tensors))
-    torch.testing.assert_close(*ways, atol=1e-6, rtol=1e-5)  # both take their softmax in float32
 
 
 def test_a_layer_whose_attention_is_chunked_stays_in_the_tokens_chunk():
@@ -385,7 +344,7 @@ def test_a_number_that_does_not_fit_the_heads_is_refused(model, size, fits):
     """The model has 4 heads of queries and 2 of keys."""
     words = f"sequence_parallel = {size} does not fit the model's 4 query heads and 2 key"
     with nullcontext() if fits else pytest.raises(UserError, match=words):
-        load_policy(learner_config(model, "runs", sequence_parallel=size), weights=False)
+        policy_of(model, weights=False, sequence_parallel=size)
 
 
 # Rows of two token ids, so that many begin alike, and some are the beginning of another or its equal.

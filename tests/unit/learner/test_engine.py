@@ -17,6 +17,8 @@ SGD = {"type": "SGD", "params": {"momentum": 0.9}}
 OFFLOADED = {"zero_stage": 3, "offload": "all"}
 TO_CPU = {"device": "cpu", "pin_memory": True}
 BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
+MERGED = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "gradient_clipping": 1.0}
+AFTERWARDS = {"zero_optimization": {"overlap_comm": False}}
 PARAMS = "optimizer.params"
 REDUCES, OVERLAPS = "zero_optimization.use_multi_rank_bucket_allreduce", "zero_optimization.overlap_comm"
 
@@ -25,11 +27,7 @@ REDUCES, OVERLAPS = "zero_optimization.use_multi_rank_bucket_allreduce", "zero_o
     ("learner", "ranks", "expected"),
     [
         # What a user gives DeepSpeed is merged in section by section; another optimizer replaces ours whole.
-        (
-            {"zero_stage": 2, "deepspeed": BUCKETS},
-            1,
-            {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "gradient_clipping": 1.0},
-        ),
+        ({"zero_stage": 2, "deepspeed": BUCKETS}, 1, MERGED),
         ({"deepspeed": {"optimizer": SGD}}, 1, {"optimizer": SGD}),
         # Offloading from a GPU uses DeepSpeed's own Adam.
         (OFFLOADED, 1, {f"{PARAMS}.torch_adam": None, "zero_optimization.offload_param": TO_CPU}),
@@ -48,11 +46,7 @@ REDUCES, OVERLAPS = "zero_optimization.use_multi_rank_bucket_allreduce", "zero_o
         ({"zero_stage": 2, "lora": {"rank": 8}}, 2, {REDUCES: None, OVERLAPS: None}),
         ({"zero_stage": 2}, 1, {REDUCES: None, OVERLAPS: None}),
         ({"zero_stage": 3}, 2, {REDUCES: None, OVERLAPS: None}),
-        (
-            {"zero_stage": 2, "deepspeed": {"zero_optimization": {"overlap_comm": False}}},
-            2,
-            {REDUCES: False, OVERLAPS: False},
-        ),
+        ({"zero_stage": 2, "deepspeed": AFTERWARDS}, 2, {REDUCES: False, OVERLAPS: False}),
     ],
     ids=str,
 )
@@ -125,11 +119,8 @@ def test_environment_and_command_line_set_deepspeeds_keys_too(tmp_path):
     section, options = "zero_optimization", {"zero_hpz_partition_size": 8, "zero_quantized_weights": True}
     words = [f"learner.deepspeed.{section}.{key}={json.dumps(value)}" for key, value in options.items()]
     one = {f"SPO__LEARNER__DEEPSPEED__{section}__{key}".upper(): json.dumps(value) for key, value in options.items()}
-    for environment, overrides in (
-        ({"SPO__LEARNER__DEEPSPEED": json.dumps({section: options})}, []),
-        (one, []),
-        ({}, words),
-    ):
+    whole = {"SPO__LEARNER__DEEPSPEED": json.dumps({section: options})}
+    for environment, overrides in ((whole, []), (one, []), ({}, words)):
         assert load_config(file, overrides, environment).learner.deepspeed == {section: options}
 
 

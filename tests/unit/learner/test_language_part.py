@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from common.config import Config, parse_config
 from common.errors import UserError
 from common.model_files import weight_headers
 from launcher.quickstart.tiny_model import build_tokenizer
@@ -20,21 +19,12 @@ from learner.checkpoint.export import write_model
 from learner.policy.disk_names import DiskNames
 from learner.policy.forward_check import as_transformers
 from learner.policy.lora import adapter_weights
-from learner.policy.model import Policy, load_policy
+from learner.policy.model import Policy
 from tests.support.families import save_tiny
+from tests.support.learner import policy_of
 from tests.support.multimodal import MULTIMODAL, save_multimodal
 
 IDS = torch.tensor([[5, 9, 200, 31, 7, 7, 64, 12]])
-
-
-def config_of(path: Path, **learner: Any) -> Config:
-    return parse_config(
-        {
-            "model": {"path": str(path), "max_model_len": 128},
-            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
-            "learner": {"dtype": "float32"} | learner,
-        }
-    )
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -60,7 +50,7 @@ def moved(policy: Policy) -> dict[str, torch.Tensor]:
 def test_the_learner_computes_text_as_the_whole_model_and_exports_the_whole_model(kind: str, tmp_path: Path) -> None:
     source, export = tmp_path / "model", tmp_path / "export"
     whole = save_multimodal(source, kind)
-    policy = load_policy(config_of(source))
+    policy = policy_of(source)
     assert torch.allclose(logits(policy.model), logits(whole), atol=1e-5)
 
     trained = moved(policy)
@@ -76,8 +66,8 @@ def test_the_learner_computes_text_as_the_whole_model_and_exports_the_whole_mode
     again = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32)
     assert torch.allclose(logits(again), logits(policy.model), atol=1e-5)
     # A run may start from it; a checkpoint is exported without its weights in a model.
-    assert torch.allclose(logits(load_policy(config_of(export)).model), logits(policy.model), atol=1e-5)
-    shape = load_policy(config_of(source), weights=False)
+    assert torch.allclose(logits(policy_of(export).model), logits(policy.model), atol=1e-5)
+    shape = policy_of(source, weights=False)
     write_model(shape.model, trained, str(source), tmp_path / "from_checkpoint")
     for name, tensor in weights_of(tmp_path / "from_checkpoint").items():
         assert torch.equal(tensor, after[name]), name
@@ -88,7 +78,7 @@ def test_an_adapter_has_the_names_of_the_whole_model_and_for_generators_those_of
     kind: str, tmp_path: Path
 ) -> None:
     save_multimodal(tmp_path, kind)
-    policy = load_policy(config_of(tmp_path, lora={"rank": 4, "alpha": 8}))
+    policy = policy_of(tmp_path, lora={"rank": 4, "alpha": 8})
     adapter = dict(adapter_weights(policy.model))
     sent = dict(DiskNames(policy.model).of_adapter(adapter.items()))
     assert len(adapter) == len(sent) > 0
@@ -99,7 +89,7 @@ def test_an_adapter_has_the_names_of_the_whole_model_and_for_generators_those_of
 
 def test_generators_get_the_adapter_of_a_model_whose_files_name_its_layers_otherwise(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Nemotron-H")
-    policy = load_policy(config_of(tmp_path, lora={"rank": 4, "alpha": 8}))
+    policy = policy_of(tmp_path, lora={"rank": 4, "alpha": 8})
     sent = dict(DiskNames(policy.model).of_adapter(adapter_weights(policy.model)))
     layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in sent}
     assert layers
@@ -108,7 +98,7 @@ def test_generators_get_the_adapter_of_a_model_whose_files_name_its_layers_other
 
 def test_an_export_warns_of_parts_whose_files_are_gone(tmp_path: Path) -> None:
     save_multimodal(tmp_path / "model", "gemma3")
-    policy = load_policy(config_of(tmp_path / "model"))
+    policy = policy_of(tmp_path / "model")
     (tmp_path / "model/model.safetensors").unlink()
     index = {"weight_map": {"vision_tower.weight": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
@@ -125,7 +115,7 @@ def test_tied_output_layers_follow_the_files_where_the_configurations_differ(tmp
     assert config["tie_word_embeddings"]
     config["text_config"]["tie_word_embeddings"] = False
     path.write_text(json.dumps(config))
-    model = load_policy(config_of(tmp_path)).model
+    model = policy_of(tmp_path).model
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
@@ -134,7 +124,7 @@ def test_weights_of_the_language_part_that_the_model_does_not_use_are_named(tmp_
     bias = "language_model.model.layers.0.self_attn.q_proj.bias"
     save_file(weights_of(tmp_path) | {bias: torch.ones(64)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with structlog.testing.capture_logs() as logs:
-        load_policy(config_of(tmp_path))
+        policy_of(tmp_path)
     assert [log["weights"] for log in logs if log["log_level"] == "warning"] == ["model.layers.0.self_attn.q_proj.bias"]
 
 
@@ -154,4 +144,4 @@ def test_a_model_without_a_language_part_is_refused(spoil: str, message: str, tm
         weights = {name.replace("embed_tokens", "words"): tensor for name, tensor in weights_of(tmp_path).items()}
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=message):
-        load_policy(config_of(tmp_path))
+        policy_of(tmp_path)

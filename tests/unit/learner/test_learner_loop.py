@@ -196,16 +196,6 @@ def test_steps_whose_tokens_are_mostly_masked_are_warned_of_once(learner, shares
     assert [line["event"] for line in lines] == [f"{share} {words}" for share in warned]
 
 
-def test_a_copy_does_not_change_with_the_model():
-    weights = {"a": torch.randn(1000), "b": torch.randn(3, 5)}
-    expected = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0").snapshot()
-    copy = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0")
-    for tensor in weights.values():
-        tensor.add_(1)
-    assert copy.snapshot().manifest == expected.manifest
-    assert b"".join(copy.snapshot().chunks) == b"".join(expected.chunks)
-
-
 def test_a_run_folder_that_is_replaced_ends_it(learner, tmp_path):
     tmp_path.rename(tmp_path.with_name("elsewhere"))
     tmp_path.mkdir()

@@ -15,8 +15,8 @@ from learner import memory_model
 from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.past_versions import PastVersions, exact_statistics, in_own_turn
 from learner.policy.logprobs import LogitTransform, LogprobHead, chunk_of
-from learner.policy.model import Policy, load_policy
-from tests.support.learner import ALONE, PACKER, learner_config, make_payload
+from learner.policy.model import Policy
+from tests.support.learner import ALONE, PACKER, make_payload, policy_of
 
 N, H, V = 50, 16, 33
 
@@ -170,7 +170,7 @@ def score(policy: Policy, micro: MicroBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize(("share", "dtype"), [(0.02, torch.bfloat16), (0.4, torch.float32), (1.0, torch.bfloat16)])
 def test_every_version_comes_back_bit_for_bit(model, share, dtype):
-    policy = load_policy(learner_config(model, "runs")).to(dtype)
+    policy = policy_of(model).to(dtype)
     past, versions = PastVersions(policy.parameters(), VERSIONS), [copy_of(policy)]
     for version in range(1, VERSIONS + 3):
         step(policy, version, share)
@@ -193,7 +193,7 @@ def test_every_version_comes_back_bit_for_bit(model, share, dtype):
 
 
 def test_the_weights_come_back_if_scoring_fails(model):
-    policy = load_policy(learner_config(model, "runs"))
+    policy = policy_of(model)
     past = PastVersions(policy.parameters(), VERSIONS)
     step(policy, 1, 1.0)
     past.advance()
@@ -211,7 +211,7 @@ def test_the_weights_come_back_if_scoring_fails(model):
 
 def test_the_engines_gap_is_told_from_staleness(model):
     """The engine is off by a constant, so its gap is known; staleness is what the weights' own scores say."""
-    policy = load_policy(learner_config(model, "runs"))
+    policy = policy_of(model)
     past = PastVersions(policy.parameters(), VERSIONS)
     rng, off = np.random.default_rng(0), 0.25
     payloads = [make_payload(rng, 40, version) for version in (1, 3, 5, 6)]

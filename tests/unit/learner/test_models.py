@@ -28,11 +28,11 @@ from learner.checkpoint.export import write_model
 from learner.critic import load_value_model
 from learner.policy import model as module
 from learner.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
-from learner.policy.model import Policy, load_policy
+from learner.policy.model import Policy
 from learner.policy.prompt_states import prompt_states
 from learner.reference import load_reference
 from tests.support.families import tiny
-from tests.support.learner import ALONE, PACKER, VOCABULARY, learner_config, make_payload, save_tiny_model
+from tests.support.learner import ALONE, PACKER, VOCABULARY, learner_config, make_payload, policy_of, save_tiny_model
 
 Weights = dict[str, torch.Tensor]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -42,10 +42,6 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def logs(monkeypatch):
     for place in (module, source_files):
         monkeypatch.setattr(place, "get_logger", structlog.get_logger)
-
-
-def policy_of(path: Path | str, weights: bool = True, **sections: Any) -> Policy:
-    return load_policy(learner_config(str(path), "runs", **sections), weights)
 
 
 def edited(file: Path, **values: Any) -> None:
@@ -68,6 +64,10 @@ def halved(weights: Weights) -> None:
     weights[UP] = weights[UP][: len(weights[UP]) // 2].clone()
 
 
+def no_matrix(weights: Weights) -> None:
+    del weights[UP]
+
+
 def no_layer(weights: Weights) -> None:
     for name in [name for name in weights if ".layers.1." in name]:
         del weights[name]
@@ -77,48 +77,39 @@ def headless(weights: Weights) -> None:
     del weights["lm_head.weight"]
 
 
-def twice(weights: Weights, factor: float = 1.0) -> None:
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * factor
+def twice(weights: Weights) -> None:
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+
+
+def doubled(weights: Weights) -> None:
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * 2
 
 
 # Qwen3's own default, of which common/model_files.py does not know.
 BY_DEFAULT = {"tie_word_embeddings": None, "architectures": None}
-UNTIED = "and the configuration does not tie it"
+UNTIED, TIED = "and the configuration does not tie it", "and the configuration ties it"
 
 
-@pytest.mark.parametrize(
-    ("tied", "edit", "config", "line"),
-    [
-        pytest.param(False, headless, {}, f"lacks lm_head.weight, {UNTIED}", id="head"),
-        pytest.param(False, headless, BY_DEFAULT, f"lacks lm_head.weight, {UNTIED}", id="head by default"),
-        pytest.param(True, lambda weights: weights.pop(UP), {}, f"lacks {UP}, {UNTIED}", id="layer"),
-        pytest.param(
-            True,
-            no_layer,
-            {},
-            "lacks model.layers.1.input_layernorm.weight, .* and 8 more, and the .* tie them",
-            id="layers",
-        ),
-        pytest.param(
-            True, halved, {}, rf"other shapes than its config.json says: {UP} \(96×64, not 192×64\)", id="shape"
-        ),
-        pytest.param(
-            True,
-            lambda weights: twice(weights, 2.0),
-            {},
-            r"has an output layer of its own \(lm_head.weight\), and the configuration ties it",
-            id="tied with a head",
-        ),
-    ],
-)
-def test_weights_that_are_not_there_or_do_not_fit_are_refused_by_name(tmp_path, tied, edit, config, line):
+UNFIT: dict[str, tuple[bool, Callable[[Weights], Any], dict[str, Any], str]] = {
+    "head": (False, headless, {}, f"lacks lm_head.weight, {UNTIED}"),
+    "head by default": (False, headless, BY_DEFAULT, f"lacks lm_head.weight, {UNTIED}"),
+    "matrix": (True, no_matrix, {}, f"lacks {UP}, {UNTIED}"),
+    "layer": (True, no_layer, {}, r"lacks model.layers.1.input_layernorm.weight, .* and 8 more, and the .* tie them"),
+    "shape": (True, halved, {}, rf"other shapes than its config.json says: {UP} \(96×64, not 192×64\)"),
+    "another head": (True, doubled, {}, rf"has an output layer of its own \(lm_head.weight\), {TIED}"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_weights_that_are_not_there_or_do_not_fit_are_refused_by_name(tmp_path, case):
+    tied, edit, config, line = UNFIT[case]
     path = changed(tmp_path, tied, edit, **config)
     with pytest.raises(UserError, match=rf"^model.path = '{re.escape(path)}': .*{line}"):
         policy_of(path)
 
 
 def test_of_a_reference_too_by_its_own_setting(tmp_path, model):
-    reference = changed(tmp_path, False, lambda weights: weights.pop(UP))
+    reference = changed(tmp_path, False, no_matrix)
     config = learner_config(model, "runs", algorithm={"kl_coef": 0.1, "reference": reference})
     with pytest.raises(UserError, match=rf"^algorithm.reference = '{re.escape(reference)}': the file lacks {UP}"):
         load_reference(config, ALONE, None)
@@ -126,7 +117,7 @@ def test_of_a_reference_too_by_its_own_setting(tmp_path, model):
 
 def test_of_a_critic_all_but_its_head(tmp_path, model):
     load_value_model(learner_config(model, "runs"))
-    for name, edit in (("lacking", lambda weights: weights.pop(UP)), ("halved", halved)):
+    for name, edit in (("lacking", no_matrix), ("halved", halved)):
         path = changed(tmp_path / name, True, edit)
         with pytest.raises(UserError, match=UP):
             load_value_model(learner_config(path, "runs"))

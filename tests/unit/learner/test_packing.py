@@ -21,23 +21,12 @@ from tests.support.families import save_tiny, tiny
 from tests.support.learner import learner_config
 from tests.support.packed_rows import alone, packed, some_rows
 
-# One family for each kind of layer.
+# One family for each kind of layer; gpt-oss has sinks, Gemma 2 soft caps, both windows.
 KINDS = [
-    "Llama",
+    "Llama", "OLMo 3", "gpt-oss", "Gemma 2", "Cohere 2", "Qwen3.5", "Kimi-Linear", "MiniMax", "LFM2", "Falcon-H1",
+    "Nemotron-H", "Granite-4", "GLM-5",
     "Nemotron",  # hands no arguments down to its attention
-    "OLMo 3",
-    "gpt-oss",
-    "Gemma 2",
-    "Cohere 2",
-    "Qwen3.5",
-    "Kimi-Linear",
-    "MiniMax",
-    "LFM2",
-    "Falcon-H1",
-    "Nemotron-H",
-    "Granite-4",
-    "GLM-5",
-]
+]  # fmt: skip
 STATES = ["Qwen3.5", "LFM2", "Nemotron-H"]
 LENGTHS = [9, 66, 5]  # linear attention computes chunks of 64 tokens
 
@@ -106,9 +95,8 @@ def test_an_indexer_is_not_trained() -> None:
 
 def test_sequences_of_layers_with_a_state_are_not_divided(tmp_path) -> None:
     save_tiny(tmp_path / "model", "LFM2")
-    with pytest.raises(
-        UserError, match=r"^learner.sequence_parallel = 2: .*model.layers.0.conv\), which need sequences"
-    ):
+    line = r"^learner.sequence_parallel = 2: .*model.layers.0.conv\), which need sequences"
+    with pytest.raises(UserError, match=line):
         load_policy(learner_config(str(tmp_path / "model"), "runs", sequence_parallel=2))
 
 
@@ -155,13 +143,13 @@ def failing(policy: Policy) -> None:
     policy.model.base_model.forward = forward
 
 
+OTHER = r"Qwen3ForCausalLM computes other log-probs .* alone: [\d.]+ apart on average \(rounding explains 0.0001"
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (
-            rolling,
-            r"Qwen3ForCausalLM computes other log-probs .* alone: [\d.]+ apart on average \(rounding explains 0.0001",
-        ),
+        (rolling, OTHER),
         (scaled, r"computes other log-probs"),
         (failing, r"Qwen3ForCausalLM cannot compute packed sequences: got an unexpected keyword argument"),
     ],
@@ -173,13 +161,11 @@ def test_a_start_refuses_what_is_not_computed_exactly(change, line: str) -> None
         check_policy(Engine(policy), "here")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "error"),
-    [
-        (1, torch.OutOfMemoryError("CUDA out of memory")),
-        (2, RuntimeError("Connection closed by peer [10.0.0.2]:51162")),
-    ],
-)
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+LOST = RuntimeError("Connection closed by peer [10.0.0.2]:51162")
+
+
+@pytest.mark.parametrize(("ranks", "error"), [(1, OUT_OF_MEMORY), (2, LOST)])
 def test_neither_too_little_memory_nor_a_lost_rank_is_the_models_fault(ranks, error, monkeypatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)

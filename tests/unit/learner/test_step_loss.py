@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,17 +30,6 @@ from tests.support.learner import VOCABULARY, joined, make_payload, tokens_of_ro
 
 KL = LOSSES_FILE["kl"]
 
-# Value and derivative of each estimator, of d = log pi_theta - log pi_ref.
-ESTIMATORS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
-    "k1": (lambda d: d, lambda d: 1.0),
-    "k2": (lambda d: d * d / 2, lambda d: d),
-    "k3": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
-    "low_var_kl": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
-    "abs": (abs, lambda d: float((d > 0) - (d < 0))),
-    "k1+": (lambda d: d, lambda d: d),
-    "k3+": (lambda d: math.exp(-d) - 1 + d, lambda d: d),
-}
-
 
 def doubles(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
@@ -55,31 +43,13 @@ def kl_of(logprobs: list[float], estimator: str, reference: float = 0.0) -> tupl
     return penalty.tolist(), leaf.grad.tolist()
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_reference_kl_has_the_value_and_gradient_of_its_formula(estimator):
-    value, slope = ESTIMATORS[estimator]
-    gaps = [-1.7, -0.3, 0.0, 1e-4, 0.2, 2.4]
-    penalty, gradient = kl_of(gaps, estimator)
-    assert penalty == pytest.approx([value(d) for d in gaps], rel=1e-9, abs=1e-15)
-    assert gradient == pytest.approx([slope(d) for d in gaps], rel=1e-9, abs=1e-12)
-    far = kl_of([-1e4, -40.0, 40.0, 1e4], estimator)
-    assert all(math.isfinite(number) for numbers in far for number in numbers)
-
-
 @pytest.mark.parametrize("estimator", KL["expected"])
 def test_the_reference_kl_is_golden(estimator):
     penalty, gradient = kl_of(KL["logprobs"], estimator, KL["reference"])
     assert penalty == pytest.approx(KL["expected"][estimator]["value"], rel=1e-12, abs=1e-15)
     assert gradient == pytest.approx(KL["expected"][estimator]["grad"], rel=1e-12, abs=1e-15)
-
-
-def test_k3_alone_is_bounded_as_verls_and_skyrls():
-    for estimator in ("k3", "low_var_kl"):
-        penalty, gradient = kl_of([-1.0, -3.0, 9.0, 20.0], estimator)
-        assert penalty == pytest.approx([math.e - 2, 10.0, math.exp(-9) + 8, 10.0])
-        assert [slope != 0 for slope in gradient] == [True, False, True, False]
-    assert kl_of([30.0, -30.0], "k2") == ([450.0, 450.0], [30.0, -30.0])
-    assert kl_of([30.0, -30.0], "k1") == ([30.0, -30.0], [1.0, 1.0])
+    far = kl_of([-1e4, -40.0, 40.0, 1e4], estimator)
+    assert all(math.isfinite(number) for numbers in far for number in numbers)
 
 
 def test_sure_tokens_of_negative_samples_are_left_out():

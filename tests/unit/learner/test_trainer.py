@@ -24,7 +24,7 @@ from learner.reference import _logprobs_by
 from learner.stats import Phases, Stats
 from learner.trainer import Trainer
 from tests.support import other_device
-from tests.support.learner import ALONE, KEEPS_ALL, learner_config, make_samples, with_scores
+from tests.support.learner import ALONE, KEEPS_ALL, learner_config, make_samples, policy_of, with_scores
 
 Samples = tuple[list[Payload], list[float]]
 # Rejects rows whose tokens the generating policy found next to impossible, and no others.
@@ -137,7 +137,7 @@ def test_sharing_prefixes_changes_nothing_but_the_tokens_computed(model, samples
 def test_mfu_is_what_training_needs_of_all_that_the_gpus_could_compute(model, samples, world):
     phases, peak = Phases(), 1e12
     metrics, _ = trained(model, {}, world, samples, peak=peak, phases=phases)
-    config = load_policy(learner_config(model, "runs")).model.config
+    config = policy_of(model).model.config
     needed = TRAINING * sum(operations_of(config).of(len(payload.token_ids)) for payload in samples[0])
     assert metrics["gpu/mfu"] == pytest.approx(world.size * needed / (peak * phases.seconds["train"]))
 
@@ -202,7 +202,7 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def test_neither_more_ranks_nor_rejected_samples_change_the_step(model, samples, aggregation):
     algorithm = {**REJECTING, "aggregation": aggregation}
     _, expected = trained(model, algorithm, ALONE, samples)
-    start = dict(load_policy(learner_config(model, "runs")).named_weights())
+    start = dict(policy_of(model).named_weights())
     assert all((weight - start[name]).abs().max() > 1e-4 for name, weight in expected.items())
     _, weights = trained(model, algorithm, Twins(0, 2, ALONE.device), samples)
     assert_same(weights, expected)
@@ -275,7 +275,7 @@ def steep(tokens: PolicyTokens, config: Any) -> TokenLosses:
 def test_what_is_not_finite_never_reaches_the_weights(model, samples, advantage, loss):
     bad = samples[0], [*samples[1][:-1], advantage]
     metrics, weights = trained(model, {}, ALONE, bad, zero_stage=0, loss=loss)
-    start = dict(load_policy(learner_config(model, "runs")).named_weights())
+    start = dict(policy_of(model).named_weights())
     assert all(torch.equal(weight, start[name]) for name, weight in weights.items())
     names = ("actor/skipped_steps", "actor/grad_norm", "actor/lr", "actor/loss", "actor/drift")
     assert [metrics[name] for name in names] == [1, 0, 0, 0, 0]
@@ -303,26 +303,13 @@ def declared(values: list[float], ages: list[int]) -> Stats:
 
 
 EXPECTED = {
-    "batch/sum": 15.5,
-    "a/mean": 3.1,
-    "a/centred": 3.1,
-    "a/share": 3 / 5,
-    "a/std": statistics.pstdev(VALUES),
-    "a/sample_std": statistics.stdev(VALUES),
+    "batch/sum": 15.5, "a/mean": 3.1, "a/centred": 3.1, "a/share": 3 / 5, "a/max": 7.0, "a/min": -1.0, "a/oldest": 4,
+    "a/std": statistics.pstdev(VALUES), "a/sample_std": statistics.stdev(VALUES),
     "a/ess": 15.5**2 / (5 * sum(value**2 for value in VALUES)),
-    "a/max": 7.0,
-    "a/min": -1.0,
-    "a/oldest": 4,
-    "age_0/mean": 3.75,
-    "age_1/mean": 0.5,
-    "age_5_plus/mean": 7.0,
-    "age_0/ess": 7.5**2 / (2 * (0.5**2 + 7.0**2)),
-    "age_1/ess": 1.0 / (2 * 5.0),
-    "age_5_plus/ess": 1.0,
-    "age_0/fraction": 2 / 5,
-    "age_1/fraction": 2 / 5,
-    "age_5_plus/fraction": 1 / 5,
-}
+    "age_0/mean": 3.75, "age_1/mean": 0.5, "age_5_plus/mean": 7.0,
+    "age_0/ess": 7.5**2 / (2 * (0.5**2 + 7.0**2)), "age_1/ess": 1.0 / (2 * 5.0), "age_5_plus/ess": 1.0,
+    "age_0/fraction": 2 / 5, "age_1/fraction": 2 / 5, "age_5_plus/fraction": 1 / 5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("cut", range(len(VALUES) + 1))
