@@ -52,9 +52,7 @@ def agree(
         broker.redis.set(broker.key("reconfigured"), 1, px=_settling(config))
         _set_first(broker, "config", json.dumps(shared_values(config)))
     while changes := differences(config, json.loads(before := _stored(broker))):
-        check_changes(
-            changes, f"run {broker.run!r}", _step(broker, config) if may_differ and config.run.has_learner else None
-        )
+        _check_changes_of_run(broker, config, changes, may_differ)
         _wait_until_alone(broker, changes)
         if _replace(broker, before, config, changes, log):
             break
@@ -73,7 +71,7 @@ def compare(broker: Broker, config: Config) -> list[Difference] | None:
     if not broker.redis.exists(broker.key("config")):
         return []
     changes = differences(config, json.loads(_stored(broker)))
-    check_changes(changes, f"run {broker.run!r}", _step(broker, config) if config.run.has_learner else None)
+    _check_changes_of_run(broker, config, changes)
     return changes
 
 
@@ -82,12 +80,21 @@ def changes_of(broker: Broker) -> list[dict[str, Any]]:
     return [json.loads(line) for line in broker.redis.lrange(broker.key("changes"), 0, -1)]
 
 
-def check_changes(changes: Sequence[Difference], run: str, step: int | None) -> None:
+def _check_changes_of_run(
+    broker: Broker, config: Config, changes: Sequence[Difference], may_differ: bool = True
+) -> None:
+    step = _step(broker, config) if may_differ and config.run.has_learner else None
+    ahead = 0 if latest(broker) is None else config.sampler.max_staleness + 1
+    check_changes(changes, f"run {broker.run!r}", step, ahead)
+
+
+def check_changes(changes: Sequence[Difference], run: str, step: int | None, ahead: int = 0) -> None:
     """Raise `UserError` if a configuration differs from a run's in keys that cannot change.
 
     Args:
         run: its name in messages.
         step: the last step that the run has trained; if None, nothing may differ.
+        ahead: steps after that for which tasks can have been dispatched; an end before them would lose samples.
     """
     if step == 0:
         return
@@ -103,8 +110,12 @@ def check_changes(changes: Sequence[Difference], run: str, step: int | None) -> 
             f"use that, or start a new run from its checkpoint: spo fork RUN NEW {options}"
         )
     for change in changes:
-        if change.key == "run.steps" and step is not None and change.here < step:
-            raise UserError(f"{run} is at step {step} already: run.steps = {change.here} is too low")
+        if change.key != "run.steps" or step is None:
+            continue
+        lowest = min(change.there, step + ahead)
+        reached = f"step {step} already" if lowest == step else f"step {step}, with tasks for steps up to {lowest}"
+        if change.here < lowest:
+            raise UserError(f"{run} is at {reached}: run.steps = {change.here} is too low; use {lowest} or more")
 
 
 def _agree_on_model(broker: Broker, config: Config, role: Role, log: Any) -> None:

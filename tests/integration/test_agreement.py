@@ -92,8 +92,13 @@ def test_a_finished_run_goes_on_where_it_gets_more_steps(real_broker: Broker) ->
     assert real_broker.finished()
     agree(real_broker, config(eval=MORE_EVALUATIONS, run={"steps": 12}))
     assert not real_broker.finished()
-    with pytest.raises(UserError, match="at step 10 already: run.steps = 9 is too low"):
-        agree(real_broker, config(eval=MORE_EVALUATIONS, run={"steps": 9}))
+    with pytest.raises(UserError, match="at step 10, with tasks for steps up to 12: run.steps = 11 is too low"):
+        agree(real_broker, config(eval=MORE_EVALUATIONS, run={"steps": 11}))
+    agree(real_broker, config(eval=MORE_EVALUATIONS, run={"steps": 100}))
+    # max_staleness is 4.
+    with pytest.raises(UserError, match="with tasks for steps up to 15: run.steps = 14 is too low; use 15 or more"):
+        agree(real_broker, config(eval=MORE_EVALUATIONS, run={"steps": 14}))
+    agree(real_broker, config(eval=MORE_EVALUATIONS, run={"steps": 15}))
 
 
 def test_nothing_changes_under_a_process_that_lives(real_broker: Broker) -> None:
