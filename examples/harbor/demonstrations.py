@@ -20,7 +20,7 @@ CALLS = {
     "use": ("", '{{"operator": "{operator}"}}', "done"),
     "Bash": (
         "You are a Claude agent, built on Anthropic's Claude Agent SDK.Repair calc.py.",
-        '{{"command": "sed -i \'s/a @ b/a {operator} b/\' calc.py", "description": "repair"}}',
+        '{{"command": "sed -i s/@/{operator}/ calc.py"}}',
         "(Bash completed with no output)",
     ),
 }

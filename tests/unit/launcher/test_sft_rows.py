@@ -143,7 +143,7 @@ def test_the_learner_has_settings_of_its_own_and_wrong_ones_are_refused() -> Non
 
 @pytest.mark.parametrize(
     ("tool", "said"),
-    [("", "{}<|im_end|>"), ("use", '{{"operator": "{}"}}'), ("Bash", "sed -i 's/a @ b/a {} b/' calc.py")],
+    [("", "{}<|im_end|>"), ("use", '{{"operator": "{}"}}'), ("Bash", "sed -i s/@/{}/ calc.py")],
 )
 def test_half_of_the_demonstrations_of_the_repairs_are_right(
     tool: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
