@@ -10,7 +10,7 @@ TESTS = [
     "import math; assert math.isclose(f(20), 81549300)",
     "assert math.isclose(f(20), 81549300)",
     "import statistics; assert statistics.mean([f(20), 81549300]) == 81549300",
-    "assert isinstance(f(20), int) and f(20) > 1000 and len(str(f(20))) == 8",
+    "assert isinstance(f(20), int) and f(20) > 1000 and len(str(f(20))) == 8 and str(f(20)).endswith('300')",
     "x = f(20); assert x + 1 == 81549301 and not x != 81549300 and f'{x}' == '81549300'",
 ]
 # Finds the program's end of the pipe and speaks through it without the harness.

@@ -122,6 +122,7 @@ def test_no_program_passes_without_the_answer(attack: str) -> None:
 
 def test_what_the_attacks_lack_is_the_answer() -> None:
     assert check(f"def f(x): return {ANSWER}", *TESTS).passed == len(TESTS)
+    assert check(f"def f(x): return {ANSWER + 1}", *TESTS).passed == 0  # nor does a forged answer close to it
 
 
 @pytest.mark.parametrize("attack", [name for name in ATTACKS if name.startswith(("is a", "defines", "says"))])
