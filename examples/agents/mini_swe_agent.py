@@ -1,23 +1,19 @@
 """A calculator agent on `mini-swe-agent`: actions are text, over Chat Completions.
 
-As a program, `agent: {command: [PYTHON, mini_swe_agent.py]}`; or as a server of many tasks, since its imports take
-seconds: `PYTHON mini_swe_agent.py SOCKET`, with served.py.
+As a function, `agent: mini_swe_agent:solve`, or in an environment of its own, with served.py.
 """
 
-import json
 import os
 import re
-import sys
-from pathlib import Path
-from socketserver import StreamRequestHandler, ThreadingUnixStreamServer
 
-os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"}  # no requests to the internet
+os.environ["MSWEA_SILENT_STARTUP"] = "1"  # no banner
 
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.exceptions import Submitted
-from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
+from openai import DefaultHttpxClient, OpenAI
 
 CALL = r'<tool_call>\n\{"name": "calculator", "arguments": \{"expression": "(.*)"\}\}\n</tool_call>'
+CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="-", http_client=DefaultHttpxClient(trust_env=False))
 
 
 class Calculator:
@@ -26,46 +22,39 @@ class Calculator:
     def execute(self, action, cwd=""):
         call = re.fullmatch(CALL, action["command"])
         if call is None:
-            answer = {"exit_status": "Submitted", "submission": action["command"]}
-            raise Submitted({"role": "exit", "content": "", "extra": answer})
+            raise Submitted({"role": "exit", "content": "", "extra": {"submission": action["command"]}})
         if not re.fullmatch(r"[1-9]\d{0,8}([-+*][1-9]\d{0,8}){0,9}", call[1]):
             return {"output": "error: not a sum of products of integers"}
         return {"output": str(eval(call[1]))}
 
-    def get_template_vars(self, **kwargs):
-        return kwargs
+    def get_template_vars(self, **values):
+        return values
 
-    def serialize(self):
-        return {}
+    serialize = get_template_vars
 
 
-class Model(LitellmTextbasedModel):
-    def _prepare_messages_for_api(self, messages):
-        return super()._prepare_messages_for_api(messages[1:])  # the tiny model has never seen a system message
+class Model:
+    """The policy, by the client that vLLM's environment has; the package's own models need LiteLLM."""
+
+    def __init__(self, task):
+        self.name, self.client = task.model, CLIENT.with_options(base_url=task.base_url, api_key=task.api_key)
+
+    def query(self, messages):
+        # Without the empty system message: the tiny model has never seen one.
+        shown = [{"role": m["role"], "content": m["content"]} for m in messages if m["content"]]
+        reply = self.client.chat.completions.create(model=self.name, messages=shown)
+        text = reply.choices[0].message.content or ""
+        return {"role": "assistant", "content": text, "extra": {"actions": [{"command": text}]}}
+
+    def format_message(self, **message):
+        return message
+
+    def format_observation_messages(self, message, outputs, values=None):
+        return [{"role": "user", "content": f"<tool_response>\n{x['output']}\n</tool_response>"} for x in outputs]
+
+    get_template_vars, serialize = Calculator.get_template_vars, Calculator.serialize
 
 
 def solve(task):
-    model = Model(
-        model_name=f"openai/{task['model']}",
-        model_kwargs={"api_base": task["base_url"], "api_key": task["api_key"]},
-        cost_tracking="ignore_errors",
-        action_regex=r"\A.*\Z",
-        observation_template="<tool_response>\n{{output.output}}\n</tool_response>",
-    )
-    agent = DefaultAgent(model, Calculator(), system_template="", instance_template="{{task}}", step_limit=4)
-    return agent.run(task["prompt"])["submission"]
-
-
-class Handler(StreamRequestHandler):
-    def handle(self):
-        self.wfile.write(json.dumps(solve(json.loads(self.rfile.readline()))).encode())
-
-
-class Server(ThreadingUnixStreamServer):
-    request_queue_size = 256
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        Server(sys.argv[1], Handler).serve_forever()
-    Path(os.environ["SPO_ANSWER_FILE"]).write_text(solve(json.load(sys.stdin)))
+    agent = DefaultAgent(Model(task), Calculator(), system_template="", instance_template="{{task}}", step_limit=4)
+    return agent.run(task.prompt)["submission"]
