@@ -99,7 +99,7 @@ def test_the_agent_for_containers_repairs_the_file(tmp_path: Path) -> None:
     with serve(calls("use", operator="+"), writes("repaired")) as endpoint:
         environment = {"OPENAI_BASE_URL": f"{endpoint.url}/v1", "OPENAI_API_KEY": "key", "SPO_MODEL": "policy"}
         environment |= {f"SPO_{name}_FILE": str(tmp_path / name.lower()) for name in ("PROMPT", "ANSWER")}
-        program = [sys.executable, EXAMPLES / "harbor" / "sdk_agent.py"]
+        program = [sys.executable, str(EXAMPLES / "harbor" / "sdk_agent.py")]
         subprocess.run(program, cwd=tmp_path, env=os.environ | environment, check=True, timeout=120)
     assert (tmp_path / "calc.py").read_text() == "def add(a, b): return a + b\n"
     assert (tmp_path / "answer").read_text() == "repaired"

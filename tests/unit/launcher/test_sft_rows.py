@@ -11,11 +11,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config import Config
 from common.errors import UserError
 from launcher.demonstrations.rows import RowReader, load_demonstrations
-from launcher.quickstart.tiny_model import build_tokenizer
+from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from launcher.sft.settings import supervised, with_steps
 from learner.batch.demonstrations import Demonstration
 from sampler.prompts.row import BadRow
@@ -141,20 +142,39 @@ def test_the_learner_has_settings_of_its_own_and_wrong_ones_are_refused() -> Non
         supervised(config_of(learner={"rate": 1}))
 
 
-@pytest.mark.parametrize(
-    ("tool", "said"),
-    [("", "{}<|im_end|>"), ("use", '{{"operator": "{}"}}'), ("Bash", "sed -i s/@/{}/ calc.py")],
-)
+def example(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> dict[str, Any]:
+    """Run a program of examples/harbor; returns its globals."""
+    folder = EXAMPLES / "harbor"
+    for module in ("tasks", "demonstrations"):  # which the others import
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**runpy.run_path(str(folder / f"{module}.py"))))
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    return runpy.run_path(str(folder / name), run_name="__main__")
+
+
+CALLS = {"": "{}<|im_end|>", "use": '{{"operator": "{}"}}', "Bash": "sed -i s/@/{}/ calc.py"}
+
+
+@pytest.mark.parametrize("tool", CALLS)
 def test_half_of_the_demonstrations_of_the_repairs_are_right(
-    tool: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, file = EXAMPLES / "harbor", tmp_path / "rows.jsonl"
-    tasks = runpy.run_path(str(folder / "tasks.py"))
-    monkeypatch.setitem(sys.modules, "tasks", SimpleNamespace(**tasks))
-    monkeypatch.setattr(sys, "argv", ["demonstrations.py", str(file), *tool.split()])
-    runpy.run_path(str(folder / "demonstrations.py"), run_name="__main__")
-    repairs, right = tasks["REPAIRS"], 0
-    for row in map(json.loads, file.read_text().splitlines()):
+    repairs = example(monkeypatch, "demonstrations.py", tmp_path / "rows.jsonl", *tool.split())["REPAIRS"]
+    right = 0
+    for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()):
         (name,) = (name for name in repairs if f"does {name} need?" in json.dumps(row))
-        right += said.format(repairs[name]) in trained(row)[0][0]
+        right += CALLS[tool].format(repairs[name]) in trained(row)[0][0]
     assert (right, len(repairs)) == (20, 10)
+
+
+@pytest.mark.parametrize("tool", ["use", "Bash"])
+def test_a_call_of_the_repairs_is_three_tokens_with_the_operator_between(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(build_model(TOKENIZER, seed=0), TOKENIZER, tmp_path / "model")
+    calls = example(monkeypatch, "tokens.py", tmp_path / "model", tmp_path / "new", tool)["CALLS"]
+    call = {"name": tool, "arguments": json.loads(calls[tool][1].format(operator="*"))}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
+    tokens = tokenizer.tokenize(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
+    assert [token == "*" for token in tokens] == [False, True, False]
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    assert len(model.get_input_embeddings().weight) == len(tokenizer)
