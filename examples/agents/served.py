@@ -1,4 +1,4 @@
-"""Runs an agent in another environment, as a server: packages that do not fit vLLM's are imported once, not per task.
+"""Runs an agent in another environment, as a server: packages that conflict with vLLM's are imported once.
 
 /path/to/python served.py agent.sock mini_swe_agent:solve &
 AGENT_SOCKET=$PWD/agent.sock spo run my.yaml -o run.modules=examples/agents -o episode.agent=served:solve

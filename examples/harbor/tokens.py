@@ -1,6 +1,6 @@
-"""Gives a model one token for each fixed part of the demonstrations, so that an operator is one of few choices.
+"""Adds a token to a model for each fixed text of the demonstrations: a call is three tokens, the operator one of them.
 
-python examples/harbor/tokens.py MODEL FOLDER TOOL    # for tiny models of bytes; others have tokens of words
+python examples/harbor/tokens.py MODEL FOLDER TOOL    # for the tiny model, whose other tokens are single bytes
 """
 
 from __future__ import annotations

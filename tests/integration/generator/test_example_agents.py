@@ -77,8 +77,8 @@ def test_an_agent_as_a_program_writes_its_answer(tmp_path: Path) -> None:
 
 
 @contextmanager
-def running(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, *command], cwd=FOLDER, env=os.environ | environment) as process:
+def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, *command], cwd=FOLDER) as process:
         try:
             yield process
         finally:
