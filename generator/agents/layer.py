@@ -90,6 +90,7 @@ class SessionLayer:
     def _session(self, key: str, path: str) -> AgentSession:
         keys = self._rewards if path == REWARD else self._sessions
         session = keys.get(key)
+        # A session that has reached a limit still takes the agent's reward, until it is closed.
         if session is not None and (path == REWARD or not session.over.is_set()):
             return session
         if session is not None or key in self._closed:
