@@ -305,5 +305,5 @@ class Checkpoints:
 
 def _is_disk_error(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
-        return type(error) is not RuntimeError or "inline_container" in str(error)
+        return "inline_container" in str(error)
     return isinstance(error, (OSError, SafetensorError))
