@@ -255,10 +255,11 @@ def _memory(config: Config) -> tuple[dict[str, Any], str]:
         if isinstance(needs, str):
             return {"token_budget": BUDGETS[-1]}, f"# token_budget is not measured: {one_line(needs)}."
         peak = needs.rank(ranks).peak
-        if peak + (RESERVED if gpus else 0) <= memory or budget == BUDGETS[-1]:
+        has_room = peak + (RESERVED if gpus else 0) <= memory
+        if has_room or budget == BUDGETS[-1]:
             each = f"each of the {len(gpus)} GPUs has" if len(gpus) > 1 else "the GPU has"
             where = each if gpus else "half the machine's memory is"
-            fits = "" if peak <= memory else ": IT DOES NOT FIT; see docs/gpu.md (Does it fit)"
+            fits = "" if has_room else ": IT DOES NOT FIT; see docs/gpu.md (Does it fit)"
             about = f"With this token_budget a rank takes {peak / GB:.1f} GB; {where} {memory / GB:.1f} GB{fits}."
             return settings, f"# {about}"
     raise AssertionError
