@@ -140,7 +140,7 @@ class SessionLayer:
         if session.over.is_set() and session.failure is None:
             raise Refusal(409, f"this session is over: {session.reason}", is_limit=True)
         self._log.warning("the endpoint's app failed", error=repr(exchange.failure))
-        raise Refusal(500, "the engine failed")
+        raise Refusal(500, "the endpoint failed; the generator's log says why")
 
     async def _body(self, receive: Receive) -> bytes:
         body = bytearray()
