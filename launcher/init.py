@@ -88,7 +88,7 @@ def configuration(data: str, model: str | None) -> str:
         _section("model", {"path": tree["model"]["path"], **lengths["model"]}, "" if model else
                  f"# No model was given (--model): {MODEL} is an example."),
         _section("data", {**tree["data"], **lengths["data"]}, "\n".join(filter(None, [
-            lengths["about"], "" if heldout else "# heldout: FILE would be evaluated on while the run trains."]))),
+            lengths["about"], "" if heldout else "# Add heldout: FILE, to evaluate on it while the run trains."]))),
         _section("episode", {**tree["episode"], **lengths["episode"]}, f"# {guess.why}"),
     ]  # fmt: skip
     tree = yaml.safe_load("\n".join(parts))
@@ -97,7 +97,7 @@ def configuration(data: str, model: str | None) -> str:
     name = re.sub(r"[^\w.-]+", "-", Path(data).stem) or "run"
     parts += [_section("run", {"name": name, "experiment": name, "steps": 200})]
     text = "\n".join(parts) + "\n"
-    parse_config(yaml.safe_load(text))
+    parse_config(yaml.safe_load(text))  # a last check: what is written must be a valid configuration
     return text
 
 
@@ -111,8 +111,8 @@ def guess_reward(data: str, answers: Sequence[Any], answer: str | None, tests: s
         return Guess({"episode": {"reward": "code", **options}}, why)
     if not answers:
         why = (
-            "reward: NAME ONE. The rows have no answers to compare with, and `length` only stands in its place: it\n"
-            "# pays for short responses. docs/rewards.md has the others, docs/extending.md shows your own."
+            "reward: NAME ONE. The rows have no answers to compare with, and `length` is only a placeholder: it\n"
+            "# rewards short responses. docs/rewards.md has the others, docs/extending.md shows your own."
         )
         return Guess({"episode": {"reward": "length"}}, why)
     texts, seen = [answer_text(value).strip() for value in answers], f"the {len(answers):,} values of {answer!r}"
@@ -174,6 +174,7 @@ def _columns(
 
     if data in KNOWN_SETS:
         return KNOWN_SETS[data].prompt_column, KNOWN_SETS[data].answer_column, None
+    # Reversed: of names that differ only in case, the first column wins.
     lower = {name.casefold(): name for name in reversed(columns)}
     prompt = next((lower[name] for name in PROMPTS if name in lower), None)
     if prompt is None:
@@ -254,12 +255,12 @@ def _memory(config: Config) -> tuple[dict[str, Any], str]:
         if isinstance(needs, str):
             return {"token_budget": BUDGETS[-1]}, f"# token_budget is not measured: {one_line(needs)}."
         peak = needs.rank(ranks).peak
-        if peak + (RESERVED if gpus else 0) <= memory or budget == BUDGETS[-1]:
-            where = f"{len(gpus)} GPUs of" if gpus else "half the machine's memory,"
-            fits = "" if peak <= memory else ": IT DOES NOT FIT; see docs/gpu.md (Does it fit)"
-            about = (
-                f"With this token_budget a rank takes {peak / GB:.1f} GB; here are {where} {memory / GB:.1f} GB{fits}."
-            )
+        has_room = peak + (RESERVED if gpus else 0) <= memory
+        if has_room or budget == BUDGETS[-1]:
+            each = f"each of the {len(gpus)} GPUs has" if len(gpus) > 1 else "the GPU has"
+            where = each if gpus else "half the machine's memory is"
+            fits = "" if has_room else ": IT DOES NOT FIT; see docs/gpu.md (Does it fit)"
+            about = f"With this token_budget a rank takes {peak / GB:.1f} GB; {where} {memory / GB:.1f} GB{fits}."
             return settings, f"# {about}"
     raise AssertionError
 

@@ -230,7 +230,8 @@ class Critic:
             "critic/grad_norm": sum(finite) / max(len(finite), 1),
             "critic/lr": self.learner.lr,
         }
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # like all other metrics
+        # As in `Stats.reduce`, values that are not finite are left out.
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _values(self, micro: MicroBatch) -> torch.Tensor:
         """V of the states in which the model tokens were sampled, float32 [N]."""
@@ -248,7 +249,7 @@ def _micro_batches(batch: RolloutBatch) -> list[MicroBatch]:
 
 
 def _rewarded(micro: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tensors of `gae` [N]."""
+    """Rewards, values and rows of a micro-batch's model tokens [N] each: the first arguments of `gae`."""
     assert micro.rewards is not None
     return micro.rewards, values, micro.layout.segment_ids
 

@@ -261,7 +261,7 @@ class Learner:
             raise
         self._watch_masking(metrics)
         with phases("publish"):
-            self.publisher.wait()
+            self.publisher.wait()  # `WeightServer.copy` needs the previous copy to be served
             copy = self._copy_weights(self.version + 1)
         self.version += 1
         metrics |= phases.metrics() | self._sent_since_last_step()
@@ -293,6 +293,7 @@ class Learner:
         copy = self.copies.copy(self.server, version, self.trainer.weights(), prompt)
         self.trainer.before_update = copy.before_update
         largest, mean = float(copy.largest), sum(prompt.logprobs) / max(len(prompt.logprobs), 1)
+        # Negated, so that NaN counts as diverged.
         if self.world.any_rank(not (largest <= self.most_weight and mean >= LEAST_LOGPROB)):
             reason = f"weights up to {largest:.3g}, and a mean log-prob of {mean:.3g} for a fixed prompt"
             if version > self.version:

@@ -40,7 +40,7 @@ class Micro:
 
     Attributes:
         sequence_parallel: ranks that divide the tokens among them; the memory is that of the last one.
-        chunk: tokens of a chunk of the log-prob head; on a GPU those of a card of 80 GB.
+        chunk: tokens of a chunk of the log-prob head; ignored with `on_gpu`, which takes the chunk of an 80 GB card.
         on_gpu: the policy computes as on a GPU: attention by `varlen`, the first choice of `learner.attention`, and no
             float32 copy of the output layer.
     """
@@ -64,6 +64,7 @@ class Zero:
     Attributes:
         frozen: only an adapter is trained, whose gradients and optimizer are small enough to ignore.
         host_optimizer, host_weights: whether they are in the host's memory.
+        reduced_bytes: bytes of a number in the type in which gradients are reduced among ranks.
         overlap: whether a bucket is reduced while the next one is filled, at stages 1 and 2.
     """
 
@@ -124,7 +125,7 @@ def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int =
         return RankMemory(held, 0, 0, layers, 0, activations, 0)
     count -= untrained
     part = -(-count // zero.ranks)
-    # In fp32, stage 3 takes the weights as the master copy; the other stages are counted with a copy.
+    # In fp32, stages 0 and 3 use the weights as the master copy; stages 1 and 2 are counted with a copy.
     optimizer = (12 if zero.weight_bytes < 4 else 8 if zero.stage in (0, 3) else 8 + 4) * (
         part if zero.stage else count
     )
@@ -219,11 +220,13 @@ def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> P
     attention = PACKED_VARLEN if micro.on_gpu and varlen_lacks(config) is None else PACKED_SDPA
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     recompute_layers(model, micro.checkpointing)
-    # A GPU writes float32 logits of 16-bit operands at once: as much as rounding them and converting them back takes.
+    # On a GPU the head writes float32 logits without a float32 copy of its weight (`logprobs._projection`). Here,
+    # 16-bit logits that are then converted to float32 stand in: they take as much memory.
     chunk = chunk_of(config.get_text_config().vocab_size, CARD_BYTES) if micro.on_gpu else micro.chunk
     policy = Policy(model.train(), chunk, 1.0, float32_head=not micro.on_gpu)
     for parameter in policy.parameters():
-        parameter.requires_grad_()  # torch's tracker of memory refuses frozen ones; an indexer's are few
+        # `MemTracker` refuses frozen parameters; the only ones here, those of indexers, are few.
+        parameter.requires_grad_()
         # As ZeRO 2 and 3 do: a gradient is reduced and freed as soon as it is computed.
         parameter.register_post_accumulate_grad_hook(_drop)
     return policy

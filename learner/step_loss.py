@@ -123,6 +123,7 @@ def step_loss(
         entropy = aggregate(policy.entropies)
         loss = loss - config.entropy_coef * entropy
     if precomputed.reference is not None:
+        # A NaN at a dropped token would make the gradient NaN, even multiplied by 0.
         reference = torch.where(keep, precomputed.reference, 0.0)
         kl = aggregate(reference_kl(tokens.logprobs, reference, config.kl_estimator))
         loss = loss + config.kl_coef * kl

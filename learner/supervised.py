@@ -45,7 +45,7 @@ class SupervisedLearner:
         """Load the model and the newest checkpoint; raises `UserError` if one of them cannot be loaded.
 
         Args:
-            config: see `supervised`.
+            config: from `launcher.sft.settings.supervised` and `with_steps`.
             report: called on rank 0 with each step's number and metrics.
             rewards: called on rank 0 for the mean held-out reward of each step evaluated so far.
         """
@@ -76,6 +76,7 @@ class SupervisedLearner:
                 metrics |= self._heldout_loss()
             self._report(metrics | self.phases.metrics())
             self.phases = Phases(self.timeline)
+            # Give a checkpoint its name as soon as all ranks have written it, without waiting for that.
             if not self.world.any_rank(not self.checkpoints.is_written):
                 self.checkpoints.finish()
             if self._is_due(config.learner.checkpoint_every):

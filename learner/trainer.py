@@ -146,6 +146,7 @@ class Trainer:
             record: collects the log-probs and entropies of kept samples.
         """
         phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
+        # Statistics need the same names on all ranks, also if every step is skipped; the next line does the same.
         self._report_loss(stats, torch.zeros(4, dtype=torch.float64, device=self.world.device), steps=0)
         self._show(Shown(), 1.0, stats)
         if self.critic is not None:

@@ -52,7 +52,7 @@ class Relay:
         log: Any,
     ) -> None:
         self.stopped = threading.Event()
-        # Relays may share a name; only the id shows this process that it is part of a circle.
+        # Names may repeat, so a relay that pulls from itself, through others, recognises that by its id.
         relay_id = f"{name}#{secrets.token_hex(4)}"
         sources = Sources(learner, upstream or "direct", relays)
         self.follower = Follower(
@@ -82,6 +82,7 @@ class Relay:
     def begin(self, manifest: Manifest) -> Transfer:
         """Offer a snapshot before its first chunk has arrived."""
         last, size = self._last, manifest.total_bytes
+        # Reuse memory that nothing reads, except the last snapshot's: deltas of the new one start from it.
         spare = self.server.spare()
         file = spare.file if spare is not None and spare is not last and spare.file.size == size else MemoryFile(size)
         self._arriving = Snapshot.arriving(manifest, file)

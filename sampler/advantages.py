@@ -111,7 +111,7 @@ def in_groups(
     compare: Callable[[np.ndarray], np.ndarray], rewards: np.ndarray, baselines: np.ndarray, groups: np.ndarray,
     tokens: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """`compare` the rewards of equally large groups, [G, n / G], which stand one after another."""
+    """Apply `compare` to the rewards as [G, n / G]: G groups of equal size lie one after another. Returns [n]."""
     return compare(rewards.reshape(groups[-1] + 1, -1)).ravel()
 
 
@@ -130,6 +130,7 @@ def load_advantage(algorithm: AlgorithmConfig, settings: AdvantageConfig) -> Adv
         return ADVANTAGE.array(name, own(rewards.copy(), *columns), rewards.shape)
 
     groups = np.repeat(np.arange(4), algorithm.responses)
-    for rewards in (np.arange(len(groups)) % 3 / 2, np.ones(len(groups))):  # equal rewards have no deviation
+    # The second batch has equal rewards, where a division by their deviation fails.
+    for rewards in (np.arange(len(groups)) % 3 / 2, np.ones(len(groups))):
         advantage(rewards, np.full(len(groups), 0.5), groups, 10 + groups)
     return advantage

@@ -20,7 +20,7 @@ from sampler.records import DispatchedTask
 from sampler.seeds import task_seed
 from sampler.state import SamplerState
 
-# What `spo data demonstrations` needs of an episode's record: what was said, and the tokens of an evaluation.
+# Fields of an episode's record that `spo data demonstrations` reads: messages and, of evaluations, tokens.
 EPISODE = ("messages", "token_ids", "model_spans", "row_lengths")
 
 

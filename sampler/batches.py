@@ -64,6 +64,7 @@ class OpenBatch:
         chosen.sort(key=lambda group: group[0].arrival)
         samples = self._remove(chosen)
         advantages = self._advantages(samples)
+        # Advantages were computed group after group; the manifest lists the samples in the order of arrival.
         order = sorted(range(len(samples)), key=lambda i: samples[i].arrival)
         samples = [samples[i] for i in order]
         values, returns = self._outcomes(samples) if self._algorithm.has_critic else (None, None)
@@ -115,7 +116,7 @@ class OpenBatch:
         for group in groups:
             del self.groups[group[0].group_id]
             self.versions[_oldest_version(group)] -= len(group)
-        self.versions = +self.versions
+        self.versions = +self.versions  # drops counts of 0, which `drop_late` would take for waiting samples
         return [sample for group in groups for sample in group]
 
 

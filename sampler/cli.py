@@ -98,7 +98,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
 
 
 def run_once(sampler: Sampler) -> bool:
-    """Run a sampler to its end or a signal; False if Redis was behind: a new `Sampler` must start from a checkpoint."""
+    """Run a sampler until it ends or a signal stops it; False if it must be replaced by a new one: Redis was behind."""
 
     def stop(*_: object) -> None:
         sampler.stop.set()
@@ -109,7 +109,7 @@ def run_once(sampler: Sampler) -> bool:
         sampler.run()
     except RedisBehind as error:
         sampler.log.warning(
-            "redis has lost a part of the run, which continues from its newest checkpoint", because=str(error)
+            "Redis has lost a part of the run; the run continues from its newest checkpoint", because=str(error)
         )
         sampler.ledger.reset()
         return sampler.stop.is_set()

@@ -55,6 +55,7 @@ class Evaluations:
         if resumed and due is not None:
             self._restart(due, "Redis was lost")
         elif not resumed and not self._config.before_training:
+            # The first version is not evaluated, unless it is the last one too.
             self._state.evaluated_to = min(version, self._state.last_version - 1)
 
     def withdraw(self) -> None:
@@ -108,6 +109,7 @@ class Evaluations:
         Raises:
             UserError: a file cannot be written.
         """
+        # This round's answers may have completed the newest evaluation, which is then no longer open.
         due = self._state.open_evaluation if not self._round else max(self._state.evaluations)
         if due is None:
             return None

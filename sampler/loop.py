@@ -200,7 +200,7 @@ class Sampler:
             self.snapshots.save(step.version)
 
     def start_at(self, version: int) -> None:
-        """Start the run at the learner's first version: a new run, or from a checkpoint if Redis does not know it."""
+        """Start a run that Redis does not know at the learner's first version: anew, or from a checkpoint."""
         self.log.info("the learner is ready", version=version)
         resumed = self.snapshots.load(version)
         # Entries of later versions in the files belong to another run in this folder, or will be written again.

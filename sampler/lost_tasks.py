@@ -15,7 +15,7 @@ class LostTasks:
     """Searches the streams for the tasks in flight, slice by slice while the run continues.
 
     A task in flight moves only forward: to the end of its stream when it is given back, to `samples` when it is
-    finished, and out of there by the sampler's own commit. So a search that reads the streams in this order meets every
+    finished, and out of there by the sampler's own commit. So a search that reads the streams in this order finds every
     task that exists. The protocol itself loses no task, but tasks are missing from a Redis that was restored
     from a backup, or in which entries were deleted by hand. A fail-over during a search can move a task back, so only a
     task that two searches miss counts as lost.

@@ -82,7 +82,7 @@ class SamplerMetrics:
         self._feeds = [TrackerFeed(name, self._config, self._file.path, self._log) for name in names]
 
     def write(self) -> None:
-        """Append the collected entries to the file, and wake the trackers that read it."""
+        """Append the collected entries to the file, and wake the feeds that send them to experiment trackers."""
         entries, self._entries = self._entries, []
         if self._file is not None and entries:
             is_full = self._file.append(entries)
@@ -92,7 +92,7 @@ class SamplerMetrics:
                 feed.wake()
 
     def close(self) -> None:
-        """Write what is left, and give the trackers a moment to send it."""
+        """Write what is left, and give the feeds a moment to send it."""
         self.write()
         finished = self._state.version >= self._state.last_version
         for feed in self._feeds:
@@ -156,10 +156,11 @@ class SamplerMetrics:
             "samples_per_second": self._samples_per_second(),
             **self._state.totals,
         }
+        # NaN, a figure that is not known, differs from itself.
         return {name: value for name, value in values.items() if value is not None and value == value}
 
     def discard(self, version: int) -> None:
-        """Remove entries of later versions: the run begins or continues at this one, and makes them again."""
+        """Remove entries of later versions: the run starts at this one and will write them again."""
         if self._file is not None:
             removed = self._file.discard(version)
             for feed in self._feeds:

@@ -38,7 +38,7 @@ TRACKER_ROWS = np.dtype(
     [
         ("alpha", "<f8"),
         ("beta", "<f8"),
-        ("prior", "<f8"),  # what is left of the initial count in alpha, and as much in beta
+        ("prior", "<f8"),  # what is left in alpha of its initial count; beta has the same part
         ("visits", "<i8"),
         ("answered", "<i8"),  # newest version that answered it
         ("retired", "?"),

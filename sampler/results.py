@@ -48,7 +48,7 @@ def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> Sampl
         reward = in_range(header.reward, low, high)
         returns = [in_range(value, low, high) for value in header.turn_returns]
     except ValueError as error:
-        raise InvalidMessage(f"{error}; declare the range of your rewards there") from None
+        raise InvalidMessage(f"{error}; set it to the range of your rewards") from None
     if reward == header.reward and returns == header.turn_returns:
         return header  # the usual case; a copy costs as much as all the checks above
     return header.model_copy(update={"reward": reward, "turn_returns": returns})

@@ -94,7 +94,7 @@ class SamplerState:
     def send_again(self, task: Task) -> None:
         """Send a task in flight once more, because Redis has lost it; it still counts as one task."""
         self._commit.dispatch.append((task, self.admission.in_flight[task.task_id].pack()))
-        self.count("dispatched", -1)
+        self.count("dispatched", -1)  # commit.lua counts every task that it sends as dispatched
         self.count("sent_again")
 
     def abandon_task(self, task_id: str) -> None:
@@ -115,10 +115,11 @@ class SamplerState:
         return task
 
     def record_step(self, version: int, drift: float) -> None:
-        """Record a version from the learner; versions that a restarted learner repeats close no batch again."""
+        """Record a version from the learner; one that a restarted learner announces again changes nothing."""
         if self.drift.record(version, drift):
             self._commit.scalars[f"moved:{version}"] = self.drift.cumulative(version)
         self.version = max(self.version, version)
+        # A learner that starts from a checkpoint has trained on the batches before this version.
         self.open.next_id = max(self.open.next_id, version)
 
     def update_value(self, i: int, header: SampleHeader) -> tuple[float, float, float]:
@@ -296,6 +297,7 @@ class SamplerState:
         cumulative = np.zeros(max(moved, default=0) + 1)
         for version, total in moved.items():
             cumulative[version] = float(total)
+        # Versions that were skipped (`PromptDrift.record`) have no entry; their total is that of the version before.
         self.drift.restore(np.maximum.accumulate(cumulative))
         self._restore_tracker(saved.tracker)
         if self.tracker.population is not None and "population" in scalars:
@@ -357,6 +359,7 @@ class SamplerState:
             self.count(counter)
 
     def _leave_open(self, sample: OpenSample) -> None:
+        # A sample that was added in this round is not in Redis yet, so there is nothing to remove.
         if self._commit.open_add.pop(sample.sample_id, None) is None:
             self._commit.open_remove.append(sample.sample_id)
 

@@ -13,7 +13,7 @@ from sampler.values.tracker import ValueTracker
 WINDOW = 64  # batches
 BINS = 10
 FEWEST = 4  # batches needed for an interval of the variance ratio
-POOL_PART = 16  # figures of all prompts are recomputed once one in this many prompts was answered
+POOL_PART = 16  # figures over all N prompts are recomputed after N / POOL_PART rewards
 
 
 class ValueAudit:

@@ -109,7 +109,7 @@ def _check_ran(answer: RunCodeResponse) -> None:
     if answer.status is not Status.SUCCESS:
         result = answer.run_result or answer.compile_result
         output = " ".join(f"{answer.message} {result.stderr if result else ''}".split())[:300]
-        raise UserError(f"the sandbox does not run Python: {output or 'it gives no reason'}")
+        raise UserError(f"the sandbox does not run Python: {output or 'no reason given'}")
 
 
 def run_code(
@@ -129,7 +129,10 @@ def run_code(
 
     Args:
         url: the server; without one, the isolated runner of this machine.
-        files: content by path, base64.
+        compile_timeout, run_timeout: wall time in seconds.
+        memory_mb: memory of all processes together, in MiB.
+        files: content in base64, by path.
+        fetch_files: paths whose content is returned in `files` of the response, in base64.
 
     Raises:
         SandboxUnavailable: there is no result, for reasons that are not the program's.

@@ -216,7 +216,7 @@ def main() -> None:
     for attempt in ATTEMPTS:
         try:
             evidence = attempt(parameters)
-        except OSError as error:
+        except OSError as error:  # an attempt that could not be made proves nothing, so it counts as a leak
             evidence = f"it could not be tried: {error}"
         if evidence is not None:
             leaks[attempt.__name__.replace("_", " ")] = evidence

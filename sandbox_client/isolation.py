@@ -81,7 +81,9 @@ async def check_isolation(sandbox: LocalSandbox) -> float:
         leaks = {**_successful_attempts(tried), **canary.harm()}
     if hog_input and not killed.message.startswith("processes were killed"):
         outcome = killed.message or (killed.run_result and killed.run_result.stderr) or "it ended by itself"
-        leaks["memory together"] = f"processes tried to hold more than the {hog_mb} MB of a run: {outcome[-300:]}"
+        leaks["memory together"] = (
+            f"processes that together exceeded the {hog_mb} MB of a run were not killed for it: {outcome[-300:]}"
+        )
     if echoed.run_result is None or echoed.run_result.stdout != "42\n":
         leaks["bash"] = f"it does not run: {echoed.message or echoed.run_result}"
     if leaks:
@@ -122,7 +124,8 @@ class Canary:
     def __init__(self) -> None:
         self.name = f"spo-canary-{secrets.token_hex(8)}"
         self.folder = tempfile.TemporaryDirectory(prefix="spo-canary-")
-        os.chmod(self.folder.name, 0o755)  # only the sandbox may keep programs from it
+        # Readable for everyone, so that nothing but the sandbox keeps programs from reading it.
+        os.chmod(self.folder.name, 0o755)
         self.file = Path(self.folder.name) / "file"
         self.file.write_text(self.name)
         self.file.chmod(0o644)

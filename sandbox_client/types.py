@@ -47,7 +47,9 @@ class RunCodeRequest(BaseModel):
     """A program to run.
 
     Attributes:
-        files: content by path, base64.
+        compile_timeout, run_timeout: seconds.
+        memory_limit_MB: MiB, of all processes of the program together.
+        files: content in base64, by path.
         fetch_files: paths whose content is wanted afterwards.
     """
 

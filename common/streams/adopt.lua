@@ -31,7 +31,8 @@ end
 -- A full Redis continues a script whose first write frees memory.
 local unknown = 1 - redis.call('ZREM', holders, consumer)
 redis.call('ZADD', holders, number(now), consumer)
--- If Redis' clock was set, every process counts as just heard from; those that are dead are found a silence later.
+-- If Redis' clock was set, every process counts as just heard from; dead ones are found after `silence` more ms.
+-- So does one whose heartbeat is this far ahead: it was recorded before the clock was set back.
 local from = (now < least or now > latest) and '-inf' or number(now + silence / 2)
 for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, from, '+inf')) do
   redis.call('ZADD', holders, number(now), holder)

@@ -84,6 +84,7 @@ def _check_changes_of_run(
     broker: Broker, config: Config, changes: Sequence[Difference], may_differ: bool = True
 ) -> None:
     step = _step(broker, config) if may_differ and config.run.has_learner else None
+    # With no step in Redis, its tasks are lost too, so none is ahead of the checkpoint.
     ahead = 0 if latest(broker) is None else config.sampler.max_staleness + 1
     check_changes(changes, f"run {broker.run!r}", step, ahead)
 
@@ -133,8 +134,8 @@ def _agree_on_model(broker: Broker, config: Config, role: Role, log: Any) -> Non
 def agree_on_download(broker: Broker, config: Config) -> None:
     """Compare the model's files with the run's if `model.path` is a Hugging Face name.
 
-    To be called once the model is loaded, because loading may download another revision than the cache had. Two caches
-    of the same revision may lack different files.
+    To be called once the model is loaded, because loading may download another revision than the cache had. Files that
+    this cache lacks are not compared: caches of one revision may lack different files.
 
     Raises:
         UserError: the run was started with another revision.

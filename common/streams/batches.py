@@ -28,7 +28,7 @@ class RunLost(UserError):
 
 
 class BatchInbox:
-    """The `batches` stream as the learner sees it, and the only way in which it changes the run.
+    """The learner's view of the stream `batches`, and the only place where the learner changes the run in Redis.
 
     A run has one learner: the last one that called `acquire`. Redis refuses later writes from any other.
     """
@@ -116,6 +116,7 @@ class BatchInbox:
         self, *, step: bytes = b"", endpoint: bytes = b"", entries: Sequence[bytes] = (), sample_ids: Sequence[str] = ()
     ) -> int:
         broker = self._broker
+        # Not required any more: a call that is repeated because its reply was lost finds this batch released.
         if self._newest_batch in entries:
             self._newest_batch = b""
         keys = [broker.key(name) for name in ("learner", "steps", "endpoints", "batches", "counters", "payload:")]
@@ -128,8 +129,8 @@ class BatchInbox:
             return int(released)
         if released == BEHIND:
             raise RedisBehind(
-                f"Redis came back with an older state of run {broker.run!r}; started again, this learner continues "
-                "from its newest checkpoint"
+                f"Redis came back with an older state of run {broker.run!r}; when it is started again, this "
+                "learner continues from its newest checkpoint"
             )
         if detail:
             raise Replaced(

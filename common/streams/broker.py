@@ -67,7 +67,10 @@ class Broker:
         self._scripts: dict[str, Script] = {}
 
     def key(self, name: str) -> str:
-        """Key of the run; the braces keep all keys of a run on one shard of a cluster."""
+        """Key of the run.
+
+        The braces are Redis' hash tag, which puts all keys of a run into one slot (Cluster is not supported).
+        """
         return f"spo:{{{self.run}}}:{name}"
 
     def keys_of(self, prefix: str) -> list[str]:

@@ -120,7 +120,15 @@ def client(config: BrokerConfig, **options: Any) -> redis.Redis:
 
 
 def wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:
-    """The server's version, as soon as it answers."""
+    """The server's version, as soon as it answers.
+
+    Args:
+        run: one of its keys is read, so that an ACL without the run's keys is refused here.
+        url: the address without a password, for messages.
+
+    Raises:
+        UserError: no server answers within `config.wait` seconds, or it refuses this client.
+    """
     probe = client(config, socket_timeout=5, retry=Retry(NoBackoff(), 0))
     deadline, logged = time.monotonic() + config.wait, False
     while True:

@@ -21,7 +21,7 @@ class EarlyStop:
 
     Attributes:
         best: mean held-out reward, NaN before the first evaluation.
-        version: the weights that it is of.
+        version: the weight version that reached `best`.
         since: number of evaluations after that, none of which was better.
         end: the last version of the run, chosen once `since` reached `run.stop_when`; 0 before that.
     """
@@ -33,7 +33,7 @@ class EarlyStop:
 
     @classmethod
     def of(cls, broker: Broker) -> Self:
-        """As the sampler has committed it."""
+        """The state that the sampler committed last."""
         data = broker.redis.hget(broker.key("state"), FIELD)
         return cls.unpack(data) if data else cls()
 

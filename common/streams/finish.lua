@@ -30,7 +30,7 @@ for i = 2, #ARGV, 5 do
     end
     redis.call('XADD', samples, '*', 'id', id, 'header', header)
     if letter ~= '' then
-      redis.call('XADD', dead, 'MAXLEN', '~', '10000', '*', 'letter', letter)
+      redis.call('XADD', dead, 'MAXLEN', '~', '10000', '*', 'letter', letter) -- 10000: `MAX_LETTERS` of dead.py
     end
   end
 end

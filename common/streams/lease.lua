@@ -1,7 +1,8 @@
 -- Lease tasks to a generator: those of the open evaluation first, if the generator has the version that answers them.
 --
 -- One version of the weights answers an evaluation: that of the first generator that asks with a version new enough, and
--- not newer than the sampler knows: a newer version is one that Redis has lost by coming back with an older state.
+-- not newer than the sampler knows: such a version was announced to a Redis that has since come back with an older
+-- state.
 -- Generators with this version keep it until the evaluation is over. Each call of theirs is counted, as a sign that the
 -- version still exists.
 --

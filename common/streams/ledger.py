@@ -195,7 +195,7 @@ class SamplerLedger:
         version, seen = self.broker.redis.hmget(self.broker.key(f"pin:{evaluation}"), "version", "seen")
         if version is None:
             return None
-        # Measured by the monotonic clock. While Redis was away no generator could ask.
+        # Seconds of this process's clock. An outage of Redis does not count as silence: nobody could ask then.
         now, looked = time.monotonic(), self._pin_looked
         self._pin_looked = now
         if self._seen[:2] != (evaluation, seen) or self.broker.was_cut_off(now - looked):

@@ -63,7 +63,7 @@ class Presence:
         return self
 
     def stop(self, withdraw: bool = True) -> None:
-        """Stop publishing; `withdraw` removes the entry at once, so no other process may own it by then."""
+        """Stop publishing. `withdraw` also removes the entry; pass False if another process may own it by now."""
         self._stop.set()
         self._thread.join()
         if not withdraw:

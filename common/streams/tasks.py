@@ -112,7 +112,8 @@ class TaskInbox:
         self._takeovers = 0  # of tasks of this process
         self._look_again = False  # whether the next heartbeat checks every held task
         self._beaten = -math.inf  # time of its last heartbeat
-        self._judges_from = -math.inf  # a process that lost its connection cannot tell which others did
+        # Time before which no tasks are adopted: after an outage, silent processes may be alive.
+        self._judges_from = -math.inf
         self._held: set[EntryId] = set()  # tasks reported with the last heartbeat
         self._delivered: set[EntryId] = set()  # tasks delivered since then
         broker.ensure_group(TRAINING, CONSUMER_GROUP)

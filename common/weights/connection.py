@@ -99,7 +99,7 @@ class Connection:
         stopped: asked regularly; once it is true, waiting ends with `Stopped`.
 
     Attributes:
-        heard: monotonic time of the server's last message, at first of the connection [s].
+        heard: monotonic time [s] of the server's last message; before the first one, of the start of the connection.
         path: ids of the relays from the server up to the learner, the server first; None until it has answered.
         handover, token: see `Welcome`.
 
@@ -223,6 +223,7 @@ class Connection:
             while transfer.missing:
                 while ahead and len(chunks.asked) + len(chunks.unpacking) < CREDIT:
                     self._ask(chunks, ahead.popleft())
+                # Place deltas that are unpacked; wait for one only if no reply is outstanding.
                 if chunks.unpacking and (not chunks.asked or chunks.unpacking[0][2].done()):
                     chunk, delta, unpacked = chunks.unpacking.popleft()
                     self._place(chunks, chunk, unpacked.result(), delta)

@@ -77,7 +77,8 @@ class SnapshotServer:
     ) -> None:
         self._log = log or get_logger()
         self._path = path
-        # ZeroMQ counts messages as read only after half of its limit: a lower limit would lose some of the credit.
+        # ZeroMQ counts messages as read in steps of half its limit. With twice the credit, the queue is never taken for
+        # full, so no answer to a client's requests is dropped.
         self._listener = Listener(config, option, 2 * (CREDIT + 2))
         self._socket, self._strangers = self._listener.socket, self._listener.strangers
         self.address, self.sent = self._listener.address, SentStats()
@@ -164,6 +165,7 @@ class SnapshotServer:
         if self.handover is not None:
             poller.register(self.handover, zmq.POLLIN)
         while not self._closing:
+            # While an older snapshot is kept, wake up to notice that its readers have timed out.
             ready = dict(poller.poll(1000 if self._older else None))
             if self._wake_in in ready:
                 os.read(self._wake_in, 4096)
@@ -254,7 +256,7 @@ class SnapshotServer:
         if tracker is None:
             self.sent.bytes -= len(data)
             self.sent.chunks -= 1
-        elif delta is None:
+        elif delta is None:  # deltas lie outside the snapshot's memory; only whole chunks keep it from being reused
             under_way = self._under_way.setdefault(snapshot.name, deque())
             under_way.append(tracker)
             while under_way and under_way[0].done:
@@ -288,6 +290,7 @@ class SnapshotServer:
         self._forget_older()
         for client in list(self._polling):
             self._offer(client)
+        # Forget clients that left without a word, so that no deltas are made for them.
         self._want_deltas &= self._polling.keys() | self._readers.keys()
 
     def _abandon(self, snapshot: Snapshot) -> None:

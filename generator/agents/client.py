@@ -44,8 +44,8 @@ class EngineClient:
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
         """Sample the request and record it in the session.
 
-        Only those of `sampling_params` count that determine where the turn ends and how its text is shown; the session
-        sets the others. It also has the prompt's ids, the same as in `prompt`.
+        Of `sampling_params`, only what determines where the turn ends and how its text is shown is used; the session
+        sets the rest. The prompt's ids come from the session's tree; they equal those in `prompt`, which is not read.
         """
         session, exchange = self.session, self.exchange
         assert session is not None

@@ -20,7 +20,7 @@ class Dialect(ABC):
     """Reads bodies as chat requests, has them answered, and reads the replies as chat messages."""
 
     path: str
-    errors = "openai"  # the API whose shape errors have
+    errors = "openai"  # the API whose format error replies have
 
     async def take(self, session: AgentSession, body: dict[str, Any], raw: bytes, is_retry: bool) -> Exchange:
         """Begin to answer a session's request, or find the earlier request that it repeats; raises `Refusal`.

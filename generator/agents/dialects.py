@@ -25,14 +25,15 @@ from generator.agents.session import AgentRequest, AgentSession
 from generator.chat.template import Message
 
 DECIDED = ("temperature", "top_p", "top_k", "seed")  # set by the session; values in requests are overridden
-# Parameters that say where a turn ends and how its text is shown. All others would change what is sampled or recorded.
+# Parameters that a request may set: the session overrides those of `DECIDED`; the rest only say where a turn ends and
+# how its text is shown. Any other parameter would change what is sampled or recorded.
 HARMLESS = {
     *DECIDED, "stop", "stop_token_ids", "max_tokens", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output", "output_kind", "stream_interval", "logprobs", "skip_clone", "extra_args",
     "output_text_buffer_length",  # vLLM derives it from `stop`
 }  # fmt: skip
-# Fields that change the prompt, name data outside of the request, or are for vLLM's own processes, each with the values
-# that have no effect.
+# Refused fields: they change the prompt, name data outside of the request, or are for vLLM's own processes. Each with
+# the values that are accepted, because they have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "echo": (None, False),
@@ -139,7 +140,8 @@ class VllmDialect(Dialect):
         # `_app_of`.
         body.kv_transfer_params = {"prompt_token_ids": ids}
         room = self._state.vllm_config.model_config.max_model_len - len(ids)
-        for name in LENGTHS:  # vLLM refuses more than the context holds, and agents ask any model for 32,000
+        # vLLM refuses a limit above the context, and agents ask for 32,000 tokens whatever the model.
+        for name in LENGTHS:
             if (asked := getattr(body, name, None)) is not None and asked > room:
                 setattr(body, name, room)
         handle = inspect.unwrap(self._handler())  # without the decorator that cancels it when its client disconnects
@@ -206,7 +208,7 @@ class VllmDialect(Dialect):
         return extra | ({"tools": tools} if tools else {})
 
 
-# Variables of the template that are not the request's to set.
+# Template variables that a request may not set.
 FIXED_VARIABLES = DECIDED_VARIABLES | {CONTINUE}
 
 
@@ -429,7 +431,7 @@ def _one_line(error: Exception, body: dict[str, Any]) -> str:
         problems: dict[str, dict[str, None]] = {}  # messages by place, each once
         for each in error.errors(include_input=False, include_url=False):
             problems.setdefault(_place(each, body), {})[each["msg"]] = None
-        # Of the types that a value may have, the one that fits best fails at the innermost place.
+        # For a union, pydantic reports an error of each type; the type that fits best fails at the longest path.
         inner = [place for place in problems if not any(other.startswith(f"{place}.") for other in problems)]
         return "; ".join(f"{place or 'body'}: {', or '.join(problems[place])}" for place in inner[:3])[:500]
     return " ".join(str(error).split())[:500] or type(error).__name__

@@ -28,13 +28,15 @@ from generator.engine.engine import Engine
 
 MODEL = "policy"  # the only model's name
 HOST = "127.0.0.1"
-# Connections that have not sent a key yet: those queued by the kernel, and those before their first request.
+# Limit of connections that have not sent a key yet: as many may be queued by the kernel, and as many be accepted but
+# without a request.
 MOST_WAITING = 2048
-MOST_OF_SESSION = 2 * MAX_IN_FLIGHT
+MOST_OF_SESSION = 2 * MAX_IN_FLIGHT  # connections: one for each request in flight, and as many idle ones
 # If a connection is closed just as its client sends a request, the request is lost. Agents pause long between turns,
 # and may use one client for several tasks, so the end of a session closes no connection either.
 KEEP_ALIVE_SECONDS = 600
-# A token has few letters, and a JSON escape takes up to six bytes a letter: no body that fits the context is longer.
+# Limit of a body's length: a token has few characters, and JSON escapes take at most 6 bytes per character, so 64 bytes
+# per token are enough for every body whose conversation fits the context.
 BYTES_A_TOKEN, LEAST_BYTES = 64, 1 << 20
 
 
@@ -53,6 +55,7 @@ class Endpoint:
         self, layer: SessionLayer, template: ChatTemplate, max_model_len: int, log: Any, path: Path | None = None
     ) -> None:
         files = raise_file_limit()
+        # Shares of the files that this process may open: connections of agents must not use up the generator's.
         self._waiting = min(MOST_WAITING, files // 8)
         self._connections = Connections(
             most_waiting=self._waiting, most_of_owner=min(MOST_OF_SESSION, files // 8), most=files // 4
@@ -90,7 +93,7 @@ class Endpoint:
 
     @property
     def refused(self) -> int:
-        """Number of requests refused so far, except those beyond a limit of their session."""
+        """Number of requests refused so far: with those of unknown keys, without those beyond a limit (`Refused`)."""
         return self._layer.refused
 
     def open_session(self, limits: SessionLimits) -> AgentSession:
@@ -150,7 +153,11 @@ def _by_socket(agent: AgentConfig | None) -> bool:
 
 
 async def vllm_app(config: Config, client: Any) -> Any:
-    """vLLM's server as an ASGI app around our engine client."""
+    """vLLM's server as an ASGI app around our engine client.
+
+    Raises:
+        UserError: a parser of the configuration does not fit the model.
+    """
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -170,7 +177,7 @@ async def vllm_app(config: Config, client: Any) -> Any:
     try:
         app = build_app(arguments, tasks)
         await init_app_state(client, app.state, arguments, tasks)
-        # The handler caches the result; without it, each of its copies for single requests would compute it.
+        # Fills the handler's cache, which its copies for single requests (`VllmDialect._app_of`) then share.
         await app.state.anthropic_serving_messages._get_disabled_thinking_effort()
     except (ValueError, TypeError, RuntimeError) as error:  # for example a parser whose tokens this tokenizer lacks
         shown = f"generator.tool_parser = {tools!r} and generator.reasoning_parser = {reasoning!r}"

@@ -27,7 +27,7 @@ from common.unpack import MAX_BYTES, Unreadable, unpack
 from generator.agents.programs import AgentFailed, AgentTask
 from generator.concurrency import offload
 
-VERIFIERS = "0.4"  # whose protocol this is
+VERIFIERS = "0.4"  # the version of verifiers whose protocol this client speaks
 START_SECONDS = 120.0  # that a starting generator waits for the server
 ANSWER_SECONDS = 5.0  # for an answer to a health check, before it is repeated
 CONNECT_SECONDS = 30.0  # that a task waits for a lost server to return
@@ -43,8 +43,8 @@ BROKE = "the connection broke: the server closed it or sent too long a message"
 TROUBLES: dict[int, str] = {
     zmq.EVENT_CLOSED: "nothing listens there",
     zmq.EVENT_CONNECTED: "what listens there does not speak ZeroMQ",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it asks for keys",
-    zmq.EVENT_HANDSHAKE_SUCCEEDED: "what listens there does not answer",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server there requires ZeroMQ authentication",
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "a ZeroMQ server there does not answer",
 }
 
 
@@ -147,10 +147,10 @@ class _Request:
             EnvironmentFailed: the server refused the request, did not send a trace, or did not train exactly one agent.
         """
         if not reply.success or reply.head is None:
-            raise EnvironmentFailed(excerpt(reply.error or "it gives no reason"))
+            raise EnvironmentFailed(excerpt(reply.error or "it sent no result, and no reason"))
         if not reply.head.ok:
             error = _shown(reply.head.errors[-1]) if reply.head.errors else self.error
-            raise AgentFailed(f"the episode failed in the environment: {error or 'it gives no reason'}")
+            raise AgentFailed(f"the episode failed in the environment: {error or 'no reason given'}")
         try:
             traces = [self.traces[trace.id] for trace in reply.traces]
         except KeyError as error:
@@ -160,12 +160,12 @@ class _Request:
             names = ", ".join(sorted({trace.agent.name for trace in trained})) or "none"
             raise EnvironmentFailed(
                 f"{len(trained)} agents of the episode are to be trained ({names[:200]}); a sample has one reward, so "
-                "it must be exactly one"
+                "exactly one agent must be trainable"
             )
         rewards = trained[0].rewards
         values = [reward.score * reward.weight for reward in rewards.values() if reward is not None]
         if not values or len(values) < len(rewards):
-            missing = ", ".join(name for name, reward in rewards.items() if reward is None) or "its task has none"
+            missing = ", ".join(name for name, reward in rewards.items() if reward is None) or "the task defines none"
             raise AgentFailed(f"no reward was computed ({missing[:200]})")
         return math.fsum(values)
 
@@ -322,6 +322,7 @@ class EnvironmentServer:
         connected = False
         while True:
             event = (await recv_monitor_message(monitor))["event"]
+            # Before the first handshake nothing was sent (`immediate`), and libzmq connects again by itself.
             if event == zmq.EVENT_DISCONNECTED and connected:
                 self._drop(BROKE)
             connected = connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED

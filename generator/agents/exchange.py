@@ -19,7 +19,7 @@ class Exchange:
     """A request for tokens and its reply so far; any number of readers get all of it from the start.
 
     Attributes:
-        fingerprint: equal for requests with the same body.
+        fingerprint: equal for requests with the same path and body.
         streamed: whether the reply comes piece by piece, so that a reader may act on its beginning.
         node: the request in the session's tree.
         task: produces the reply.
@@ -107,6 +107,7 @@ class Exchange:
         finally:
             left.cancel()
             self.readers -= 1
+            # A stream that nobody reads is not sampled to its end; a reply that was not seen is completed, for a retry.
             if self.readers == 0 and self.seen:
                 self.cut.set()  # changes nothing if the request has ended
 

@@ -90,6 +90,7 @@ class SessionLayer:
     def _session(self, key: str, path: str) -> AgentSession:
         keys = self._rewards if path == REWARD else self._sessions
         session = keys.get(key)
+        # A session that has reached a limit still takes the agent's reward, until it is closed.
         if session is not None and (path == REWARD or not session.over.is_set()):
             return session
         if session is not None or key in self._closed:
@@ -139,7 +140,7 @@ class SessionLayer:
         if session.over.is_set() and session.failure is None:
             raise Refusal(409, f"this session is over: {session.reason}", is_limit=True)
         self._log.warning("the endpoint's app failed", error=repr(exchange.failure))
-        raise Refusal(500, "the engine failed")
+        raise Refusal(500, "the endpoint failed; the generator's log says why")
 
     async def _body(self, receive: Receive) -> bytes:
         body = bytearray()

@@ -14,7 +14,7 @@ EXCERPT_LENGTH = 60  # characters; an excerpt begins a little before the differe
 
 
 class Lost(NamedTuple):
-    """A request that has the history of an earlier one, except for one message.
+    """A request that nearly repeats an earlier one's history without continuing it, and the first difference.
 
     Attributes:
         request, earlier: their numbers.
@@ -41,7 +41,7 @@ def first_lost(tree: Tree) -> Lost | None:
     """The first request of a session that repeats an earlier one's history in other words; None if there is none."""
     answered = [node for node in tree.nodes if node.turn is not None][:SEARCHED]
     for node in answered:
-        # The messages that a request adds hold a reply only if it does not continue that reply.
+        # A request that continues a reply does not add it again: an assistant message that it adds was not matched.
         if any(message["role"] == "assistant" for message in node.messages):
             earlier = [other for other in answered if other.number < node.number and other not in _continued(node)]
             lost = filter(None, (_compared(node, other, tree) for other in earlier))

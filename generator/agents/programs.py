@@ -88,6 +88,7 @@ class Program(Protocol):
         Raises:
             AgentFailed: the agent failed.
             OSError: the machine cannot start it.
+            Exception: the container, sandbox or environment failed, which says nothing about the model.
         """
         ...
 
@@ -181,6 +182,7 @@ class _Command:
             loop = asyncio.get_running_loop()
             writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(writing, "wb"))
             try:
+                # -I -S: no file of the task and no variable changes what the keeper imports, and it starts at once.
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", "-c", _KEEPER, root, str(os.getpid()), *self._command),
                     stdin=end,
@@ -223,17 +225,18 @@ def named_file(word: str) -> str | None:
 
 
 def packed(command: Sequence[str], folder: str) -> tuple[list[str], dict[str, Path]]:
-    """A command whose arguments that name files name them in `folder`, and these files by their names there.
+    """The command with each argument that names a file replaced by its path in `folder`; and these files, by name.
 
     Raises:
-        UserError: two of them have the same name.
+        UserError: two files have the same name.
     """
     name, *words = command
     named = {word: Path(path) for word in words if (path := named_file(word)) is not None}
     files = {path.name: path for path in named.values()}
     if len(files) < len(set(named.values())):
         raise UserError(
-            f"episode.agent.command = {list(command)}: two files have the same name, and would share a folder"
+            f"episode.agent.command = {list(command)}: two files have the same name, and one would overwrite the other "
+            "in the agent's folder"
         )
     return [name, *(f"{folder}/{named[word].name}" if word in named else word for word in words)], files
 

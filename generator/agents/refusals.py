@@ -55,7 +55,7 @@ class Refused(NamedTuple):
 
     @property
     def is_fault(self) -> bool:
-        """Whether the same request might be accepted a moment later."""
+        """Whether the endpoint, not the agent, is at fault: the same request might be accepted a moment later."""
         return not self.is_limit and (self.status in (408, 429) or self.status >= 500)
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Refusals:
             self._log.warn_once("the endpoint refused an agent's request", answered=str(refused))
 
     def answered(self, number: int) -> None:
-        """Forget the fault if the answered request, the session's `number`-th, came after it."""
+        """Forget the fault if it is older than the answered request, before which `number` requests were accepted."""
         if number >= self._fault_at:
             self.fault = None
 

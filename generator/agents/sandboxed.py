@@ -30,6 +30,7 @@ from sandbox_client.settings import Settings
 from sandbox_client.worker.command import PORT, WORK
 
 URL = f"http://127.0.0.1:{PORT}"  # the address of the endpoint inside the sandbox
+# The PATH that programs in the sandbox get (`sandbox_client.worker.command.environment`).
 SEARCH_PATH = os.pathsep.join((os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"))
 LONGEST = 86400.0  # seconds; limit of a program if `episode.max_seconds` is not set
 MARGIN = 60.0
@@ -68,7 +69,8 @@ class SandboxedCommand:
         if shutil.which(name, path=SEARCH_PATH) is None:
             raise UserError(
                 f"episode.agent.command = {agent.command}: there is no program {name!r} in the sandbox, where the "
-                f"PATH is {SEARCH_PATH}; before a file of your own, give its interpreter"
+                f"PATH is {SEARCH_PATH}; to run a file of your own, put its interpreter "
+                "before it, such as [python, agent.py]"
             )
         self._name = name
         self._command, self._files = packed(agent.command, WORK)
@@ -123,7 +125,7 @@ class SandboxedCommand:
 
 
 def check_agents(config: Config) -> None:
-    """Raise `UserError` for an agent that cannot be run, of the run or of a source."""
+    """Raise `UserError` if the agent of the run, or of one of its sources, cannot be run."""
     for key, episode in config.episodes_in_use().items():
         try:
             if episode.agent is None or episode.agent.environment is not None:

@@ -30,9 +30,9 @@ class SessionLimits:
     """What a session allows, and how it samples, whatever the agent asks for.
 
     Attributes:
-        max_response_tokens: limit on the sample's ids after the first prompts of its conversations, each counted once.
-            Concurrent requests may each use all that is left.
-        max_turns: requests that are answered.
+        max_response_tokens: limit on the sample's tokens, not counting the first prompt of each conversation; a token
+            that several requests share counts once. Concurrent requests may each use all that is left.
+        max_turns: limit on the number of answered requests.
         temperature, top_p, top_k: see `Engine.generate`.
         seed: of the first request; each later one has the next.
         history, train, task: see `Tree`.
@@ -198,7 +198,8 @@ class AgentSession:
         """The earlier request that this one repeats, because its client did not get the reply; None if there is none.
 
         Args:
-            is_retry: whether the client says so; otherwise a request counts as repeated if its readers have all left.
+            is_retry: whether the client says so; otherwise the earlier request counts as repeated only if no client
+                got its whole reply and none is reading it.
         """
         same = [
             one
@@ -252,6 +253,7 @@ class AgentSession:
         """
         self.end(Ending.LENGTH if self._context_full and reason == Ending.STOP else reason)
         limited = self.reason != Ending.STOP
+        # Decided before the wait: cut replies are sent during it, but an agent that has ended can no longer use them.
         unread = [one for one in self.exchanges if not one.seen and not (one.readers and limited)]
         tasks = {exchange.task for exchange in self.exchanges if exchange.task and not exchange.ended}
         if tasks:
@@ -263,7 +265,7 @@ class AgentSession:
         await offload(sum(len(node.tail) for node in self.tree.nodes) > LONG_TOKENS, self._compare)
 
     def _compare(self) -> None:
-        """Compare all texts of the conversations, so that the methods below find the results."""
+        """Choose the conversations to train on, which may take seconds; the tree keeps them for `rows` and others."""
         self.tree.trained(self.limits.train)
         if self.limits.train == "connected":
             self.tree.trained("quoting")

@@ -164,7 +164,8 @@ def kept_all(run: Evidence) -> str:
     chosen = [task_id for task_id in run.rewards if task_id in there and there[task_id] % every == 0]
     missing = [task_id for task_id in chosen if task_id not in run.kept]
     without = [task_id for task_id in skipped if task_id not in run.kept]
-    # A result that is ignored may have been the task's last one; a task whose prompt has left the data has none.
+    # An ignored result may have been its task's last one, and a task that Redis lost has none. Neither leaves an
+    # episode, and the journal does not say which tasks these are.
     no_result = run.total("ignored") + run.total("lost")
     return some([*missing, *without[no_result:]])
 

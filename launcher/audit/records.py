@@ -182,6 +182,7 @@ def _oldest(folder: Path, name: str, keep_bytes: int) -> int:
     versions = sorted({version for version, _ in files})
     if sum(path.stat().st_size for _, path in files) < keep_bytes // 2:
         return 0
+    # The first evaluation's file is never removed (`spare_first`), so the second tells where the gap ends.
     return versions[min(1, len(versions) - 1)] if name == "validation_data" else versions[0]
 
 

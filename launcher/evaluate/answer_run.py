@@ -189,7 +189,7 @@ def _run(
             while supervisor.alive("sampler"):
                 supervisor.poll()
                 if layout.generators and not supervisor.alive("generator"):
-                    raise RunFailed("no generator is left, but some prompts are not answered")
+                    raise RunFailed("all generator processes have exited, but some prompts are not answered")
                 progress.refresh()
                 opened.update(progress.answered, sum(progress.reasons.values()), progress.generators)
                 time.sleep(POLL)

@@ -27,7 +27,7 @@ from launcher.run.supervisor import RunProcess, Supervisor
 BARS = "▁▂▃▄▅▆▇█"
 WIDEST = 100  # columns of the live view
 CURVE = 40  # bars of a sparkline
-MANY = 8  # from this number of columns on, they stand closer
+MANY = 8  # tables with at least this many columns have no space between them
 
 
 class View(Protocol):
@@ -245,7 +245,7 @@ def figures(progress: Progress) -> Table:
         waits = f"learner waits {slow.wait:.0%}, generators {slow.idle:.0%} of the last {slow.steps} steps"
         waits += f", {slow.scoring:.0%} of the episodes for scores" if slow.side == "teachers" else ""
         table.add_row("bottleneck", slow.side, waits)
-        # Moving GPUs is no answer while they are wasted: the times are then not those of a sound run.
+        # No other split is suggested while something wastes GPUs: it distorts the times that this is computed from.
         if not wasted and progress.split and (gain := moved_gpus(slow, progress.split)):
             table.add_row("GPUs, split", f"{progress.split.learner} + {progress.split.generators}", gain)
     table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
@@ -316,5 +316,5 @@ def _weights(process: dict[str, Any]) -> str:
 
 
 def _coloured(state: str) -> Text:
-    styles = {"running": "green", "restarting": "yellow", "failed": "red", "unreadable": "red", "left": "dim"}
+    styles = {"running": "green", "restarting": "yellow", "failed": "red", "unreadable": "red", "exited": "dim"}
     return Text(one_line(state), style=styles.get(state, "cyan"))

@@ -48,7 +48,8 @@ class EmbeddedRedis:
         self.folder = folder
         self.socket = private_socket(folder, "redis.sock")
         self.url = f"unix://{quote(str(self.socket))}?db=0"
-        # With fsync every second, an acknowledged write may still be in memory behind a slow fsync; a kill loses it.
+        # appendfsync always: with everysec, an acknowledged write may wait in memory behind a slow fsync; a kill then
+        # loses it.
         self.command = [
             *(sys.executable, "-S", str(Path(__file__).with_name("repaired_redis.py")), str(folder.absolute())),
             self._binary(),

@@ -47,7 +47,7 @@ from launcher.run.summary import Summary, summarize
 from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
 
 POLL = 0.1  # seconds
-LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themselves once the learner has left
+LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themselves once the learner has exited
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ def start(config: Config, options: RunOptions, view: Callable[[], View], log: An
         options.check(config)
         render_for_run(config, log)
         supervisor = Supervisor(config.run.folder / "logs", log, options.max_restarts, lock=lock)
+        # The lock is now the background thread's, which releases it when the run is over.
         feed, held = StepFeed(), stack.pop_all()
 
     def work() -> Summary:
@@ -254,10 +255,10 @@ def _is_saved(config: Config, last: int) -> bool:
 
 
 def _check_saved(config: Config, last: int) -> None:
-    """Raise `RunFailed` if the learner has left a run without the checkpoint of its last version."""
+    """Raise `RunFailed` if the learner has exited without the checkpoint of the run's last version."""
     if not _is_saved(config, last):
         path = checkpoint(config.run.folder, last)
-        raise RunFailed(f"the learner has left, but the last checkpoint, {path}, is not on the disk")
+        raise RunFailed(f"the learner has exited, but the last checkpoint, {path}, is not on the disk")
 
 
 def workers(supervisor: Supervisor) -> list[str]:
@@ -269,4 +270,4 @@ def _check_complete(supervisor: Supervisor, roles: Sequence[str]) -> None:
     """Raise `RunFailed` if all processes of a role have exited: the run needs one, and they are not restarted."""
     for role in roles:
         if not supervisor.alive(role):
-            raise RunFailed(f"no {role} is left, but the run is not finished")
+            raise RunFailed(f"all {role} processes have exited, but the run is not finished")

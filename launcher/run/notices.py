@@ -50,7 +50,8 @@ class Notices:
         try:
             size = log.stat().st_size
             known = self._read.get(log, 0)
-            begin = max(known if known <= size else 0, size - AT_ONCE)  # a log that was too large begins again
+            # A log that shrank was emptied by `supervisor._bound`: read it from its start.
+            begin = max(known if known <= size else 0, size - AT_ONCE)
             if begin >= size:
                 return
             with log.open("rb") as file:

@@ -125,7 +125,10 @@ class Progress:
 
     @property
     def samples_left_out(self) -> tuple[int, int]:
-        """Samples that could not be trained on, with tokens that were gone or unusable, and samples of all batches."""
+        """How many samples could not be trained on, and of how many in all batches.
+
+        Their tokens were gone or unusable.
+        """
         return sum(lost for lost, _ in self.left_out.values()), sum(whole for _, whole in self.left_out.values())
 
     @property

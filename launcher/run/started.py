@@ -144,4 +144,4 @@ class StartedRun:
         Starting the same configuration again continues the run.
         """
         self._supervisor.interrupted.set()
-        self._future.exception()
+        self._future.exception()  # waits for the end; errors are raised by `wait`, not here

@@ -25,7 +25,7 @@ from common.log import MAX_BYTES, Timeline
 from common.process import ending
 from launcher.run.notices import Notices
 
-State = Literal["running", "restarting", "left", "failed"]
+State = Literal["running", "restarting", "exited", "failed"]
 USER_ERROR = 2
 MAX_RESTARTS = 5  # within `WINDOW`
 WINDOW = 3600.0  # seconds; a process may take minutes to start, and then die again
@@ -179,13 +179,13 @@ class Supervisor:
                 self.log.warning("killed, as it did not stop in time", process=child.name)
             self._reap(child)
         for child in children:
-            child.state = "left" if child.state in ("running", "restarting") else child.state
+            child.state = "exited" if child.state in ("running", "restarting") else child.state
 
     def _handle_exit(self, child: RunProcess) -> None:
         code = self._reap(child)
         if code == 0:
-            child.state = "left"
-            self.log.info("left", process=child.name)
+            child.state = "exited"
+            self.log.info("exited", process=child.name)
             return
         reason = ending(code)
         child.state = "failed"

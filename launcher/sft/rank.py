@@ -83,9 +83,9 @@ class StepMetrics:
         self._version = 0
 
     def open(self, version: int) -> None:
-        """Begin after this step; metrics of later steps, which are made again, are removed.
+        """Begin after this step; metrics of later steps, which will be written again, are removed.
 
-        At step 0 there are none but those of an evaluation of the model that training starts from, see `prepare`.
+        At step 0 nothing is removed: `prepare` has removed old metrics, and its evaluation's may be there already.
         """
         run = self._config.run
         self._file, self._version = MetricsFile(run.folder, self._log, run.metrics_bytes), version

@@ -18,7 +18,9 @@ LEARNER = {"mini_batches": 1, "exact_every": 0, "router_replay": "none"}
 
 
 def supervised(config: Config) -> Config:
-    """The configuration that trains `config.sft`, in a run folder of its own; `with_steps` sets `run.steps`.
+    """The configuration for training on the demonstrations of `config.sft`, in a run folder of its own.
+
+    `with_steps` sets `run.steps`.
 
     Raises:
         UserError: a key or a value of `sft.learner` is wrong.
@@ -38,7 +40,7 @@ def supervised(config: Config) -> Config:
             "sampler": sampler,
             "algorithm": ALGORITHM,
             "teacher": TeacherConfig(),
-            # Scaled logits are those of a policy that samples; the loss is that of the model itself.
+            # The temperature belongs to sampling; the supervised loss is that of the unscaled logits.
             "generator": config.generator.model_copy(update={"temperature": 1.0}),
         }
     )

@@ -34,7 +34,7 @@ Answer = Callable[[str, Path], dict[str, float]]
 
 
 def answering(run: Config, generators: int | None, screen: AnswerScreen = UNSEEN) -> Answer:
-    """Answers as `spo eval` does, with processes that end afterwards.
+    """A function that answers held-out prompts as `spo eval` does, with processes that end afterwards.
 
     Raises:
         UserError: there are no held-out prompts, or checkpoints have no export that could answer them.
@@ -51,7 +51,7 @@ def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answ
 
     Args:
         run: the configuration of the run that comes after.
-        ranks: on this machine; 0: one for each GPU.
+        ranks: number of ranks on this machine, each with its own GPU; 0 means one for each GPU.
         here: train a single rank in this process instead of a child process.
         answer: evaluates the model before training, every `eval.every` steps and at the end. The training process ends
             before each evaluation, so that its memory is free.
@@ -74,6 +74,7 @@ def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answ
             log.info("trained already; for more, raise sft.epochs or sft.steps", steps=config.run.steps)
         for step in [config.run.steps] if answer is None else _evaluated_steps(config):
             if step > _newest(folder):
+                # With evaluations, training is a child process, which frees its memory before each of them.
                 _train(config, ranks, log, here and answer is None, step)
             if answer is not None:
                 _evaluate(config, step, answer, log)
@@ -96,7 +97,7 @@ def _evaluate(config: Config, step: int, answer: Answer, log: Any) -> None:
     if step in held_out(folder) or step not in (0, *checkpoint_versions(folder)):
         return
     model = exported_model(str(checkpoint(folder, step))) if step else config.model.path
-    # Answers continue those of the same weights only.
+    # The name has the weights' fingerprint, so that answers of other weights are not continued.
     name = f"{step}-{weights_fingerprint(model).replace('/', '--')}.jsonl"
     try:
         figures = answer(model, folder / "evaluations" / name)

@@ -47,11 +47,14 @@ class Demonstration:
         return bool(self.weights.any())
 
     def cut(self, length: int) -> Demonstration:
-        """Its first tokens."""
+        """Its first `length` tokens."""
         return Demonstration(self.token_ids[:length], self.weights[:length])
 
     def payload(self, version: int) -> tuple[Payload, list[float]]:
-        """It as a sample of this weight version, and the weight of each model span: a run of tokens of one weight."""
+        """The demonstration as a sample of weight version `version`, and the weight of each model span.
+
+        A model span holds consecutive tokens of the same weight, which is not 0.
+        """
         edges = np.flatnonzero(np.diff(self.weights)) + 1
         bounds = np.array([0, *edges, len(self.weights)])
         trained = self.weights[bounds[:-1]] != 0

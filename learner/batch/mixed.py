@@ -39,16 +39,19 @@ class Mixed:
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        """Open them; raises `UserError` if they cannot be read."""
+        """Open the demonstrations; raises `UserError` if they cannot be read."""
         self._config, self._world = config, world
         self._demonstrations = Demonstrations.open(folder_of(config, "mixed"))
 
     def weight(self, version: int) -> float:
-        """The weight of their loss in the batch that this version trains on."""
+        """The weight of the demonstrations' loss in the batch with which weight version `version` is trained."""
         return weight_at(self._config.algorithm.demonstrations, version)
 
     def steps(self, version: int, packer: Packer) -> tuple[list[Shown], list[int]]:
-        """Those of each optimizer step of a batch, and the tokens of each row; all ranks must call this together."""
+        """This rank's demonstrations for each optimizer step of a batch, and the length in tokens of each row of them.
+
+        All ranks must call this together.
+        """
         learner, size = self._config.learner, self._config.algorithm.demonstrations.batch_size
         weight = self.weight(version)
         if not weight:

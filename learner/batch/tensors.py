@@ -279,7 +279,7 @@ class Packer:
 
     def _idle(self, judged: bool) -> MicroBatch:
         """A micro-batch for a rank without samples, which must take part in collectives: nothing is learned from it."""
-        ids = np.zeros(2, np.int32)
+        ids = np.zeros(2, np.int32)  # the smallest row that the model can compute: one token predicts the other
         payload = Payload(ids, np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
         packed = Packer(self.vocabulary, self.device).micro_batch([(payload, 0.0)])
         nothing = torch.zeros(0, dtype=torch.float64, device=self.device) if judged else None

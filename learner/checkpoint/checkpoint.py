@@ -136,6 +136,7 @@ class Checkpoints:
         if self._world.is_main:
             files |= exports
         self._writing = Writing(version, self._thread.submit(self._write, version, files))
+        # Only wait: `finish` raises an error of one rank on all of them.
         if not learner.checkpoint_in_background:
             wait([self._writing.files])
 
@@ -278,7 +279,7 @@ class Checkpoints:
                 folder.rename(aside)
             except OSError as error:
                 raise UserError(
-                    f"checkpoint {folder} cannot be used ({reason}) nor renamed: {error.strerror}"
+                    f"checkpoint {folder} can be neither used ({reason}) nor renamed: {error.strerror}"
                 ) from None
 
         self._world.raise_on_all_ranks(rename if self._world.is_main else lambda: None)
@@ -304,5 +305,5 @@ class Checkpoints:
 
 def _is_disk_error(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
-        return type(error) is not RuntimeError or "inline_container" in str(error)
+        return "inline_container" in str(error)
     return isinstance(error, (OSError, SafetensorError))

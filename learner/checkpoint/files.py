@@ -45,7 +45,10 @@ def _critic(config: Config) -> dict[str, Any] | None:
 
 
 def is_undivided(config: Config, metadata: dict[str, Any]) -> bool:
-    """Whether each rank has the whole state, in the checkpoint and here: without ZeRO, which bfloat16 always uses."""
+    """Whether each rank holds the whole state, in the checkpoint and here.
+
+    That is so without ZeRO, and thus not in bfloat16, for which DeepSpeed always uses it.
+    """
     return metadata.get("zero_stage") == config.learner.zero_stage == 0 and config.learner.dtype == "float32"
 
 

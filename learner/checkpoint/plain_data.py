@@ -1,4 +1,7 @@
-"""A checkpoint's files hold plain data: tensors, numbers and text, which every Python reads and which run no code."""
+"""A checkpoint's files hold plain data (tensors, numbers, text).
+
+Every version of Python can read it, and it runs no code.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,10 @@ class RankState:
 
 
 def trained_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
-    """Trained parameters by their names in the policy, in the optimizer's order if it has them one by one."""
+    """Trained parameters by their names in the policy.
+
+    At stage 0, where the optimizer holds each parameter by itself, this is its order.
+    """
     return {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
 
 

@@ -118,8 +118,9 @@ def _carried(source: Path) -> Iterator[Path]:
 def _write_config(model: PreTrainedModel, dtype: torch.dtype, source: Path, target: Path) -> None:
     """Write the source's config.json with the type of the weights and, for a critic, its class and its one label.
 
-    The keys of other releases of transformers stay, so what reads the source reads the export. If nothing differs, the
-    bytes are the source's. A model of another type than the source's keeps the configuration of its own.
+    Keys that only other releases of transformers know are kept, so programs that can read the source can read the
+    export. If nothing has to change, the file is copied byte by byte. If the model's type differs from the source's,
+    the config.json that transformers wrote stays.
     """
     values: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     is_part = model.is_part and not _is_critic(model)

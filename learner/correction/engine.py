@@ -122,7 +122,7 @@ def log_ratios(old: torch.Tensor, rollout: torch.Tensor, finite: torch.Tensor) -
 def importance_ratio(x: torch.Tensor, stage: Weight, layout: Layout, seen: torch.Tensor) -> torch.Tensor:
     """exp(clip(x, +-20)) of each token [N], or exp(clip(sum of x, +-20)) over the seen tokens of each row [B]."""
     if stage.of_rows:
-        # The sum is NaN if it has both infinities: tokens that only one policy, and tokens that only the other samples.
+        # The sum is NaN if a row has both infinities: tokens of probability 0 under one policy, others under the other.
         x = layout.segment_sum(torch.where(seen, x, 0.0)).nan_to_num(nan=-LOG_RATIO_BOUND)
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 

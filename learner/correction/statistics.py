@@ -1,6 +1,7 @@
 """Statistics of the correction: how far apart the policies are, and what each stage did about it.
 
-The metrics `rollout_corr/...` have verl's names or, with SkyRL's block, SkyRL's; docs/correction.md explains them.
+The metrics `rollout_corr/...` have verl's names or, with `algorithm.correction.skyrl`, SkyRL's; docs/correction.md
+explains them.
 """
 
 from __future__ import annotations
@@ -218,8 +219,8 @@ def ratio_statistics(
         lower, upper: bounds, shaped like `values` or plain numbers.
         neutral: the quantity's value if both policies are equal.
         all_rows: include empty rows, with a row mean of zero.
-        applied: values after truncation, shaped like `values`. If given, mean, std and `seq_*` except the fractions are
-            theirs, and so are the extremes unless `of_rows` and `all_rows`.
+        applied: values after truncation, shaped like `values`. If given, they and not `values` are used for the mean,
+            the std, `seq_*` except its fractions and, unless both `of_rows` and `all_rows`, the extremes.
     """
     bounded = values.clamp(min=lower).clamp(max=upper) if applied is None else applied
     shown = values if applied is None else applied

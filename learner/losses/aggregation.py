@@ -48,7 +48,10 @@ class Denominators:
 
 
 def row_lengths(keep: torch.Tensor, layout: Layout, config: AlgorithmConfig) -> torch.Tensor:
-    """The divisor of each row, [B]: its kept tokens; with SkyRL's block, which never renormalises, all."""
+    """The divisor of each row [B]: its kept tokens.
+
+    With `algorithm.correction.skyrl`, which never renormalises, all its tokens.
+    """
     return layout.segment_sum(keep.long()) if config.correction.renormalizes else layout.lengths
 
 

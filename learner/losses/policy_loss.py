@@ -52,7 +52,8 @@ def policy_loss(
         mask: model tokens [B, T]; the correction's mask replaces it.
         correction: the mask after rejection, and importance weights. With `proximal: rollout` the weights apply to
             `reinforce` and `dro` only, because the ratio of most other losses contains them already.
-        denominators: global counts; by default those of this batch, after rejection (with SkyRL's block, before).
+        denominators: global counts; by default those of this batch, after rejection, or before it with
+            `algorithm.correction.skyrl`.
         rollout_logprobs: log pi_rollout [B, T], which `double_sided` bounds; by default `old_logprobs`.
 
     With `aggregation: prompt-mean`, every `config.responses` rows, one after another, answer one prompt.

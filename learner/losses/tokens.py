@@ -14,7 +14,7 @@ from learner.batch.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokens:
-    """The input of a loss. Values of tokens that are not kept are zero.
+    """The input of a loss. Values of tokens outside `of_means` are zero.
 
     Attributes:
         logprobs: log pi_theta, with gradient [N].
@@ -22,8 +22,8 @@ class PolicyTokens:
         rollout_logprobs: log pi_rollout [N].
         advantages: [N].
         keep: tokens that take part, bool [N].
-        of_means: tokens that means of rows are taken over: those that take part, or with SkyRL's block, which never
-            renormalises, all with finite log-probs; bool [N].
+        of_means: tokens over which row means are taken, bool [N]: those of `keep`; with `algorithm.correction.skyrl`,
+            which never renormalises, all with finite log-probs.
         layout: rows of the tokens.
         weights: importance weights [N], zero where not kept; None if tokens are not weighted. They are multiplied into
             the losses afterwards, except losses of whole rows.

@@ -172,7 +172,7 @@ def packed_sdpa(
     attend = F.scaled_dot_product_attention if softcap is None else partial(_soft_capped, softcap)
     if s_aux is not None:
         scaling = scaling or query.shape[-1] ** -0.5
-        s_aux = s_aux / scaling
+        s_aux = s_aux / scaling  # a sink is a finished score, and the kernel multiplies all scores by `scaling`
     tokens_QKV = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     outputs = []
     for group in sequences.padded:
@@ -235,7 +235,7 @@ def _with_sinks(
     token = (0, SINK_WIDTH, 1, 0)
     q = torch.cat([q, sinks.to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)], dim=-1)
     k, v = F.pad(k, token), F.pad(v, token)
-    k[:, :, 0, -SINK_WIDTH] = 1.0
+    k[:, :, 0, -SINK_WIDTH] = 1.0  # times the query's added number, the sink: the score of the added token
     return (
         F.pad(q, (0, SINK_WIDTH - 1, 1, 0)),
         k,

@@ -51,7 +51,7 @@ def check_policy(engine: Any, path: str, key: str = "model.path") -> None:
 
 @torch.no_grad()
 def check_critic(engine: Any, path: str, key: str) -> None:
-    """Compare hidden states, scaled to the same size, in the same way: a critic's output is zero at first.
+    """Like `check_policy`, but compare hidden states, each scaled to the same length: a new critic's output is zero.
 
     Raises:
         UserError: see `check_policy`.

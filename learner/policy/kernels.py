@@ -19,8 +19,9 @@ from learner.policy.attention import CHUNKED, PACKED_SDPA, PACKED_VARLEN
 
 # In order of preference, as `learner.attention` and as transformers name them.
 IMPLEMENTATIONS = {"varlen": PACKED_VARLEN, "flash_attention_2": "flash_attention_2", "sdpa": PACKED_SDPA}
-CAPABILITY = (8, 0)  # the least that flash attention, which the first two use, needs
-WIDEST_HEAD = 256
+# Lowest compute capability with flash attention, which `varlen` and `flash_attention_2` use.
+CAPABILITY = (8, 0)
+WIDEST_HEAD = 256  # numbers per head that flash attention takes at most
 WITH_SINKS = ("gpt_oss",)  # types of models whose attention only sdpa computes
 SOFT_CAPS = "soft caps"
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 CHUNK = 1024  # the fewest tokens whose logits exist at the same time
-LOGITS_SHARE = 64  # a chunk's float32 logits take this part of a GPU's memory; there are three such tensors
+# A chunk's float32 logits take 1 / LOGITS_SHARE of a GPU's memory; there are three such tensors.
+LOGITS_SHARE = 64
 
 
 def chunk_of(vocabulary: int, gpu_bytes: int) -> int:

@@ -172,7 +172,8 @@ def _packed(results: list[Any], sequences: PackedSequences) -> Any:
         return type(first)(_packed(list(parts), sequences) for parts in zip(*results, strict=True))
     if not isinstance(first, torch.Tensor) or first.shape[:2] != sequences.padded[0].shape:
         return None
-    # Indices of the tokens that an indexer chose are fewer in short rows, which it chose whole: repeat one of them.
+    # In short rows an indexer chooses all tokens, which are fewer than it chooses in long ones. Fill up with index 0,
+    # chosen already.
     width = max(result.shape[-1] for result in results)
     rows = [F.pad(result, (0, width - result.shape[-1])).flatten(0, 1) for result in results]
     return torch.cat(rows).index_select(0, sequences.unpad_indices)[None]

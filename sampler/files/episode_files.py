@@ -165,6 +165,7 @@ def episode_line(header: SampleHeader, about: dict[str, Any], prompt: dict[str, 
     except (TypeError, ValueError, RecursionError):
         # The data holds values that JSON lacks, such as the bytes of a picture.
         front = open_record(pack_record(fields))
+    # `{}`, an empty record, adds nothing.
     return front if len(line) <= 2 else front[:-1] + b", " + line[1:]
 
 

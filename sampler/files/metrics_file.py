@@ -136,7 +136,7 @@ class MetricsFile:
         self._not_written |= versions
 
     def discard(self, version: int) -> list[Span]:
-        """Remove entries of later versions, which are made again; at version 0, where a run begins, remove all.
+        """Remove entries of later versions, which will be written again; at version 0, where a run begins, remove all.
 
         Returns:
             Where the removed lines were in the newer file, by which positions in it have moved.

@@ -51,7 +51,10 @@ class Snapshots:
         path = self._path(version)
         counts = read_snapshot(path, self._state)
         if counts is None:
-            self._log.warning("no tracker checkpoint for this version, values start again", file=str(path))
+            self._log.warning(
+                "no tracker checkpoint for this version: the prompts' values start from their initial counts",
+                file=str(path),
+            )
             return False
         self._log.info("tracker restored from a checkpoint", file=str(path))
         self._ledger.clear_payloads()
@@ -77,7 +80,7 @@ class Snapshots:
             raise RedisBehind(f"Redis has no batch {reached}, the run folder has a state of version {newest}")
 
     def discard(self, version: int) -> None:
-        """Remove the states of later versions: of another run in this folder, or of steps that are made again.
+        """Remove the states of later versions: of another run in this folder, or of steps that are trained again.
 
         Raises:
             UserError: a file cannot be removed.
@@ -194,7 +197,7 @@ def restore_counts(state: SamplerState, data: bytes, config: Config) -> Lost:
     counters: dict[str, int] = saved["counters"]
     unmade = min(saved["batches_ahead"] * config.sampler.batch_size, counters.get("batched", 0))
     lost = Lost(saved["in_flight"], saved["waiting"] + unmade)
-    # Answers that had arrived but were not counted yet are among the tasks in flight.
+    # Results that had arrived but were not counted are lost with Redis: their tasks are in flight, not finished.
     answered = counters.get(COUNTED, 0) - counters.get(SUPERSEDED, 0) - counters.get(LOST, 0)
     counters[FINISHED] = min(counters.get(FINISHED, 0), answered)
     counters[COUNTED] = counters.get(COUNTED, 0) + lost.tasks

@@ -121,7 +121,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
     section = settings.get(name, {})
     if not isinstance(section, dict):
-        raise BadRow(f"{CONFIG}: {name} = {section!r} is no section", reason=f"{CONFIG} cannot be read")
+        raise BadRow(f"{CONFIG}: {name} = {section!r} is not a table", reason=f"{CONFIG} cannot be read")
     return section
 
 
@@ -152,5 +152,5 @@ def _size(text: Any) -> int | None:
         return int(float(str(text)[:-1]) * UNITS[str(text)[-1:].upper()])
     except (ValueError, KeyError):
         raise BadRow(
-            f"{CONFIG} has the size {text!r}; write it as 512M or 2G", reason=f"{CONFIG} has no size"
+            f"{CONFIG} has the size {text!r}; write it as 512M or 2G", reason=f"{CONFIG} has a malformed size"
         ) from None

@@ -102,8 +102,8 @@ class Hints:
             shown = ", ".join(map(repr, columns or self._different))
             chosen = next((name for name in columns if name != self._source.answer_column), "COLUMN")
             return (
-                f"the prompt is an earlier row's, and {shown} differs; to keep such rows, set data.id_column={chosen}, "
-                "or another column with a unique id"
+                f"the prompt repeats that of an earlier row, but {shown} differs; to keep such rows, set "
+                f"data.id_column={chosen}, or another column with a unique id"
             )
         return {
             "turns": f"the prompt has {detail!r}, as if it was rendered already; it is shown as text within a user's "

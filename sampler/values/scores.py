@@ -36,7 +36,7 @@ class ScoreRow(NamedTuple):
 
 
 def prompt_key(prompt: str | list[dict[str, Any]]) -> str:
-    """The key of a prompt: its exact text or, for chat messages, the key that the recipe's row of them would have.
+    """The key of a prompt: its exact text or, for chat messages, the key of the row that the SPO recipe would write.
 
     That is the user's message, without white space around it; with several turns, everything from the first user
     message on. So prompts that differ only in their system message have the same key.

@@ -69,7 +69,7 @@ def std(values: np.ndarray, counts: np.ndarray, visits: np.ndarray, rng: np.rand
 
 
 def uniform(values: np.ndarray, counts: np.ndarray, visits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """1."""
+    """1 for every prompt: with `gamma` 0, all are drawn equally often."""
     return np.ones_like(values)
 
 
@@ -80,7 +80,7 @@ def thompson(values: np.ndarray, counts: np.ndarray, visits: np.ndarray, rng: np
 
 
 def posterior(values: np.ndarray, counts: np.ndarray, visits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The expectation of sqrt(p(1-p)) under that distribution, B(alpha + 1/2, beta + 1/2) / B(alpha, beta)."""
+    """The expectation of sqrt(p(1-p)) for p from Beta(alpha, beta): B(alpha + 1/2, beta + 1/2) / B(alpha, beta)."""
     alpha, beta = _beta(values, counts)
     return _half_step(alpha) * _half_step(beta) / (alpha + beta)
 

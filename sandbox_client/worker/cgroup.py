@@ -65,6 +65,7 @@ def find(folder: str) -> Path | None:
     if parent is None or folder == "none":
         return None
     with contextlib.suppress(OSError):
+        # Only for a named folder: the kernel refuses it (EBUSY) for a group with processes, such as this one's own.
         if folder != "auto" and (parent / "cgroup.subtree_control").exists():
             (parent / "cgroup.subtree_control").write_text("+memory")
         sweep(parent)

@@ -32,7 +32,7 @@ FETCH = """
 import json, os, stat, subprocess, sys
 fd, limit, folder, paths = json.loads(sys.argv[1])
 program = subprocess.Popen(sys.argv[2:])
-os.closerange(0, 3)  # another process could read from them what this one's program writes
+os.closerange(0, 3)  # otherwise another process could read the program's output through this helper's streams
 code = program.wait()
 with os.fdopen(fd, "wb") as out:
     for path in paths:

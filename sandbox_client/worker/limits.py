@@ -1,4 +1,4 @@
-"""Limits of a program without a control group: resource limits, and the memory that its processes use together."""
+"""Limits of a program: resource limits and, without a control group, the memory that its processes use together."""
 
 from __future__ import annotations
 

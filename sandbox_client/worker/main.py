@@ -4,8 +4,8 @@ The first message holds the settings; the answer is empty or an `error`. Each fu
 request as JSON, answered by its result; a message without one tells the running program to stop. At the end of
 stdin the worker ends, together with what it runs.
 
-The process that `LocalSandbox` starts is the worker's keeper. Bubblewrap dies with the worker, but not while it starts:
-what a killed worker leaves becomes the keeper's, which kills it.
+The process that `LocalSandbox` starts is the worker's keeper. Bubblewrap dies with the worker, except while it is
+starting. The processes that a killed worker leaves are then adopted by the keeper, which kills them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def prepare(settings: WorkerSettings) -> MemoryGroup | None:
     if settings.uid is not None:
         privileges.reach(settings.needed)
         privileges.drop(settings.uid)
-    die_with_parent(lambda: os.getppid() == keeper, signal.SIGTERM)  # after `drop`, at which the kernel forgets it
+    # After `drop`: the kernel clears this setting when the user changes.
+    die_with_parent(lambda: os.getppid() == keeper, signal.SIGTERM)
     adopt_orphans()
     os.chdir("/")
     return group

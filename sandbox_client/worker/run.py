@@ -123,7 +123,7 @@ class ProgramRunner:
                     look = now + limits.INTERVAL
                     if self._is_over_memory(started, program):
                         result.message = _over_memory(program)
-                if result.message and deadline != NEVER and not ended:
+                if result.message and deadline != NEVER and not ended:  # at `NEVER` it has been killed already
                     os.kill(started.pid, signal.SIGKILL)
                     deadline = look = NEVER  # its end is awaited without a limit
                 wake = min(deadline, look)

@@ -14,7 +14,7 @@ from sandbox_client.worker.request import Program
 FIRST = 200  # the child's file descriptors beside the standard streams start here, above any that this process has
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 GATE = 6  # 3, 4 and 5 are the program's standard streams (`command.with_streams`)
-STATUS = 1 << 16
+STATUS = 1 << 16  # bytes kept of bubblewrap's messages and errors, and room for the headers of fetched files
 # Reset in the child, which would inherit that this process ignores some.
 USUAL = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)
 

@@ -46,10 +46,10 @@ PORT = 39111  # where agents find the endpoint; programs of a task rarely listen
 URL = f"http://127.0.0.1:{PORT}"
 PROMPT_FILE, LOG_FILE = "prompt.txt", "agent.log"
 OWNER, RUN, GENERATOR = "spo.folder", "spo.run", "spo.generator"  # labels
-LOOK_SECONDS = 5.0  # between two looks at what was written to a container's disk
+LOOK_SECONDS = 5.0  # between checks of a container's disk usage
 CLOSE_SECONDS = 20.0
 
-# The same for images with Node.js; see `FORWARD`.
+# The forwarder (`FORWARD`) in JavaScript, for images that have Node.js but no Python.
 FORWARD_JS = """
 const net = require("net"), [port, path, ...command] = process.argv.slice(2);
 net.createServer((one) => {
@@ -67,7 +67,7 @@ if command -v python3 >/dev/null; then exec python3 -I -S {FOLDER}/forward.py {P
 if command -v node >/dev/null; then exec node {FOLDER}/forward.js {PORT} {SOCKETS}/socket "$@"; fi
 echo "the image has neither python3 nor node, one of which lets the agent reach the model" >&2; exit 125
 """
-CANNOT_FORWARD = 125
+CANNOT_FORWARD = 125  # exit code of `_START` without an interpreter: the image is at fault, not the agent
 
 
 def settings_for(config: ContainerConfig, row: dict[str, Any]) -> ContainerConfig:

@@ -99,7 +99,7 @@ class ContainerEngine:
             network: that the build uses; None means the engine's default.
 
         Raises:
-            ContainerFailed: it does not build; the text ends with the last that was printed.
+            ContainerFailed: the build fails; the message ends with the last line of its output.
         """
         options = {"t": tag, "rm": "1", "forcerm": "1"} | ({"networkmode": network} if network else {})
         headers = {"Content-Type": "application/x-tar"}
@@ -173,7 +173,7 @@ class ContainerEngine:
 
     async def get(self, container: str, path: str, limit: int) -> bytes | None:
         """A file of a container, cut after `limit` bytes; None if there is no such file."""
-        blocks = limit + 2 * tarfile.RECORDSIZE
+        blocks = limit + 2 * tarfile.RECORDSIZE  # the archive has headers before the file and padding after it
         try:
             request = {"params": {"path": path}}
             async with self._answer("GET", f"/containers/{container}/archive", ANSWER_SECONDS, **request) as answer:
@@ -198,7 +198,9 @@ class ContainerEngine:
         try:
             return json.loads(content) if content else {}
         except ValueError:
-            raise ContainerFailed(f"{self} answers {method} {path} with what is not JSON: {excerpt(content)}") from None
+            raise ContainerFailed(
+                f"{self} answers {method} {path} with text other than JSON: {excerpt(content)}"
+            ) from None
 
     @asynccontextmanager
     async def _answer(

@@ -44,7 +44,7 @@ async def grade(container: TaskContainer, tests: Any) -> float:
     await container.stop()
     code, output = await container.execute(["sh", "-c", PREPARE], user="0")
     if code != 0:
-        raise RewardFailed(f"reward 'container': the tests have no place in the container: {excerpt(output)}")
+        raise RewardFailed(f"reward 'container': the tests' folders cannot be made in the container: {excerpt(output)}")
     await container.engine.put(
         container.id, {f"{TESTS.removeprefix('/')}/{path}": data for path, data in files.items()}
     )

@@ -171,17 +171,17 @@ def test_inline_secrets_reach_no_file_and_no_key_of_redis(run: Scripted, own_red
 
 def test_a_run_without_a_generator_does_not_wait_forever(run: Scripted) -> None:
     run.plays(FOREVER, FOREVER, **{"generator-1": ""})
-    with pytest.raises(RunStopped, match="no generator is left") as stopped:
+    with pytest.raises(RunStopped, match="all generator processes have exited") as stopped:
         run.start()
     assert stopped.value.code == 1
-    assert run.summary()["error"] == "no generator is left, but the run is not finished"
+    assert run.summary()["error"] == "all generator processes have exited, but the run is not finished"
 
 
 def test_nor_does_a_run_without_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taught = Scripted(tmp_path, monkeypatch, "teacher.model=large")
     taught.plays(FOREVER, FOREVER)
     monkeypatch.setattr(teacher_servers, "serve_command", lambda *_: ["true"])
-    with pytest.raises(RunStopped, match="no teacher is left"):
+    with pytest.raises(RunStopped, match="all teacher processes have exited"):
         taught.start()
 
 
@@ -194,7 +194,7 @@ def test_a_teachers_server_is_stopped_with_its_run(tmp_path: Path, monkeypatch: 
 
 # The learner's script, and the code and the error with which the run ends.
 UNSAVED = {
-    "leaves without it": (UNTIL_FINISHED, 1, r"the learner has left, but the last checkpoint, .*step_3, is not on the"),
+    "leaves without it": (UNTIL_FINISHED, 1, r"the learner has exited, but the last checkpoint, .*step_3, is not on"),
     "dies each time": (UNTIL_FINISHED + "\nraise OSError('no disk')", 1, "learner died 3 times.*no disk"),
     "refuses": (UNTIL_FINISHED + "\nprint('error: no space left')\nsys.exit(2)", 2, "learner: no space left"),
 }
@@ -331,6 +331,6 @@ def test_what_is_skipped_is_reported_with_its_reasons(answers: Answers) -> None:
 
 
 def test_without_a_generator_it_does_not_wait_forever(answers: Answers) -> None:
-    with pytest.raises(EndedEarly, match="no generator is left") as stopped:
+    with pytest.raises(EndedEarly, match="all generator processes have exited") as stopped:
         answers("")
     assert stopped.value.code == 1

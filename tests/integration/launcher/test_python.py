@@ -67,7 +67,7 @@ def test_what_ends_a_run_is_raised_where_it_is_followed(run: Scripted) -> None:
     with pytest.raises(spo.UserError, match=r"learner: cannot read model\.path x"):
         [*spo.run(run.config, generators=1)]
     run.plays(FOREVER, FOREVER, **{"generator-1": ""})
-    with pytest.raises(spo.EndedEarly, match="no generator is left"):
+    with pytest.raises(spo.EndedEarly, match="all generator processes have exited"):
         spo.run(run.config, generators=1).wait()
     run.plays(FOREVER, FOREVER)
     with pytest.raises(ZeroDivisionError), spo.run(run.config, generators=1) as started:

@@ -115,7 +115,7 @@ def test_a_user_error_of_a_process_becomes_the_runs(supervisor: Supervisor) -> N
 
 def test_a_process_that_exits_with_0_has_left(supervisor: Supervisor) -> None:
     child = supervisor.start("generator-1", python(""))
-    eventually(lambda: supervisor.poll() or child.state == "left")
+    eventually(lambda: supervisor.poll() or child.state == "exited")
     assert supervisor.alive("generator") == []
 
 

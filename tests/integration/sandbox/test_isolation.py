@@ -155,7 +155,7 @@ async def test_missing_limits_are_found(monkeypatch: pytest.MonkeyPatch) -> None
     for words in ("take processes: 9 processes", "take disk: a file of more than 8 MB"):
         assert words in str(caught.value)
     monkeypatch.setattr("sandbox_client.isolation.TIMEOUT", 2.0)
-    with pytest.raises(UserError, match="the sandbox leaks: memory together: processes tried to hold more than the"):
+    with pytest.raises(UserError, match="the sandbox leaks: memory together: processes that together exceeded the"):
         await check_isolation(Unbounded())  # type: ignore[arg-type]
 
 

@@ -125,7 +125,7 @@ async def test_a_row_has_an_image_and_limits_of_its_own(tmp_path: Path) -> None:
         ({"images": set()}, {}, "404: No such image: task:1"),
         ({"faults": {r"POST /containers/c\d/start": fails(500, '{"message": "no space"}')}}, {}, "500: no space"),
         ({"faults": {r"POST /containers/c\d/start": fails(500, "what?")}}, {}, "500: what?"),
-        ({"faults": {"POST /containers/create": fails(200, "no JSON")}}, {}, "what is not JSON: no JSON"),
+        ({"faults": {"POST /containers/create": fails(200, "no JSON")}}, {}, "text other than JSON: no JSON"),
         ({"faults": {"POST /exec/0/start": fails(404, '{"message": "No such exec"}')}}, {}, "No such exec"),
         ({"faults": {"GET /exec/0/json": fails(200, '{"Running": true}')}}, {}, "has lost the program 'sh'"),
         ({"agent": says("", 125, b"neither python3 nor node")}, {}, "neither python3 nor node"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,20 @@ def test_a_reward_is_guessed_from_the_answers(case: str, tmp_path: Path, monkeyp
     made = yaml.safe_load(text)
     written = made["data"] | made["episode"]
     assert {key: written[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(("gigabytes", "fits"), [(70, True), (78, False)])
+def test_a_model_that_leaves_no_room_for_cuda_does_not_fit(
+    gigabytes: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = SimpleNamespace(rank=lambda ranks: SimpleNamespace(peak=gigabytes * 10**9))
+    monkeypatch.setattr("launcher.layout.gpus.read_gpus", lambda environ: [SimpleNamespace(total=80 * 10**9)])
+    monkeypatch.setattr("launcher.layout.needs.needs_of", lambda config: needs)
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "train.jsonl", *CASES["numbers"][0])
+    text = configuration("train.jsonl", None)
+    assert f"a rank takes {gigabytes}.0 GB; the GPU has 80.0 GB" in text
+    assert ("DOES NOT FIT" not in text) == fits
 
 
 @pytest.mark.integration

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from common.errors import UserError
 from common.streams.lease import Replaced
@@ -198,6 +199,19 @@ def test_a_failed_save_leaves_everything_as_it_was(tmp_path, monkeypatch, is_ful
                 made.save(3)
     made.save(4)
     assert made.versions() == [2, 4]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), DistBackendError("NCCL error")])
+def test_an_error_that_the_disk_has_no_part_in_stays_what_it_is(tmp_path, monkeypatch, error):
+    folder, (made, engine) = saved(tmp_path, 2), checkpoints(tmp_path)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(engine, "save_checkpoint", fails)
+    with pytest.raises(type(error)):
+        made.save(3)
+    assert names(folder) == {"step_2"}
 
 
 def test_a_learner_whose_files_were_cleared_says_it_was_replaced(tmp_path):

@@ -52,7 +52,7 @@ def test_an_image_may_be_named(tmp_path: Path) -> None:
         ({"instruction_md": None}, "the task has no instruction.md"),
         ({"environment_Dockerfile": None}, "neither environment/Dockerfile nor environment.docker_image"),
         ({"task_toml": "[environment"}, "task.toml cannot be read"),
-        ({"task_toml": "environment = 3"}, "environment = 3 is no section"),
+        ({"task_toml": "environment = 3"}, "environment = 3 is not a table"),
         ({"task_toml": '[environment]\nmemory = "much"'}, "size 'much'; write it as 512M or 2G"),
         (
             {"task_toml": "[environment]\ncpus = 'all'"},
