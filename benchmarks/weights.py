@@ -155,7 +155,7 @@ def main() -> None:
         f"{result.gigabytes:.2f} GB of weights: copy {result.copy:.2f} GB/s, publish {result.publish:.2f} GB/s, "
         f"memory copy {result.memory_copy:.2f} GB/s"
     )
-    print("| way | GB/s | of plain ZeroMQ | s of CPU a GB: sender | receiver |\n|---|---|---|---|---|")
+    print("| transport | GB/s | of plain ZeroMQ | s of CPU a GB: sender | receiver |\n|---|---|---|---|---|")
     for way, rate in result.transfers.items():
         cpu = f"{result.sender_cpu[way]:.2f} | {result.receiver_cpu[way]:.2f}"
         print(f"| {way} | {rate:.3g} | {rate / result.transfer:.2f} | {cpu} |")

@@ -47,7 +47,8 @@ class RecordedRun:
         written.
 
         Args:
-            process: `sampler`, `learner`, or a generator's name; None: each metric of the first of these that has it.
+            process: `sampler`, `learner`, or a generator's name; None: for each metric, the first of these processes
+                that reports it.
         """
         self._run.update_metrics()
         metrics = self._run.metrics
@@ -81,7 +82,7 @@ class RecordedRun:
     def evaluations(self) -> dict[str, list[Any]]:
         """The evaluations: `step`, `prompts`, `responses`, and mean `accuracy` and `reward` over the prompts.
 
-        `accuracy_low`, `accuracy_high`, `reward_low` and `reward_high` are the ends of the 95% bands, which resample
+        `accuracy_low`, `accuracy_high`, `reward_low` and `reward_high` are the ends of 95% bootstrap intervals over
         prompts.
         """
         self._run.update_episodes()
@@ -96,8 +97,8 @@ class RecordedRun:
     def values(self) -> dict[str, list[Any]]:
         """The value of each prompt in the newest checkpoint, empty before the first.
 
-        `value` is the expected reward, from 0 (lowest) to 1 (highest); `count` the number of rewards that it rests on,
-        with the prior, discounted by age; `visits` how often the prompt was drawn.
+        `value` is the expected reward, from 0 (lowest) to 1 (highest); `count` the effective number of rewards behind
+        the value: older rewards are discounted, and the prior counts too; `visits` how often the prompt was drawn.
         """
         saved = newest_tracker(self.folder)
         if saved is None:

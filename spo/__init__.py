@@ -58,8 +58,8 @@ def run(
     """Start a run on this machine, supervised as by `spo run`, and return while it runs.
 
     The configuration is checked first, which takes seconds. A stopped run continues when it is started again with the
-    same configuration. The run's log is `logs/launcher.log` in the run folder. Files that this process creates
-    afterwards cannot be read by other accounts (umask 027), as the run's own.
+    same configuration. The run's log is `logs/launcher.log` in the run folder. From then on, files that this process
+    creates, like the run's own, can be read only by your account and its group (umask 027).
 
     Args:
         config: the YAML file, or a configuration that `spo.config` returned.
@@ -110,7 +110,7 @@ def sft(
     Args:
         config: the YAML file, whose section `sft` names the demonstrations, or a configuration.
         overrides: values by key, such as `{"sft.epochs": 2}`.
-        ranks: on this machine, each on a GPU of its own; 0: one for each GPU.
+        ranks: number of ranks on this machine, each on a GPU of its own; 0: one for each GPU.
         evaluate: answer `data.heldout` before training, every `eval.every` steps and at the end; the metrics then have
             the held-out reward under the names that it has in a run.
         generators: generator processes of evaluations; by default as GPUs and cores allow.
@@ -184,8 +184,9 @@ def evaluate(
         redis: "embedded", or the address of a server where generators of other machines may join.
 
     Returns:
-        The figures by name, such as `accuracy`, `reward`, `avg@8` and `pass@8`; those of one of several data sets
-        begin with its name. `set_aside` is the number of responses that were skipped.
+        The figures by name, such as `accuracy`, `reward`, `avg@8` and `pass@8`. With several data sets, the names of a
+        data set's figures begin with its name. `set_aside` is the number of tasks that could not be answered and were
+        skipped.
 
     Raises:
         UserError: the model, the configuration or the data cannot be used.
@@ -253,7 +254,8 @@ def doctor(
         config: the YAML file, or a configuration; without it only the machine is checked.
         overrides: values by key.
         role: check only what this process needs: "sampler", "generator", "learner", "relay" or "sandbox".
-        redis: the `redis` that `run` will get; by default `broker.url`, if it is set or a role is given.
+        redis: the value that you will pass to `run`; by default `broker.url` if that is set or a role is given,
+            otherwise "embedded".
 
     Returns:
         A row for each finding: `check`, `level` ("ok", "warning" or "problem"), `line`, which also says how to fix it,

@@ -65,9 +65,9 @@ def table(rows: Sequence[Row]) -> str:
     by_arm = {arm: of_arm for arm in ORDER if (of_arm := {row["seed"]: row for row in rows if row["arm"] == arm})}
     trained = next(iter(by_arm.values()), {})
     checkpoints = [*next(iter(trained.values()))["heldout"]] if trained else []
-    heads = ["arm", *(f"step {step}" for step in checkpoints), "each seed's end", "mean of the curve",
-             "wall s a step", "CPU s a step", "no signal", "variance left", "tokens an answer",
-             "wall to TRL's end, of TRL's"]  # fmt: skip
+    heads = ["arm", *(f"step {step}" for step in checkpoints), "final accuracy by seed", "mean of the curve",
+             "wall s a step", "CPU s a step", "samples without a signal", "variance that the baseline leaves",
+             "tokens an answer", "time to TRL's final accuracy / TRL's time"]  # fmt: skip
     lines: list[list[str]] = []
     for arm, of_arm in by_arm.items():
         curves = {seed: 100 * curve(row, start)[:, 3] for seed, row in of_arm.items()}
@@ -90,7 +90,7 @@ def table(rows: Sequence[Row]) -> str:
             cells = [lead(pairs, step) for step in checkpoints]
             ends = [100 * (accuracy(spo, checkpoints[-1]) - accuracy(other, checkpoints[-1])) for spo, other in pairs]
             empty = [""] * (len(heads) - len(cells) - 2)
-            lines.append([f"SPO less {NAMES[arm]}", *cells, _each(ends), *empty])
+            lines.append([f"SPO minus {NAMES[arm]}", *cells, _each(ends), *empty])
     return f"before training: {start:.1%}\n\n{tables.table(heads, lines)}"
 
 

@@ -19,7 +19,8 @@ SCALE = 0.02  # real seconds for a second of the setting
 PUBLISHED = 4.35  # the speed-up of the SPO paper's simulation
 STALENESS = {"1": ":", "4": "-", "16": "-."}  # simulated values of `max_staleness`, and their lines
 REAL = "4"  # the one that was also measured
-HEADS = ["σ", "one wave: group-free", "grouped", "speed-up", "real speed-up", "if grouped starts 24",
+HEADS = ["σ", "one wave: group-free", "grouped", "speed-up", "real speed-up",
+         "speed-up if the grouped wave starts only 24",
          "continuous: group-free", "grouped", "speed-up", "real speed-up"]  # fmt: skip
 Row = dict[str, Any]
 

@@ -54,6 +54,7 @@ K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 BYPASS = {"proximal": "rollout"}
 POLICY_GRADIENT = {"proximal": "rollout", "loss": "reinforce"}
 
+DECOUPLED_PPO = "PPO with ratio pi_theta / pi_old"
 TOKEN_WEIGHT = "token loss * min(pi_old / pi_rollout, 2)"
 ROW_WEIGHT = "loss * min(product of the row's pi_old / pi_rollout, 2)"
 GEO_BAND = "rows whose geometric mean of ratios leaves [0.999, 1.001] are dropped"
@@ -65,28 +66,28 @@ ALL = (
     Preset(
         "decoupled_token_is",
         TOKEN_TIS,
-        f"PPO with ratio pi_theta / pi_old; {TOKEN_WEIGHT}",
+        f"{DECOUPLED_PPO}; {TOKEN_WEIGHT}",
         "Little staleness, responses of any length: low variance, a small bias, no sample lost.",
         f"{DECOUPLED}; {TRUNCATED}",
     ),
     Preset(
         "decoupled_seq_is",
         SEQ_TIS,
-        f"PPO with ratio pi_theta / pi_old; {ROW_WEIGHT}",
+        f"{DECOUPLED_PPO}; {ROW_WEIGHT}",
         "Short responses: unbiased up to the truncation. Products of many ratios vary widely on long ones.",
         f"{DECOUPLED}; {TRUNCATED}",
     ),
     Preset(
         "decoupled_seq_is_rs",
         {**SEQ_TIS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-        f"{ROW_WEIGHT}; rows whose product leaves [0.5, 2] are dropped",
+        f"{DECOUPLED_PPO}; {ROW_WEIGHT}; rows whose product leaves [0.5, 2] are dropped",
         "Short responses with rare, wild outliers. Long responses lose most rows.",
         MASKED,
     ),
     Preset(
         "decoupled_geo_rs",
         {**NO_WEIGHTS, **GEO},
-        f"PPO with ratio pi_theta / pi_old; {GEO_BAND}",
+        f"{DECOUPLED_PPO}; {GEO_BAND}",
         "Nearly on-policy training with an engine that differs slightly from the learner. The band is tight: all stale "
         "rows are dropped.",
         MASKED,
@@ -94,28 +95,28 @@ ALL = (
     Preset(
         "decoupled_geo_rs_seq_tis",
         {**SEQ_TIS, **GEO},
-        f"{ROW_WEIGHT}; {GEO_BAND}",
+        f"{DECOUPLED_PPO}; {ROW_WEIGHT}; {GEO_BAND}",
         "As decoupled_geo_rs, with the surviving rows weighted.",
         MASKED,
     ),
     Preset(
         "decoupled_geo_rs_token_tis",
         {**TOKEN_TIS, **GEO},
-        f"{TOKEN_WEIGHT}; {GEO_BAND}",
+        f"{DECOUPLED_PPO}; {TOKEN_WEIGHT}; {GEO_BAND}",
         "As decoupled_geo_rs, with the surviving tokens weighted.",
         f"{MASKED}; {TRUNCATED}",
     ),
     Preset(
         "decoupled_k3_rs",
         {**NO_WEIGHTS, **K3_RS},
-        f"PPO with ratio pi_theta / pi_old; {K3_BAND}",
+        f"{DECOUPLED_PPO}; {K3_BAND}",
         "Rejection that counts deviations of both signs, which cancel in a geometric mean.",
         f"{MASKED}; {K3}",
     ),
     Preset(
         "decoupled_k3_rs_seq_tis",
         {**SEQ_TIS, **K3_RS},
-        f"{ROW_WEIGHT}; {K3_BAND}",
+        f"{DECOUPLED_PPO}; {ROW_WEIGHT}; {K3_BAND}",
         "The default. Outlier rows are dropped, the others weighted; its mean result is within 0.02 of the best in our "
         "study.",
         f"{MASKED}; {K3}",
@@ -123,7 +124,7 @@ ALL = (
     Preset(
         "decoupled_k3_rs_token_tis",
         {**TOKEN_TIS, **K3_RS},
-        f"{TOKEN_WEIGHT}; {K3_BAND}",
+        f"{DECOUPLED_PPO}; {TOKEN_WEIGHT}; {K3_BAND}",
         "Responses of thousands of tokens, for which a product of ratios has too much variance.",
         f"{MASKED}; {TRUNCATED}; {K3}",
     ),
@@ -193,7 +194,7 @@ ALL = (
     Preset(
         "decoupled_token_icepop",
         {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-        "token loss * pi_old / pi_rollout inside [0.5, 5], * 0 outside; the denominator stays",
+        f"{DECOUPLED_PPO}; token loss * pi_old / pi_rollout inside [0.5, 5], * 0 outside; the denominator stays",
         "As icepop; tokens outside the band still count in the denominator, which shrinks the step.",
         "IcePop, arXiv 2510.18855, as in verl",
     ),
@@ -213,7 +214,7 @@ ALL = (
             "rollout_rs": "token_k1",
             "rollout_rs_threshold": "0.5_5.0",
         },
-        "token loss * pi_old / pi_rollout inside [0.5, 5]; tokens outside contribute nothing",
+        f"{DECOUPLED_PPO}; token loss * pi_old / pi_rollout inside [0.5, 5]; tokens outside contribute nothing",
         "Single tokens on which the engine and the learner disagree (as in mixtures of experts), rather than stale "
         "tokens.",
         "IcePop, arXiv 2510.18855",

@@ -36,7 +36,10 @@ COMPUTING = ("learner", "generator", "teacher")
 
 
 class EndedEarly(Exception):
-    """A run or an evaluation ended before its end: it was stopped (`code` 130), or a process failed (`code` 1)."""
+    """A run, a training or an evaluation ended early: it was stopped (`code` 130), or a process failed.
+
+    `code` is then 1, or in `spo.sft` the exit code of the rank that failed.
+    """
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)

@@ -104,8 +104,9 @@ class StartedRun:
 
     @property
     def dashboard(self) -> str:
-        """The address of the run's page, which a thread of this process serves to this machine until it ends.
+        """The address of the run's page.
 
+        A thread of this process serves it, to this machine only, until the process ends.
         The address contains a token: anyone with it can read prompts, answers and configuration.
         """
         from launcher.dashboard.background import serve_folder  # imports a web server

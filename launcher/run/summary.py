@@ -25,15 +25,16 @@ class Summary:
     Attributes:
         finished: whether all steps were trained and the last checkpoint is on the disk.
         steps: the newest weight version.
-        accuracy_before, accuracy_after: held-out accuracy of version 0 and of the newest evaluation; None without.
+        accuracy_before, accuracy_after: held-out accuracy of version 0 and of the newest evaluation; None if there was
+            no such evaluation.
         heldout_figures: the newest evaluation's figures, such as `pass@8`.
         counters: tasks and samples, by what became of them.
         seconds: wall time by phase.
         restarts: how often each process was started again.
         folder: the run folder.
-        error: why it ended before its end, unless it was stopped.
-        left_out: samples that could not be trained on, of those `batched`.
-        ended_early: why it ended before `run.steps`; None if it did not.
+        error: why the run failed; None if it finished or was stopped.
+        left_out: number of samples in batches (counter `batched`) that could not be trained on.
+        ended_early: why the run stopped early by `run.stop_when`; None if it did not.
     """
 
     finished: bool
