@@ -1,6 +1,6 @@
 """Writes demonstrations of the form of an answer to the ten repairs, for `spo sft`.
 
-python examples/harbor/demonstrations.py FILE [TOOL]    # use: calls for sdk_agent.py; Bash: calls for Claude Code
+python examples/harbor/demonstrations.py FILE [TOOL]    # use: for sdk_agent.py; Bash: Claude Code; exec_command: Codex
 
 Each of three operators is the answer to each task once, and the right one once more: half of the demonstrations are
 wrong, and the run has to find out which. Without TOOL, the answer is the operator itself, as agent.py takes it.
@@ -15,13 +15,20 @@ from typing import Any
 
 from tasks import QUESTION, REPAIRS
 
-# By tool: the agent's system message, the arguments of a call, and what the tool says.
+# By tool: role and text of the agent's instructions, the arguments of a call, and what the tool says.
 CALLS = {
-    "use": ("", '{{"operator": "{operator}"}}', "done"),
+    "use": ("system", "", '{{"operator": "{operator}"}}', "done"),
     "Bash": (
+        "system",
         "You are a Claude agent, built on Anthropic's Claude Agent SDK.Repair calc.py.",
         '{{"command": "sed -i s/@/{operator}/ calc.py"}}',
         "(Bash completed with no output)",
+    ),
+    "exec_command": (
+        "developer",
+        "Repair calc.py.",
+        '{{"cmd": "sed -i s/@/{operator}/ calc.py"}}',
+        "Chunk ID: 5e1fc0\nWall time: 0.0000 seconds\nProcess exited with code 0\nOriginal token count: 0\nOutput:\n",
     ),
 }
 
@@ -31,10 +38,10 @@ def conversation(question: str, operator: str, tool: str | None) -> list[dict[st
     user = {"role": "user", "content": question}
     if tool is None:
         return [user, {"role": "assistant", "content": operator}]
-    system, arguments, result = CALLS[tool]
+    role, instructions, arguments, result = CALLS[tool]
     function = {"name": tool, "arguments": arguments.format(operator=operator)}
     return [
-        *([{"role": "system", "content": system}] if system else []),
+        *([{"role": role, "content": instructions}] if instructions else []),
         user,
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
         {"role": "tool", "content": result},

@@ -16,9 +16,10 @@ GAP = "\0"  # in the place of an operator
 
 def parts(tool: str) -> list[str]:
     """The texts around each name and operator, and the names."""
-    system, arguments, result = CALLS[tool]
+    _, instructions, arguments, result = CALLS[tool]
     call = f'<tool_call>\n{{"name": "{tool}", "arguments": {arguments.format(operator=GAP)}}}\n</tool_call>'
-    texts = [system, *QUESTION.split("{name}"), *call.split(GAP), result, "done", *REPAIRS]
+    fixed = [instructions, *QUESTION.split("{name}"), *call.split(GAP), *result.splitlines(keepends=True)]
+    texts = [*fixed, "done", *REPAIRS]
     return [text for text in texts if text]
 
 

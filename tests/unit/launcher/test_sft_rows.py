@@ -151,7 +151,8 @@ def example(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> d
     return runpy.run_path(str(folder / name), run_name="__main__")
 
 
-CALLS = {"": "{}<|im_end|>", "use": '{{"operator": "{}"}}', "Bash": "sed -i s/@/{}/ calc.py"}
+EDIT = "sed -i s/@/{}/ calc.py"
+CALLS = {"": "{}<|im_end|>", "use": '{{"operator": "{}"}}', "Bash": EDIT, "exec_command": EDIT}
 
 
 @pytest.mark.parametrize("tool", CALLS)
@@ -166,13 +167,13 @@ def test_half_of_the_demonstrations_of_the_repairs_are_right(
     assert (right, len(repairs)) == (20, 10)
 
 
-@pytest.mark.parametrize("tool", ["use", "Bash"])
+@pytest.mark.parametrize("tool", filter(None, CALLS))
 def test_a_call_of_the_repairs_is_three_tokens_with_the_operator_between(
     tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(build_model(TOKENIZER, seed=0), TOKENIZER, tmp_path / "model")
     calls = example(monkeypatch, "tokens.py", tmp_path / "model", tmp_path / "new", tool)["CALLS"]
-    call = {"name": tool, "arguments": json.loads(calls[tool][1].format(operator="*"))}
+    call = {"name": tool, "arguments": json.loads(calls[tool][-2].format(operator="*"))}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
     tokens = tokenizer.tokenize(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
     assert [token == "*" for token in tokens] == [False, True, False]
