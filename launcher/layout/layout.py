@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.checks.computing import cpu_build
@@ -20,7 +20,7 @@ from common.process import Role
 from launcher.folder.time_budget import Split
 from launcher.layout.advice import advice, free_of_rank, rank_bytes, rank_too_large
 from launcher.layout.gpus import Gpu, environment, numbers, read_gpus, select
-from launcher.layout.needs import GB, Needs, engine_size, needs_of, utilization
+from launcher.layout.needs import GB, SHARE, Needs, engine_size, needs_of, utilization
 from launcher.layout.shape import read_shape
 from launcher.layout.teachers import TeacherServer, check_memory, described, give_gpus, share_gpu, teacher_servers
 
@@ -55,7 +55,7 @@ class Placement:
         learner: a GPU for each rank; empty if a single rank computes on the CPU.
         generators: the GPUs of each generator; none for a generator that computes on the CPU.
         reasons: lines for the user that explain the choice.
-        utilization: vLLM's share of the memory of a GPU that a generator and a rank share; None if as configured.
+        engine: vLLM's arguments for GPUs that generators and ranks share; empty if all is as configured.
         teachers: the servers of teachers, with their GPUs.
         all_cores: on the CPU, the learner has a thread for each core; else as many threads as any other process.
     """
@@ -63,7 +63,7 @@ class Placement:
     learner: tuple[Gpu, ...]
     generators: tuple[tuple[Gpu, ...], ...]
     reasons: tuple[str, ...] = ()
-    utilization: float | None = None
+    engine: Mapping[str, float] = field(default_factory=dict)
     teachers: tuple[TeacherServer, ...] = ()
     all_cores: bool = False
 
@@ -196,7 +196,10 @@ class _Plan:
         self._check_generators(generators, share)
         check_memory(self.config, self.teachers)
         self._say(learning, generators, share)
-        return Placement(tuple(learning), generators, tuple(self.reasons), share, tuple(self.teachers))
+        engine: Mapping[str, float] = {}
+        if self.needs is not None and share is not None:
+            engine = self.needs.generator.on_shared(share, learning[0].total, self.size)
+        return Placement(tuple(learning), generators, tuple(self.reasons), engine, tuple(self.teachers))
 
     def _give_teachers(self, named: Sequence[Gpu] | None, taken: set[int], free: list[Gpu], rest: int) -> list[Gpu]:
         """Assign GPUs to the teachers, and return the free GPUs that are left, at least `rest`."""
@@ -293,7 +296,7 @@ class _Plan:
             return None
         left = free_of_rank(self.needs, ranks, gpus[0]) - self.beside
         share = math.floor(100 * left / gpus[0].total) / 100
-        if "gpu_memory_utilization" in self.config.generator.engine:
+        if SHARE in self.config.generator.engine:
             share = min(share, utilization(self.config.generator.engine))
         needed = self.needs.generator.of_each(self.size)
         if left <= 0 or share * gpus[0].total < needed:

@@ -13,6 +13,7 @@ from common.checks.check import PARALLEL_SIZES
 from common.config import Config
 from common.config.teacher import TeacherConfig
 from common.errors import first_line
+from generator.engine.arguments import KV_CACHE
 from launcher.layout.shape import Shape, read_shape
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ GB = 1e9
 RESERVED = 5e9  # bytes of each rank for CUDA's context, NCCL's buffers, and fragmentation
 ENGINE = 3e9  # bytes of each of an engine's GPUs for its context, activations, and captured graphs
 GPU_MEMORY_UTILIZATION = 0.9  # vLLM's default
+SHARE = "gpu_memory_utilization"
 
 
 class Needs:
@@ -100,10 +102,13 @@ class EngineNeeds:
         width = 1 if "quantization" in self.arguments else 4 if self.dtype == "float32" else 2
         return width * self.shape.parameters
 
+    def _parts(self, size: int) -> float:
+        """The number of GPUs, out of `size`, that divide the weights among them."""
+        return size / max(1, int(self.arguments.get("data_parallel_size", 1)))
+
     def of_each(self, size: int) -> float:
         """Bytes per GPU, for `size` GPUs, including the cache of one sequence of `max_model_len` tokens."""
-        parts = size / max(1, int(self.arguments.get("data_parallel_size", 1)))
-        return (self.weights + self.shape.cache_bytes * self.max_model_len) / parts + ENGINE
+        return (self.weights + self.shape.cache_bytes * self.max_model_len) / self._parts(size) + ENGINE
 
     def refusal(self, engine: str, section: str, size: int, share: float, total: int) -> str:
         """The message for an engine that does not fit into its share of `size` GPUs; empty if it fits.
@@ -126,7 +131,27 @@ class EngineNeeds:
 
     def cached(self, taken: float, size: int) -> float:
         """Tokens whose keys and values fit into the cache of an engine with `taken` bytes of `size` GPUs together."""
-        return max(0.0, taken - self.weights - ENGINE * size) / self.shape.cache_bytes
+        return self._cache(taken / size, size) * size / self.shape.cache_bytes
+
+    def _cache(self, room: float, size: int) -> float:
+        """Bytes of the cache per GPU of an engine that may take `room` bytes of each of `size` GPUs."""
+        return max(0.0, room - self.weights / self._parts(size) - ENGINE)
+
+    def on_shared(self, share: float, total: int, size: int) -> dict[str, float]:
+        """vLLM's arguments for GPUs that it shares with other processes of the run.
+
+        The size of the cache is one of them: without it vLLM measures it, and takes all that other processes allocate
+        while it starts for its own.
+
+        Args:
+            share: the share of each GPU's memory that vLLM takes.
+            total: bytes of a GPU.
+            size: the number of GPUs.
+        """
+        given: dict[str, float] = {SHARE: share}
+        if not (KV_CACHE - {SHARE}) & self.arguments.keys():
+            given["kv_cache_memory_bytes"] = int(self._cache(share * total, size))
+        return given
 
 
 def teacher_needs(config: Config, teacher: TeacherConfig) -> EngineNeeds | None:
@@ -161,7 +186,7 @@ def engine_size(arguments: Mapping[str, Any]) -> int:
 
 def utilization(arguments: Mapping[str, Any]) -> float:
     """The share of each GPU's memory that an engine takes."""
-    share = arguments.get("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
+    share = arguments.get(SHARE, GPU_MEMORY_UTILIZATION)
     return float(share) if isinstance(share, int | float) else GPU_MEMORY_UTILIZATION
 
 

@@ -6,17 +6,15 @@ On a machine with one GPU, teachers share it with a rank and a generator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from common.config import Config
 from common.config.teacher import TeacherConfig
 from common.errors import UserError
 from common.network import without_password
 from launcher.layout.gpus import Gpu, numbers
-from launcher.layout.needs import GB, engine_size, teacher_needs, utilization
-
-SHARE = "gpu_memory_utilization"
+from launcher.layout.needs import GB, SHARE, engine_size, teacher_needs, utilization
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +24,14 @@ class TeacherServer:
     Attributes:
         source: the name of the first data source that has this teacher.
         gpus: empty if the server computes on the CPU.
-        utilization: the engine's share of the memory of a GPU that it shares with others; None if as configured.
+        engine: vLLM's arguments for a GPU that the engine shares with others; empty if all is as configured.
     """
 
     name: str
     source: str
     teacher: TeacherConfig
     gpus: tuple[Gpu, ...] = ()
-    utilization: float | None = None
+    engine: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -43,7 +41,7 @@ class TeacherServer:
     @property
     def share(self) -> float:
         """The engine's share of the memory of each of its GPUs."""
-        return utilization(self.teacher.engine) if self.utilization is None else self.utilization
+        return utilization({**self.teacher.engine, **self.engine})
 
 
 def teacher_servers(config: Config) -> list[TeacherServer]:
@@ -100,16 +98,17 @@ def share_gpu(config: Config, servers: Sequence[TeacherServer], gpu: Gpu) -> lis
         if server.size > 1:
             raise UserError(f"a teacher takes {server.size} GPUs (teacher.engine), but there is only one")
         on_gpu = replace(server, gpus=(gpu,))
-        if not gpu.total or SHARE in server.teacher.engine:
-            placed.append(on_gpu)
-            continue
-        needs = teacher_needs(config, server.teacher)
-        if needs is None:
+        needs = teacher_needs(config, server.teacher) if gpu.total else None
+        configured = SHARE in server.teacher.engine
+        if gpu.total and needs is None and not configured:
             raise UserError(
                 f"the teacher {server.teacher.model} (of {server.source}) shares GPU {gpu.number} with the policy: "
                 f"set {SHARE} in its own teacher.engine"
             )
-        placed.append(replace(on_gpu, utilization=math.ceil(100 * needs.of_each(1) / gpu.total) / 100))
+        if needs is not None:
+            share = on_gpu.share if configured else math.ceil(100 * needs.of_each(1) / gpu.total) / 100
+            on_gpu = replace(on_gpu, engine=needs.on_shared(share, gpu.total, 1))
+        placed.append(on_gpu)
     return placed
 
 
@@ -135,7 +134,7 @@ def described(config: Config, servers: Sequence[TeacherServer]) -> Iterator[str]
             if needs is not None and server.gpus[0].total:
                 tokens = needs.cached(server.share * server.gpus[0].total * server.size, server.size)
                 line += f", {needs.weights / GB:.1f} GB of weights, keys and values of {tokens:,.0f} tokens"
-            yield line + ("" if server.utilization is None else f", {server.utilization:.0%} of the memory")
+            yield line + (f", {server.share:.0%} of the memory" if server.engine else "")
     for source, teacher in config.teachers_in_use().items():
         if teacher.url is not None and config.run.has_learner:
             yield f"the teacher of {source}: at {without_password(teacher.url)}"

@@ -196,6 +196,5 @@ def learner_command(config: Path, layout: Placement) -> list[str]:
 
 
 def generator_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
-    share = layout.utilization
-    own = [] if share is None else ["-o", f"generator.engine.gpu_memory_utilization={share}"]
+    own = [word for name, value in layout.engine.items() for word in ("-o", f"generator.engine.{name}={value}")]
     return {name: command("generator.cli", config, "--name", name, *own) for name in layout.generator_names}

@@ -15,7 +15,7 @@ from common.process import Role
 from generator.engine.arguments import KV_CACHE, KV_CACHE_BYTES, MAX_LOGPROBS, vllm_environment
 from generator.engine.vllm_plugin import TEMPERATURE
 from launcher.layout.layout import Placement
-from launcher.layout.teachers import SHARE, TeacherServer
+from launcher.layout.teachers import TeacherServer
 from launcher.run.embedded_redis import private_socket, remove_socket
 from launcher.run.processes import thread_limits
 from launcher.run.supervisor import Supervisor
@@ -60,8 +60,7 @@ def _arguments(config: Config, server: TeacherServer) -> dict[str, Any]:
         arguments["trust_remote_code"] = True
     if model.head_dtype == "float32" != dtype:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
-    if server.utilization is not None:
-        arguments[SHARE] = server.utilization
+    arguments |= server.engine
     if cpu_build(Role.GENERATOR):
         arguments["enforce_eager"] = True  # compiling a small model costs more time than it saves
         if not KV_CACHE & teacher.engine.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:

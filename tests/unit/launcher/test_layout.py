@@ -19,6 +19,7 @@ from common.log import get_logger
 from launcher.folder.time_budget import Split
 from launcher.layout import layout as layouts
 from launcher.layout.layout import Choice, Placement, lay_out
+from launcher.layout.needs import ENGINE, SHARE, Needs, needs_of
 from launcher.run import processes
 from launcher.run.local_run import worker_commands
 from launcher.run.processes import start_all, thread_limits
@@ -56,6 +57,7 @@ TWO = {"tensor_parallel_size": 2}
 OWN = {"model": "MODEL"}  # a teacher as large as the policy
 TAUGHT = {"teacher": OWN}
 LARGE = {"dtype": "float32", "engine": {"gpu_memory_utilization": 0.4}}
+CACHE = "kv_cache_memory_bytes"
 
 
 # On these GPUs: the sections, what the user asks for, and the GPUs of the learner and of each generator.
@@ -175,12 +177,28 @@ def test_in_bfloat16_zero_0_needs_the_memory_of_the_stage_that_deepspeed_runs(la
 
 def test_a_rank_and_a_generator_share_one_gpu(laid_out: LayOut, tmp_path: Path) -> None:
     layout = laid_out(1, **ADAPTER)
-    assert layout.utilization is not None
-    assert 0.3 < layout.utilization < 0.8
+    assert 0.3 < layout.engine[SHARE] < 0.8
     commands = worker_commands(tmp_path / "config.yaml", layout)
-    assert f"generator.engine.gpu_memory_utilization={layout.utilization}" in commands["generator-1"]
+    assert f"generator.engine.gpu_memory_utilization={layout.engine[SHARE]}" in commands["generator-1"]
     assert "--ranks" not in commands["learner"]
-    assert laid_out(1, **ADAPTER, generator={"engine": {"gpu_memory_utilization": 0.25}}).utilization == 0.25
+    assert laid_out(1, **ADAPTER, generator={"engine": {SHARE: 0.25}}).engine[SHARE] == 0.25
+
+
+def test_an_engine_on_a_shared_gpu_does_not_measure_what_is_left_for_its_cache(
+    laid_out: LayOut, config: Callable[..., Config], tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = ADAPTER | TAUGHT
+    layout, needs = laid_out(1, **sections), needs_of(config(**sections))
+    assert isinstance(needs, Needs)
+    engine, total = needs.generator, layout.learner[0].total
+    cache = layout.engine[CACHE]
+    assert engine.shape.cache_bytes * engine.max_model_len <= cache
+    assert cache == pytest.approx(layout.engine[SHARE] * total - engine.weights - ENGINE, abs=1)
+    assert f"generator.engine.{CACHE}={cache}" in worker_commands(tmp_path / "config.yaml", layout)["generator-1"]
+    assert int(option("--kv-cache-memory-bytes", config(**sections), layout)) > 0
+    for mine in ({CACHE: 7 << 30}, {"num_gpu_blocks_override": 1000}):
+        assert CACHE not in laid_out(1, **ADAPTER, generator={"engine": mine}).engine
+    assert not laid_out(4).engine, "of GPUs of its own, vLLM measures it"
 
 
 def test_a_driver_that_fails_is_quoted(laid_out: LayOut, gpus: StandInGpus) -> None:
@@ -325,13 +343,11 @@ def test_one_gpu_is_shared_by_all_three(laid_out: LayOut, config: Callable[..., 
     alone, layout = laid_out(1, **ADAPTER), laid_out(1, **taught)
     assert set(by_process(layout).values()) == {"0"}
     (teacher,) = layout.teachers
-    assert teacher.utilization is not None
-    assert alone.utilization is not None
-    assert layout.utilization == pytest.approx(alone.utilization - teacher.utilization, abs=0.011)
-    assert option("--gpu-memory-utilization", config(**taught), layout) == str(teacher.utilization)
+    assert layout.engine[SHARE] == pytest.approx(alone.engine[SHARE] - teacher.share, abs=0.011)
+    assert option("--gpu-memory-utilization", config(**taught), layout) == str(teacher.share)
     taught["teacher"] = OWN | {"engine": {"gpu_memory_utilization": 0.35}}
     configured = laid_out(1, **taught)
-    assert configured.utilization == pytest.approx(alone.utilization - 0.35, abs=0.011)
+    assert configured.engine[SHARE] == pytest.approx(alone.engine[SHARE] - 0.35, abs=0.011)
     assert option("--gpu-memory-utilization", config(**taught), configured) == "0.35"
     taught["teacher"] = OWN | {"engine": {"gpu_memory_utilization": 0.9}}
     with pytest.raises(UserError, match=r"on a GPU of \d+.\d GB that the teachers leave: "):
