@@ -13,7 +13,6 @@ from common.checks.check import PARALLEL_SIZES
 from common.config import Config
 from common.config.teacher import TeacherConfig
 from common.errors import first_line
-from generator.engine.arguments import KV_CACHE
 from launcher.layout.shape import Shape, read_shape
 
 if TYPE_CHECKING:
@@ -148,6 +147,8 @@ class EngineNeeds:
             total: bytes of a GPU.
             size: the number of GPUs.
         """
+        from generator.engine.arguments import KV_CACHE  # imports what a generator needs
+
         given: dict[str, float] = {SHARE: share}
         if not (KV_CACHE - {SHARE}) & self.arguments.keys():
             given["kv_cache_memory_bytes"] = int(self._cache(share * total, size))
