@@ -29,6 +29,7 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool, stat_loggers
     import torch
     import torch._dynamo
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.engine.async_llm import AsyncLLM
 
     environment = dict(os.environ)
@@ -39,6 +40,10 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool, stat_loggers
         inspect_here(arguments["model"])
         engine_args = AsyncEngineArgs(**arguments)
         config = engine_args.create_engine_config()
+        # Where a processor has AMX, vLLM would take a kernel that refuses float32 weights.
+        model, attention = config.model_config, config.attention_config
+        if model.use_mla and model.dtype == torch.float32 and attention.backend is None:
+            attention.backend = AttentionBackendEnum.CPU_MLA
         if fit_kv_cache and "VLLM_CPU_KVCACHE_SPACE" not in environment:
             cache = config.cache_config
             cache.kv_cache_memory_bytes = min(arguments["kv_cache_memory_bytes"], _useful_kv_bytes(config))

@@ -31,7 +31,7 @@ from tests.support.whole_run import json_lines, kill, settled_counters, started,
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SAME = 1e-4  # mean |difference| of log-probs in float32
-FEW = 1e-3  # share of choices that rounding changes
+FEW = 5e-3  # share of choices that rounding changes: on some processors one of 758
 
 
 async def two_turns(engine: Engine, seed: int) -> Payload:
