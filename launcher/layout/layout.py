@@ -190,15 +190,16 @@ class _Plan:
             raise UserError("no GPU is left for the learner: name fewer in --generator-gpus, or some in --learner-gpus")
         check_ranks(self.config, len(learning))
         generators = self._generators(learning, generating, named=asked[1] is not None)
-        shared = {gpu.number for gpu in learning} & {gpu.number for group in generators for gpu in group}
-        share = self._share(len(learning), [gpu for gpu in learning if gpu.number in shared]) if shared else None
+        of_generators = {gpu.number for group in generators for gpu in group}
+        shared = [gpu for gpu in learning if gpu.number in of_generators]
+        share = self._share(len(learning), shared) if shared else None
         self._check_rank(learning)
         self._check_generators(generators, share)
         check_memory(self.config, self.teachers)
         self._say(learning, generators, share)
         engine: Mapping[str, float] = {}
         if self.needs is not None and share is not None:
-            engine = self.needs.generator.on_shared(share, learning[0].total, self.size)
+            engine = self.needs.generator.on_shared(share, shared[0].total, self.size)
         return Placement(tuple(learning), generators, tuple(self.reasons), engine, tuple(self.teachers))
 
     def _give_teachers(self, named: Sequence[Gpu] | None, taken: set[int], free: list[Gpu], rest: int) -> list[Gpu]:

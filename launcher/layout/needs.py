@@ -139,8 +139,8 @@ class EngineNeeds:
     def on_shared(self, share: float, total: int, size: int) -> dict[str, float]:
         """vLLM's arguments for GPUs that it shares with other processes of the run.
 
-        The size of the cache is one of them: without it vLLM measures it, and takes all that other processes allocate
-        while it starts for its own.
+        They include the size of the cache. vLLM would otherwise measure what is left for it, and count the memory that
+        the other processes allocate during the measurement as its own.
 
         Args:
             share: the share of each GPU's memory that vLLM takes.

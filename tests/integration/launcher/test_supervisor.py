@@ -133,7 +133,7 @@ def test_processes_may_say_goodbye_and_the_last_outlives_all(supervisor: Supervi
     for name in ("redis", "learner"):
         code = (
             "import os, signal, time\n"
-            # Not sys.exit: while Python closes a file that nobody holds, it ignores exceptions of a handler.
+            # Not sys.exit: Python discards an exception that a signal handler raises while a file is finalized.
             f"def leave(*_):\n    open({str(order)!r}, 'a').write('{name} ')\n    os._exit(0)\n"
             f"signal.signal(15, leave)\nopen({str(tmp_path / name)!r}, 'w')\n{WAIT}"
         )
