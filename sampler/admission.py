@@ -139,7 +139,7 @@ class Admission:
         for group_id, group in list(self.groups.items()):
             if not group.tasks:
                 yield self.pop_group(group_id)
-            elif len(group) < self._responses:
+            elif len(group.tasks) + len(group.samples) < self._responses:
                 # The group was abandoned before: the results of its tasks in flight will be ignored.
                 self.pop_group(group_id)
 
@@ -186,7 +186,9 @@ class Admission:
 
     def _recount(self, group_id: str, group: Group) -> None:
         """Move a group's places to its current oldest version; remove a group without members."""
-        oldest = group.oldest_version()
+        # Tasks in flight bring no tokens older than their dispatch.
+        versions = (*group.tasks.values(), *(sample.oldest_version for sample in group.samples))
+        oldest = min(versions, default=None)
         if oldest == group.oldest:
             return
         if group.oldest is not None:
@@ -211,22 +213,3 @@ class Group:
     tasks: dict[str, int] = field(default_factory=dict)  # version at dispatch of each task in flight
     samples: list[OpenSample] = field(default_factory=list)  # arrived
     oldest: int | None = None  # version at which `Admission` counts the group's places
-
-    def __len__(self) -> int:
-        return len(self.tasks) + len(self.samples)
-
-    def oldest_version(self) -> int | None:
-        """Lower bound for the version of the group's oldest token, None without members.
-
-        Tasks in flight bring no tokens older than their dispatch.
-        """
-        oldest = min(self.tasks.values(), default=None)
-        for sample in self.samples:
-            if oldest is None or sample.oldest_version < oldest:
-                oldest = sample.oldest_version
-        return oldest
-
-
-def is_degenerate(group: list[OpenSample]) -> bool:
-    """Whether all rewards of a group are equal, so that it gives no gradient."""
-    return all(sample.reward == group[0].reward for sample in group)

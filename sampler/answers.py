@@ -58,7 +58,6 @@ class Answers:
         """Nothing to do: answers in the file stay, and later ones to the same tasks are ignored."""
 
     def all_sent(self) -> bool:
-        """Whether every task has been sent."""
         return self._next is None
 
     def start_due(self) -> None:
@@ -95,10 +94,6 @@ class Answers:
         if self._has_changed:
             self._state.save_answers(len(self.file.task_ids), self.reasons)
             self._has_changed = False
-
-    def latest_accuracy(self) -> float | None:
-        """Always None: `spo eval` computes its figures from the file."""
-        return None
 
     def _row(self, i: int, header: SampleHeader) -> dict[str, Any]:
         """An answer as a row of the file. The prompt is read from the data: a long record may be truncated."""

@@ -127,10 +127,6 @@ class Evaluations:
         self._state.save_evaluation(due)
         return (counts, self._finish(due, counts)) if counts.complete else None
 
-    def latest_accuracy(self) -> float | None:
-        complete = {due: counts for due, counts in self._state.evaluations.items() if counts.complete}
-        return complete[max(complete)].accuracy if complete else None
-
     def _due(self) -> int | None:
         version, every = self._state.version, self._config.every
         if version == BEFORE_FIRST_STEP:
@@ -169,7 +165,6 @@ class Evaluations:
             self._state.send_again(self._task(due, task_id))
 
     def _task(self, due: int, task_id: str) -> Task:
-        """The open evaluation's task with this id."""
         assert self._prompts is not None
         return self._prompts.task(
             self._position(task_id),

@@ -25,7 +25,7 @@ from sampler.files.episode_files import Rollouts
 from sampler.files.snapshots import Snapshots
 from sampler.lost_tasks import LostTasks
 from sampler.memory_watch import MemoryWatch
-from sampler.metrics import SamplerMetrics, Visit
+from sampler.metrics import SamplerMetrics
 from sampler.process_metrics import SamplerTimeline
 from sampler.prompts.prompt_set import RunData
 from sampler.records import DispatchedTask, OpenSample
@@ -128,8 +128,7 @@ class Sampler:
         """Run one round and commit it as a whole; after a kill before `write`, the next sampler repeats it."""
         headers, steps = self.read()
         if headers or steps:
-            # Files are written before the commit, so check first that no other sampler has taken over and writes to
-            # them.
+            # Files are written before the commit, so check first that no other sampler has taken over.
             self.ledger.renew()
         for step in steps:
             self.take_step(step)
@@ -143,10 +142,8 @@ class Sampler:
             self.send_lost()
         self.metrics.write()
         self.write(due=bool(steps))
-        # After the commit: all tasks in flight have been sent, and a restarted sampler does not read the same
-        # failures again.
-        due = self.state.open_evaluation
-        evaluation = "" if due is None else self.state.evaluation_name(due)
+        # After the commit: all tasks in flight have been sent, and a restarted sampler reads no failure twice.
+        evaluation = self.state.open_evaluation_name
         self.lost.search(self.state.admission.in_flight, evaluation)
         self.timeline.evaluating(evaluation)
         self.failures.check()
@@ -219,17 +216,15 @@ class Sampler:
             return
         try:
             self.count_result(task, checked(header, task, self.config))
+            return
         except InvalidMessage as error:
-            self.refuse(task, header, str(error))
+            reason = str(error)
         except (UserError, RedisError):
             raise
         except Exception as error:
             # If this error ended the sampler, the next one would read the same header and fail in the same way.
             self.log.exception("a result could not be counted", task=header.task_id)
-            self.refuse(task, header, f"{type(error).__name__}: {error}")
-
-    def refuse(self, task: DispatchedTask, header: SampleHeader, reason: str) -> None:
-        """Keep a result that cannot be counted as a dead letter, and count its task as skipped."""
+            reason = f"{type(error).__name__}: {error}"
         self.ledger.add_dead_letter(header, reason)
         self.count_result(task, refused(header, task, reason))
 
@@ -254,20 +249,15 @@ class Sampler:
 
     def learn(self, i: int, task: DispatchedTask, header: SampleHeader) -> None:
         """Update the value of prompt i with a reward, and add the sample to those that wait for a batch."""
-        state, tracker = self.state, self.state.tracker
-        alpha, beta = tracker.counts(task.prompt_id)
-        is_first = not tracker.visits[i]
-        value, drift, rho = state.update_value(i, header)
+        state = self.state
+        visit = state.update_value(i, header)
         self.equal_rewards.add(header)
-        is_clipped = state.drift.rho is None and tracker.is_clipped(drift)
-        n_eff = sum(tracker.counts(task.prompt_id))
-        visit = Visit(drift, rho, n_eff, alpha, beta, value, float(is_clipped), float(is_first))
         self.metrics.add(header, visit, self.prompts.source(i))
         state.add_sample(
             OpenSample(
                 sample_id=header.task_id,
                 arrival=state.arrivals,
-                baseline=value if self.config.algorithm.method == "spo" else 0.0,
+                baseline=visit.value_mean if self.config.algorithm.method == "spo" else 0.0,
                 reward=header.reward,
                 tokens=header.tokens,
                 model_tokens=header.model_tokens,
@@ -319,8 +309,7 @@ class Sampler:
     def evaluate(self) -> None:
         """Write the round's held-out answers, report a completed evaluation, and start the next."""
         last = self.state.last_version
-        complete = self.evaluations.write()
-        if complete:
+        if complete := self.evaluations.write():
             counts, figures = complete
             self.metrics.evaluated(counts, figures)
             self.log.info(
@@ -400,12 +389,11 @@ class Sampler:
         self.folder.check()
         if self.config.run.has_learner and not self.state.admission.in_flight:
             self.learner.look()
-        values = self.metrics.progress(self.evaluations.latest_accuracy())
+        values = self.metrics.progress()
         if self.state.version > BEFORE_FIRST_STEP:
             self.metrics.observe(self.ledger.broker, now)
-            state = "waiting for memory" if self.memory.was_short else "running"
-            evaluating, outstanding = self.state.evaluating, self.state.outstanding
-            self.presence.status(state=state, outstanding=outstanding, evaluating=evaluating, **values)
+            state, shown = self.state, "waiting for memory" if self.memory.was_short else "running"
+            self.presence.status(state=shown, outstanding=state.outstanding, evaluating=state.evaluating, **values)
             if now or seconds - self._last_log > LOG_INTERVAL:
                 self._last_log = seconds
                 self.log.info("progress", **values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,33 +19,13 @@ from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
 from sampler.trackers.feed import TrackerFeed
 from sampler.value_audit import ValueAudit
+from sampler.values.tracker import Visit
 
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
 MEASURED_HERE = ("reward/mean",)  # metrics of the learner that the sampler measures itself
 
 CUT_OFF = (Ending.LENGTH, Ending.MAX_SECONDS)
 OF_AGENTS = ("requests", "retries", "refused", "dropped", "prompt_tokens", "kept_tokens")  # counts of a sample's header
-
-
-class Visit(NamedTuple):
-    """What the tracker did with one reward; the metrics are the means of these between two batches.
-
-    Attributes:
-        drift_mean, rho_mean: D and the forgetting factor.
-        n_eff_mean: alpha + beta after the reward was counted.
-        alpha_mean, beta_mean, value_mean: the prompt's counts and value before that.
-        rho_clip_ratio: 1 if the factor was raised to `rho_min` or lowered to `rho_max`.
-        first_sampled_ratio: 1 if it is the prompt's first response.
-    """
-
-    drift_mean: float
-    rho_mean: float
-    n_eff_mean: float
-    alpha_mean: float
-    beta_mean: float
-    value_mean: float
-    rho_clip_ratio: float
-    first_sampled_ratio: float
 
 
 class SamplerMetrics:
@@ -135,20 +115,17 @@ class SamplerMetrics:
         processes = self._processes = self._processes or ProcessMetrics(broker)
         if not now and not processes.is_due():
             return
-        state, due = self._state, self._state.open_evaluation
-        rate = {"samples/per_second": self._samples_per_second()}
-        self._entries += processes.entries(
-            max(state.version, 0), "" if due is None else state.evaluation_name(due), rate
-        )
+        version, rate = max(self._state.version, 0), {"samples/per_second": self._samples_per_second()}
+        self._entries += processes.entries(version, self._state.open_evaluation_name, rate)
         self.write()
 
-    def progress(self, accuracy: float | None) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Figures for the display; values that are not known yet are left out."""
         self._rate_points.append((time.monotonic(), self._samples))
         values = {
             "step": max(self._state.version, 0),
             "reward": sum(self._rewards) / len(self._rewards) if self._rewards else None,
-            "accuracy": accuracy,
+            "accuracy": self._state.latest_accuracy,
             "staleness": self._staleness,
             "variance_ratio": self._audit.variance_ratio(),
             "in_flight": len(self._state.admission.in_flight),

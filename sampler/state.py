@@ -13,12 +13,12 @@ from common.messages import SampleHeader, Task
 from common.streams.early_stop import FIELD, EarlyStop
 from common.streams.lease import LedgerState
 from common.streams.ledger import Commit
-from sampler.admission import Admission, is_degenerate
+from sampler.admission import Admission
 from sampler.batches import ClosedBatch, OpenBatch
 from sampler.records import TRACKER_ROWS, DispatchedTask, EvaluationCounts, OpenSample, packed_rows, tracker_rows
 from sampler.values.drift import PromptDrift
 from sampler.values.population import PromptTraits
-from sampler.values.tracker import Counts, ValueTracker
+from sampler.values.tracker import Counts, ValueTracker, Visit
 
 BEFORE_FIRST_STEP = -1
 ROWS_PER_COMMIT = 10_000
@@ -122,18 +122,22 @@ class SamplerState:
         # A learner that starts from a checkpoint has trained on the batches before this version.
         self.open.next_id = max(self.open.next_id, version)
 
-    def update_value(self, i: int, header: SampleHeader) -> tuple[float, float, float]:
-        """Count the reward of a response to the prompt at index i; returns its previous value, D, and rho.
+    def update_value(self, i: int, header: SampleHeader) -> Visit:
+        """Count the reward of a response to the prompt at index i.
 
         Raises:
             ValueError: the reward is outside the declared range.
         """
+        tracker, prompt_id = self.tracker, self.tracker.prompt_ids[i]
         drift = self.drift.measure(i, header.drift, header.newest_version)
-        rho = self.tracker.rho(drift) if self.drift.rho is None else self.drift.rho
-        value = self.tracker.update(self.tracker.prompt_ids[i], header.reward, rho=rho)
-        self._commit.rewards.append((self.tracker.prompt_ids[i], header.reward, rho, header.task_id))
+        rho = tracker.rho(drift) if self.drift.rho is None else self.drift.rho
+        is_clipped = self.drift.rho is None and tracker.is_clipped(drift)
+        (alpha, beta), is_first = tracker.counts(prompt_id), not tracker.visits[i]
+        value = tracker.update(prompt_id, header.reward, rho=rho)
+        self._commit.rewards.append((prompt_id, header.reward, rho, header.task_id))
         self._changed_prompts.add(i)
-        return value, drift, rho
+        n_eff = sum(tracker.counts(prompt_id))
+        return Visit(drift, rho, n_eff, alpha, beta, value, float(is_clipped), float(is_first))
 
     def retire(self, i: int) -> None:
         self.tracker.retire(self.tracker.prompt_ids[i])
@@ -180,6 +184,17 @@ class SamplerState:
         """Version at which the incomplete evaluation was due; None if there is none."""
         due = max(self.evaluations, default=None)
         return None if due is None or self.evaluations[due].complete else due
+
+    @property
+    def open_evaluation_name(self) -> str:
+        """Name of the incomplete evaluation; "" if there is none."""
+        due = self.open_evaluation
+        return "" if due is None else self.evaluation_name(due)
+
+    @property
+    def latest_accuracy(self) -> float | None:
+        complete = {due: counts for due, counts in self.evaluations.items() if counts.complete}
+        return complete[max(complete)].accuracy if complete else None
 
     @property
     def evaluating(self) -> str | None:
@@ -342,7 +357,7 @@ class SamplerState:
         if len(group) == 1:
             return False
         self.count("grouped", len(group))
-        if not is_degenerate(group):
+        if any(sample.reward != group[0].reward for sample in group):
             return False
         self.count("degenerate", len(group))
         if self.refilled + len(group) > self._refill_limit:

@@ -35,6 +35,27 @@ class Counts(NamedTuple):
     retired: bool
 
 
+class Visit(NamedTuple):
+    """What the tracker did with one reward; the metrics are the means of these between two batches.
+
+    Attributes:
+        drift_mean, rho_mean: D and the forgetting factor.
+        n_eff_mean: alpha + beta after the reward was counted.
+        alpha_mean, beta_mean, value_mean: the prompt's counts and value before that.
+        rho_clip_ratio: 1 if the factor was raised to `rho_min` or lowered to `rho_max`.
+        first_sampled_ratio: 1 if it is the prompt's first response.
+    """
+
+    drift_mean: float
+    rho_mean: float
+    n_eff_mean: float
+    alpha_mean: float
+    beta_mean: float
+    value_mean: float
+    rho_clip_ratio: float
+    first_sampled_ratio: float
+
+
 class ValueTracker:
     """Beta counts of every prompt, which forget as the policy moves (SPO, arXiv 2509.13232).
 
@@ -207,18 +228,15 @@ class ValueTracker:
         """Restore the counts of the prompts that `state` has; the others keep theirs."""
         ids = state["prompt_ids"].tolist()
         indices = np.array([self.index.get(prompt_id.decode(), -1) for prompt_id in ids], np.int64)
-        source = np.flatnonzero(indices >= 0)
-        target = indices[source]
-        for name in Counts._fields:
-            getattr(self, name)[target] = state[name][source]
+        in_data = indices >= 0
+        self.restore_rows(indices[in_data], {name: state[name][in_data] for name in Counts._fields})
         if self.population is not None:
             self.population.load_state_dict(state)
-        self.forget_weights()
 
     def row(self, i: int) -> Counts:
         return Counts(*(getattr(self, name).item(i) for name in Counts._fields))
 
-    def restore_rows(self, indices: np.ndarray, rows: np.ndarray) -> None:
+    def restore_rows(self, indices: np.ndarray, rows: Mapping[str, np.ndarray] | np.ndarray) -> None:
         """Restore many prompts, given their indices, int64 [R], and the fields of `Counts`, [R] each."""
         for name in Counts._fields:
             getattr(self, name)[indices] = rows[name]

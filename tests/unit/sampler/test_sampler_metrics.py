@@ -26,13 +26,13 @@ from common.streams.tasks import TaskInbox
 from launcher.folder.metrics import Metrics, read_metrics
 from sampler.batches import ClosedBatch, OpenBatch
 from sampler.files.metrics_file import NOT_WRITTEN, Entry, Histogram, MetricsFile, not_written
-from sampler.metrics import EpisodeMetrics, SamplerMetrics, Visit, staleness
+from sampler.metrics import EpisodeMetrics, SamplerMetrics, staleness
 from sampler.process_metrics import MAX_VALUES, ProcessMetrics
-from sampler.records import OpenSample
+from sampler.records import EvaluationCounts, OpenSample
 from sampler.state import SamplerState
 from sampler.trackers.tensorboard_tracker import TensorBoardTracker
 from sampler.value_audit import ValueAudit
-from sampler.values.tracker import ValueTracker
+from sampler.values.tracker import ValueTracker, Visit
 from tests.support.sampler import make_config
 from tests.support.streams import dispatch
 
@@ -121,8 +121,9 @@ def closed(batch_id: int) -> ClosedBatch:
 
 
 def test_figures_of_a_batch_are_of_what_came_since_the_last_one(metrics: SamplerMetrics) -> None:
-    assert not {"reward", "accuracy", "staleness"} & set(metrics.progress(accuracy=None)), "they are not known yet"
-    assert metrics.progress(accuracy=0.5)["accuracy"] == 0.5
+    assert not {"reward", "accuracy", "staleness"} & set(metrics.progress()), "they are not known yet"
+    metrics._state.evaluations = {0: EvaluationCounts(2, answered=2, correct=1), 5: EvaluationCounts(2, answered=1)}
+    assert metrics.progress()["accuracy"] == 0.5, "that of the newest complete evaluation"
     for reward, parts in ((0.5, {"exact": 1.0, "mean": 100.0}), (0.0, {"exact": 0.0, "turns": 0.25})):
         header = SampleHeader(task_id="t", prompt_id="p", reward=reward, reward_parts=parts)
         metrics.add(header, Visit(0.0, 0.9, 8.0, 0.5, 1.5, 0.25, rho_clip_ratio=reward, first_sampled_ratio=2 * reward))

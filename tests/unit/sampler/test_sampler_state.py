@@ -79,7 +79,7 @@ def test_a_successor_restores_all_that_was_committed(run: Ledger) -> None:
     inbox.finish([finished(delivery) for delivery in inbox.take(1, block_ms=0)])
     ((entry_id, header),) = run.ledger.read(block_ms=0)
     assert state.acknowledge(entry_id, header.task_id) is not None
-    assert state.update_value(0, header)[0] == 0.5
+    assert state.update_value(0, header).value_mean == 0.5
     state.retire(1)
     state.add_sample(sample(0))
     run.commit()
