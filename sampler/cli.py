@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from common.files import rewrite
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree, changes_of
-from common.streams.broker import Broker, connect
+from common.streams.broker import connect
 from common.streams.early_stop import to_continue
 from common.streams.lease import LeaseLost, RedisBehind
 from common.streams.ledger import SamplerLedger
@@ -80,8 +81,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
         return
     if request is None and (few := too_few(config, data.train)):
         log.warning(few)
-    write_config(config)
-    write_changes(broker, config.run.folder)
+    write_config(config, changes_of(broker))
     record_versions(config.run.folder, "sampler", broker)
     ledger = SamplerLedger(broker, journal=config.run.journal)
     with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
@@ -125,23 +125,20 @@ def run_once(sampler: Sampler) -> bool:
     return True
 
 
-def write_changes(broker: Broker, folder: Path) -> None:
-    """Write the settings that changed since the run began to `changes.jsonl`, one line per key."""
-    changes = changes_of(broker)
+def write_config(config: Config, changes: Sequence[dict[str, Any]] = ()) -> None:
+    """Write the resolved configuration, and the settings that changed since the run began, into the run folder.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    folder = config.run.folder
+    files = {"config.yaml": dump_config(config, absolute=True)}
     if changes:
-        write_into(folder, "changes.jsonl", "".join(json.dumps(change) + "\n" for change in changes))
-
-
-def write_config(config: Config) -> None:
-    """Write the resolved configuration into the run folder."""
-    write_into(config.run.folder, "config.yaml", dump_config(config, absolute=True))
-
-
-def write_into(folder: Path, name: str, text: str) -> None:
-    """Write a file of the run folder; raises `UserError` if it cannot be written."""
+        files["changes.jsonl"] = "".join(json.dumps(change) + "\n" for change in changes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        rewrite(folder / name, [text.encode()])
+        for name, text in files.items():
+            rewrite(folder / name, [text.encode()])
     except OSError as error:
         raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
 

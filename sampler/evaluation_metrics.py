@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,35 +76,32 @@ def summarize(responses: Iterable[Response], samples: int, right_from: float = 1
     `avg@n` (accuracy), `maj@n`, and `pass@k` for k = 1, 2, 4, ... n over the prompts with at least k responses. Figures
     without a response are NaN, and so is `maj@n` if no response has an answer, as with a reward that names none.
     """
-    prompts: defaultdict[int | str, tuple[list[float], list[float], list[str]]] = defaultdict(lambda: ([], [], []))
+    rewards: list[float] = []
+    prompts: defaultdict[int | str, tuple[list[float], list[str]]] = defaultdict(lambda: ([], []))
     set_aside = 0
     for response in responses:
         if response.reward is None:
             set_aside += 1
             continue
-        rewards, correct, answers = prompts[response.prompt]
         rewards.append(response.reward)
+        correct, answers = prompts[response.prompt]
         correct.append(float(response.reward >= right_from))
         answers.append(response.answer)
+    scores = [correct for correct, _ in prompts.values()]
     figures = {
-        "accuracy": avg_at_k([score for _, correct, _ in prompts.values() for score in correct]),
-        "reward": avg_at_k([reward for rewards, _, _ in prompts.values() for reward in rewards]),
-        "samples": float(sum(len(rewards) for rewards, _, _ in prompts.values())),
+        "accuracy": avg_at_k([*chain(*scores)]),
+        "reward": avg_at_k(rewards),
+        "samples": float(len(rewards)),
         "set_aside": float(set_aside),
     }
     if samples > 1:
-        figures[f"avg@{samples}"] = avg_at_k([avg_at_k(correct) for _, correct, _ in prompts.values()])
-        has_votes = any(any(answers) for _, _, answers in prompts.values())
-        votes = [maj_at_k(correct, answers) for _, correct, answers in prompts.values()]
+        figures[f"avg@{samples}"] = avg_at_k([avg_at_k(correct) for correct in scores])
+        has_votes = any(any(answers) for _, answers in prompts.values())
+        votes = [maj_at_k(correct, answers) for correct, answers in prompts.values()]
         figures[f"maj@{samples}"] = avg_at_k(votes) if has_votes else math.nan
         for k in powers_of_two(samples):
-            figures[f"pass@{k}"] = avg_at_k(
-                [
-                    pass_at_k(len(correct), int(sum(correct)), k)
-                    for _, correct, _ in prompts.values()
-                    if len(correct) >= k
-                ]
-            )
+            passes = [pass_at_k(len(correct), int(sum(correct)), k) for correct in scores if len(correct) >= k]
+            figures[f"pass@{k}"] = avg_at_k(passes)
     return figures
 
 
