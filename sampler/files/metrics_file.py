@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,10 +62,7 @@ class Entry:
             "time": round(self.time, 3), "version": self.version, "process": self.process, "values": values,
         }  # fmt: skip
         if self.histograms:
-            fields["histograms"] = {
-                name: {"edges": histogram.edges, "counts": histogram.counts}
-                for name, histogram in self.histograms.items()
-            }
+            fields["histograms"] = {name: asdict(histogram) for name, histogram in self.histograms.items()}
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     @classmethod
@@ -72,10 +70,7 @@ class Entry:
         """The entry of a line; None if the line is not an entry."""
         try:
             fields = json.loads(line)
-            histograms = {
-                name: Histogram(histogram["edges"], histogram["counts"])
-                for name, histogram in fields.get("histograms", {}).items()
-            }
+            histograms = {name: Histogram(h["edges"], h["counts"]) for name, h in fields.get("histograms", {}).items()}
             return cls(int(fields["version"]), str(fields["process"]), fields["values"], histograms, fields["time"])
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
@@ -159,15 +154,10 @@ class MetricsFile:
         """Remove a last line that a kill cut short."""
         try:
             with self.path.open("rb+") as file:
-                end = start = file.seek(0, os.SEEK_END)
-                newline = -1
-                while start > 0 and newline < 0:
-                    size = min(start, 65536)
-                    start -= size
-                    file.seek(start)
-                    newline = file.read(size).rfind(b"\n")
-                if start + newline + 1 < end:
-                    file.truncate(start + newline + 1)
+                if file.seek(0, os.SEEK_END):  # an empty file cannot be mapped
+                    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                        end = data.rfind(b"\n") + 1
+                    file.truncate(end)
         except FileNotFoundError:
             pass
         except OSError as error:

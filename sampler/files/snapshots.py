@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -62,10 +63,10 @@ class Snapshots:
             self._ledger.commit(commit)
         if not counts:
             return False
-        lost = restore_counts(self._state, counts, self._config)
+        tasks, samples = restore_counts(self._state, counts, self._config)
         self._log.warning(
-            "Redis does not know this run: continuing from a checkpoint", version=version, tasks_lost=lost.tasks,
-            samples_lost=lost.samples,
+            "Redis does not know this run: continuing from a checkpoint", version=version, tasks_lost=tasks,
+            samples_lost=samples,
         )  # fmt: skip
         return True
 
@@ -146,13 +147,6 @@ def _version(path: Path) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-class Lost(NamedTuple):
-    """Tasks in flight, and counted samples in no batch before the version, that were lost with Redis."""
-
-    tasks: int
-    samples: int
-
-
 def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mapping[str, bytes], run: str) -> bytes:
     """Pack the sampler's counts as of the last commit.
 
@@ -178,11 +172,14 @@ def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mappi
     )
 
 
-def restore_counts(state: SamplerState, data: bytes, config: Config) -> Lost:
+def restore_counts(state: SamplerState, data: bytes, config: Config) -> tuple[int, int]:
     """Restore counts into a new state, and count what was lost with Redis.
 
     A task that was in flight is counted as `lost`; admission makes room for another one. A counted sample that was in
     no batch before the version, and whose tokens are gone, stays in the tracker and is counted in `lost_samples`.
+
+    Returns:
+        How many tasks and samples were lost.
     """
     saved = msgpack.unpackb(data)
     state.next_task, state.arrivals = saved["next_task"], saved["arrivals"]
@@ -194,16 +191,15 @@ def restore_counts(state: SamplerState, data: bytes, config: Config) -> Lost:
     state.restore_evaluations(
         {int(due): EvaluationCounts.unpack(packed) for due, packed in saved["evaluations"].items()}, results
     )
-    counters: dict[str, int] = saved["counters"]
-    unmade = min(saved["batches_ahead"] * config.sampler.batch_size, counters.get("batched", 0))
-    lost = Lost(saved["in_flight"], saved["waiting"] + unmade)
+    counters: Counter[str] = Counter(saved["counters"])
+    unmade = min(saved["batches_ahead"] * config.sampler.batch_size, counters["batched"])
+    tasks, samples = saved["in_flight"], saved["waiting"] + unmade
     # Results that had arrived but were not counted are lost with Redis: their tasks are in flight, not finished.
-    answered = counters.get(COUNTED, 0) - counters.get(SUPERSEDED, 0) - counters.get(LOST, 0)
-    counters[FINISHED] = min(counters.get(FINISHED, 0), answered)
-    counters[COUNTED] = counters.get(COUNTED, 0) + lost.tasks
-    counters[LOST] = counters.get(LOST, 0) + lost.tasks
-    counters["batched"] = counters.get("batched", 0) - unmade
-    counters["lost_samples"] = counters.get("lost_samples", 0) + lost.samples
+    counters[FINISHED] = min(counters[FINISHED], counters[COUNTED] - counters[SUPERSEDED] - counters[LOST])
+    counters[COUNTED] += tasks
+    counters[LOST] += tasks
+    counters["batched"] -= unmade
+    counters["lost_samples"] += samples
     for name, total in counters.items():
         state.count(name, total)
-    return lost
+    return tasks, samples

@@ -61,11 +61,13 @@ def _joined(parts: list[Any], name: str) -> str:
     """The text of content that is a list of parts."""
     texts = []
     for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(part, str) and kind not in TEXT_PARTS:
+        if kind not in TEXT_PARTS:
             raise NotAMessage(f"{name} has a part of type {str(kind)[:40]!r}; only parts of type 'text' can be read")
-        if not isinstance(text, str):
+        if not isinstance(part.get("text"), str):
             raise NotAMessage(f"{name} has a part of type {kind!r} without text")
-        texts.append(text)
+        texts.append(part["text"])
     return "".join(texts)

@@ -26,10 +26,16 @@ UNITS = {"K": 1 / 1024, "M": 1, "G": 1024}  # MiB
 
 
 class HarborTasks(Rows):
-    """The tasks in a folder, `harbor:FOLDER`; raises `UserError` if it holds none."""
+    """The tasks in a folder, `harbor:FOLDER`, which may itself be a task; raises `UserError` if there is none."""
 
     def __init__(self, source: str) -> None:
-        self.folders = task_folders(source)
+        folder = Path(source.removeprefix(HARBOR)).expanduser().absolute()
+        if not folder.is_dir():
+            raise UserError(f"data {source}: there is no folder {folder}")
+        configs = [folder / CONFIG] if (folder / CONFIG).is_file() else sorted(folder.glob(f"*/{CONFIG}"))
+        if not configs:
+            raise UserError(f"data {source}: there is no {CONFIG} in {folder}, nor in its folders")
+        self.folders = [config.parent for config in configs]
         self._rows: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
@@ -43,21 +49,6 @@ class HarborTasks(Rows):
 
     def where(self, i: int) -> str:
         return str(self.folders[i])
-
-
-def task_folders(source: str) -> list[Path]:
-    """The tasks in a folder, given as `harbor:FOLDER`, or the folder itself if it is a task.
-
-    Raises:
-        UserError: there is none.
-    """
-    folder = Path(source.removeprefix(HARBOR)).expanduser().absolute()
-    if not folder.is_dir():
-        raise UserError(f"data {source}: there is no folder {folder}")
-    configs = [folder / CONFIG] if (folder / CONFIG).is_file() else sorted(folder.glob(f"*/{CONFIG}"))
-    if not configs:
-        raise UserError(f"data {source}: there is no {CONFIG} in {folder}, nor in its folders")
-    return [config.parent for config in configs]
 
 
 def task_row(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _TURNS = re.compile(r"<\|[A-Za-z_]+\|>|<｜[^｜<>]+｜>|</?(?:start|end)_of_tur
 _IMAGE = re.compile(r"<image>|<\|image[^<>|]*\|>|<video>|<audio>")
 _KEY = r"""(?=.*["'](?:{})["']\s*:)"""
 _CONVERSATION = re.compile(rf"\s*\[?\s*\{{{_KEY.format('role|from')}{_KEY.format('content|value')}", re.DOTALL)
-_MEDIA_COLUMN = re.compile(r"(images?|videos?|audios?|pixel_values)", re.IGNORECASE)
+_MEDIA = re.compile(r"(images?|videos?|audios?|pixel_values)", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -54,7 +54,9 @@ class Hints:
             self._look_at_messages(row.prompt, row.number)
         if image := next(filter(None, map(_IMAGE.search, contents)), None):
             self._note("image", row.number, image.group())
-        elif column := next((name for name, value in (row.row or {}).items() if value and _is_media(name)), None):
+        elif column := next(
+            (name for name, value in (row.row or {}).items() if value and _MEDIA.fullmatch(name)), None
+        ):
             self._note("image", row.number, f"column {column!r}")
         if (row.row or {}).get("tools"):
             self._note("tools", row.number)
@@ -125,10 +127,6 @@ class Hints:
             "role": f"a message has the role {detail!r}, which models are not trained with: name it user, assistant or "
             "system, or name another column by data.prompt_column",
         }[kind]
-
-
-def _is_media(column: str) -> bool:
-    return _MEDIA_COLUMN.fullmatch(column) is not None
 
 
 def _is_rounded(answer: Any) -> bool:

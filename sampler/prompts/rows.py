@@ -197,7 +197,7 @@ def _open(path: str, split: str, options: Mapping[str, Any] | None, config: str 
         raise UserError(
             f"data file {path} is of an unknown kind; use *.jsonl, *.parquet, {PREFIX}FAMILY, or a Hugging Face dataset"
         )
-    return open_dataset(path, split, config)
+    return _open_dataset(path, split, config)
 
 
 def _check_file(file: Path) -> None:
@@ -213,20 +213,15 @@ def _check_file(file: Path) -> None:
             raise UserError(f"data file {file} has several columns {twice!r}; rename or drop all but one")
 
 
-def open_dataset(path: str, split: str, config: str | None) -> ArrowRows:
+def _open_dataset(path: str, split: str, config: str | None) -> ArrowRows:
     """Open a Hugging Face dataset: a folder, or a name on the hub; raises `UserError`."""
-    near = misspelt_set(path)
-    if near is not None:
+    if near := misspelt_set(path):
         raise UserError(f"data {path!r} is not a file, a folder or a known set; did you mean {near}?")
-    name = f"{path} ({split})" if config is None else f"{path} ({config}, {split})"
-    return ArrowRows(_table(path, split, config), name)
-
-
-def _table(path: str, split: str, config: str | None) -> pa.Table:
     # Slow to import, and most runs read files.
     import datasets
 
     datasets.disable_progress_bars()
+    name = f"{path} ({split})" if config is None else f"{path} ({config}, {split})"
     shown = f"dataset {path}" if config is None else f"dataset {path}, configuration {config!r}"
     try:
         saved = _saved_split(Path(path), split, config, shown)
@@ -236,7 +231,7 @@ def _table(path: str, split: str, config: str | None) -> pa.Table:
     except Exception as error:
         # The library passes on any error of its readers or the network; each concerns the data that the user named.
         raise UserError(f"{shown} (split {split!r}) cannot be loaded: {error}") from None
-    return dataset.data.table
+    return ArrowRows(dataset.data.table, name)
 
 
 def _saved_split(folder: Path, split: str, config: str | None, shown: str) -> Path | None:

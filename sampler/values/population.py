@@ -35,26 +35,22 @@ class Features:
     """
 
     def __init__(self, name: str, rows: np.ndarray) -> None:
-        self.name, self._rows = name, rows
+        self.name, self.rows = name, rows
         # Squared length of each row's vector of square roots, [N].
         self._squares = np.maximum(rows.sum(1), 1.0) if rows.dtype == np.uint8 else None
-
-    @property
-    def width(self) -> int:
-        return int(self._rows.shape[1])
 
     def __getitem__(self, i: int) -> np.ndarray:
         """The vector of the prompt at index i, float64 [D]."""
         if self._squares is None:
-            return self._rows[i].astype(np.float64)
-        return np.sqrt(self._rows[i] / self._squares.item(i))
+            return self.rows[i].astype(np.float64)
+        return np.sqrt(self.rows[i] / self._squares.item(i))
 
     def times(self, weights: np.ndarray) -> np.ndarray:
         """Every prompt's vector times `weights` [D], float32 [N]."""
         weights = weights.astype(np.float32)
         if self._squares is None:
-            return self._rows.astype(np.float32) @ weights
-        return np.sqrt(self._rows, dtype=np.float32) @ weights / np.sqrt(self._squares)
+            return self.rows.astype(np.float32) @ weights
+        return np.sqrt(self.rows, dtype=np.float32) @ weights / np.sqrt(self._squares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +89,7 @@ class Population:
         self.total = np.zeros(2)
         self.mean = np.array([0.5, 0.0])
         self.by_group = np.zeros((len(traits.group_names), 2))
-        self.weights = np.zeros(0 if traits.features is None else traits.features.width)
+        self.weights = np.zeros(0 if traits.features is None else traits.features.rows.shape[1])
         self.block = np.zeros((2, len(self.means), len(GRID)))
         self.errors = np.zeros((len(self.means), len(GRID)))
         self._chosen = (0, 0)  # indices of the mean and the k with the least error
@@ -146,13 +142,12 @@ class Population:
 
     def unpack(self, data: bytes) -> None:
         """Restore the state that `pack` returned; that of a run with other groups or means is ignored."""
-        values = np.frombuffer(data, np.float64)
-        if len(values) != sum(part.size for part in self._parts()):
+        parts, values = self._parts(), np.frombuffer(data, np.float64)
+        *starts, end = np.cumsum([part.size for part in parts])
+        if len(values) != end:
             return
-        start = 0
-        for part in self._parts():
-            part[...] = values[start : start + part.size].reshape(part.shape)
-            start += part.size
+        for part, restored in zip(parts, np.split(values, starts), strict=True):
+            part[...] = restored.reshape(part.shape)
         self._choose()
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -175,7 +170,8 @@ class Population:
         if "population_total" not in state:
             return
         self.total[:], self.mean[:] = state["population_total"], state["population_mean"]
-        rows = {name.decode(): row for name, row in zip(*map(state.__getitem__, GROUP_ARRAYS), strict=True)}
+        names, groups = state["population_group_names"], state["population_groups"]
+        rows = {name.decode(): row for name, row in zip(names, groups, strict=True)}
         for g, name in enumerate(self.traits.group_names):
             self.by_group[g] = rows.get(name, 0.0)
         if state["population_weights"].shape == self.weights.shape:
@@ -245,6 +241,3 @@ class Population:
 def shrunk(mean: float, k: float, successes: float, trials: float) -> float:
     """b = (s + k m) / (n + k)."""
     return mean + trials / (trials + k) * (successes / trials - mean) if trials else mean
-
-
-GROUP_ARRAYS = ("population_group_names", "population_groups")
