@@ -29,22 +29,16 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def read_files(parameters: dict[str, Any]) -> str | None:
     for path in parameters["secrets"]:
-        try:
-            with open(path, "rb") as file:
-                return f"read {path}: {file.read(20)!r}"
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            return f"read {path}: {file.read(20)!r}"
     return None
 
 
 def write_files(parameters: dict[str, Any]) -> str | None:
     paths = ["/x", "/etc/x", "/usr/x", "/dev/x", os.path.dirname(sys.executable) + "/x", "/proc/self/oom_score_adj"]
     for path in [*paths, *parameters["secrets"]]:
-        try:
-            with open(path, "ab"):
-                return f"wrote to {path}"
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), open(path, "ab"):
+            return f"wrote to {path}"
     return None
 
 
@@ -72,11 +66,8 @@ def open_other_sockets(parameters: dict[str, Any]) -> str | None:
     if not parameters["tcp"]:
         kinds.append((socket.AF_INET, socket.SOCK_STREAM, 0))
     for family, kind, protocol in kinds:
-        try:
-            socket.socket(family, kind, protocol).close()
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol):
             return f"opened a socket of family {family}, kind {int(kind)}"
-        except OSError:
-            continue
     return None
 
 
@@ -120,11 +111,9 @@ def hold_keys(_: dict[str, Any]) -> str | None:
 
 def inherit(_: dict[str, Any]) -> str | None:
     for fd in range(3, 1024):
-        try:
+        with contextlib.suppress(OSError):
             os.fstat(fd)
             return f"file descriptor {fd} is open: {os.readlink(f'/proc/self/fd/{fd}')}"
-        except OSError:
-            continue
     with open("/proc/1/environ", "rb") as file:
         environment = file.read()
     return f"the host's environment is in /proc/1/environ: {environment[:50]!r}" if environment.strip(b"\0") else None
@@ -142,11 +131,9 @@ def hide_memory(_: dict[str, Any]) -> str | None:
     """Memory that is shared without a file belongs to no process, so no limit counts it."""
     zero = os.open("/dev/zero", os.O_RDWR)
     for fd in (-1, zero):
-        try:
+        with contextlib.suppress(OSError):
             mmap.mmap(fd, 4096).close()
             return "memory can be shared without a file"
-        except OSError:
-            continue
     os.close(zero)
     return None
 
@@ -188,19 +175,12 @@ def take_disk(parameters: dict[str, Any]) -> str | None:
 
 
 def keep_limits(parameters: dict[str, Any]) -> str | None:
-    for kind in (
-        resource.RLIMIT_AS,
-        resource.RLIMIT_NPROC,
-        resource.RLIMIT_NOFILE,
-        resource.RLIMIT_FSIZE,
-        resource.RLIMIT_CPU,
-    ):
+    for name in ("AS", "NPROC", "NOFILE", "FSIZE", "CPU"):
+        kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
-        try:
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (hard + 1, hard + 1))
             return f"resource limit {kind} was raised"
-        except (OSError, ValueError):
-            continue
     return None
 
 

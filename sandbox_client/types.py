@@ -1,6 +1,6 @@
 """The interface of a sandbox: its one call, its requests and answers, and its errors.
 
-Requests and answers use the names of SandboxFusion's `/run_code`.
+Requests and answers use the names of SandboxFusion's `/run_code`; fields that are not defined here are ignored.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from common.messages import Failure
 
@@ -53,8 +53,6 @@ class RunCodeRequest(BaseModel):
         fetch_files: paths whose content is wanted afterwards.
     """
 
-    model_config = ConfigDict(extra="ignore")
-
     code: str
     language: str = "python"
     stdin: str | None = None
@@ -68,8 +66,6 @@ class RunCodeRequest(BaseModel):
 class CommandRunResult(BaseModel):
     """One command: how it ended, after how many seconds, and what it wrote."""
 
-    model_config = ConfigDict(extra="ignore")
-
     status: CommandStatus
     execution_time: float | None = None
     return_code: int | None = None
@@ -79,8 +75,6 @@ class CommandRunResult(BaseModel):
 
 class RunCodeResponse(BaseModel):
     """The answer. `SandboxError` says that the sandbox failed, not the program: it is never a reward of 0."""
-
-    model_config = ConfigDict(extra="ignore")
 
     status: Status
     message: str = ""

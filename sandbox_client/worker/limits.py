@@ -17,10 +17,18 @@ INODE = 1024  # bytes of kernel memory a file in a tmpfs costs, about
 SOCKET = 2 * 212992  # bytes that a Unix socket holds at most (net.core.wmem_default, and as much for its last message)
 
 
-def resource_limits(limits: ProgramLimits, program: Program) -> dict[int, tuple[int, int]]:
-    """Soft and hard limit by kind."""
+def apply(pid: int, limits: ProgramLimits, program: Program) -> None:
+    """Limit a process, and so all that it will start; no limit is raised.
+
+    It is the first process of its user namespace: since Linux 5.14 processes are counted per namespace, and the user's
+    processes outside count only against limits that were set before.
+
+    Raises:
+        OSError: that is not allowed, or the process is gone.
+    """
     seconds = math.ceil(program.seconds)
-    single = {
+    hard_limits = {
+        resource.RLIMIT_CPU: seconds + 1,
         resource.RLIMIT_AS: program.memory,
         resource.RLIMIT_FSIZE: limits.file_mb << 20,
         resource.RLIMIT_NOFILE: limits.open_files,
@@ -32,22 +40,11 @@ def resource_limits(limits: ProgramLimits, program: Program) -> dict[int, tuple[
         resource.RLIMIT_NICE: 0,
         resource.RLIMIT_CORE: 1,  # not 0: at 0 a core still goes to the host's handler, at 1 nowhere (core(5))
     }
-    return {resource.RLIMIT_CPU: (seconds, seconds + 1), **{kind: (value, value) for kind, value in single.items()}}
-
-
-def apply(pid: int, limits: ProgramLimits, program: Program) -> None:
-    """Limit a process, and so all that it will start; no limit is raised.
-
-    It is the first process of its user namespace: since Linux 5.14 processes are counted per namespace, and the user's
-    processes outside count only against limits that were set before.
-
-    Raises:
-        OSError: that is not allowed, or the process is gone.
-    """
-    for kind, (soft, hard) in resource_limits(limits, program).items():
+    for kind, hard in hard_limits.items():
         current = resource.prlimit(pid, kind)[1]
         if current != resource.RLIM_INFINITY:
-            soft, hard = min(soft, current), min(hard, current)
+            hard = min(hard, current)
+        soft = min(seconds, hard) if kind == resource.RLIMIT_CPU else hard
         resource.prlimit(pid, kind, (soft, hard))
 
 

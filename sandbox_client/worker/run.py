@@ -8,7 +8,6 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.keeper import kill_descendants
@@ -67,8 +66,11 @@ class ProgramRunner:
             self._group.begin(program.memory)
         result = ProgramResult()
         started_at = time.monotonic()
-        with self._preferred_victim():
+        os.write(self._oom_score, b"1000")  # the program is killed before all other processes if memory runs out
+        try:
             started = self._starter.start(program, folder)
+        finally:
+            os.write(self._oom_score, b"0")
         try:
             status = self._follow(started, program, started_at + program.seconds, result)
         finally:
@@ -81,15 +83,6 @@ class ProgramRunner:
         if not result.timed_out:
             self._judge(result, status, started)
         return result
-
-    @contextlib.contextmanager
-    def _preferred_victim(self) -> Iterator[None]:
-        """Have processes that are started in the block killed before all others if memory runs out."""
-        os.write(self._oom_score, b"1000")
-        try:
-            yield
-        finally:
-            os.write(self._oom_score, b"0")
 
     def _follow(self, started: StartedProgram, program: Program, deadline: float, result: ProgramResult) -> int | None:
         """Drain the pipes until the program has ended and they are closed; returns its wait status.
