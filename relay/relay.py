@@ -62,7 +62,6 @@ class Relay:
         self._log = log
         self._arriving: Snapshot | None = None
         self._last: Snapshot | None = None  # complete; the next one's deltas may build on it
-        self._version: int | None = None
 
     def run(self) -> None:
         """Relay until `stopped`; raises `UserError` as `Follower.run` does."""
@@ -75,9 +74,9 @@ class Relay:
         stats = self.follower.stats
         metrics = {"relay/sent_mb": self.server.sent.bytes / 1e6, "relay/pull_seconds": stats.seconds}
         status = {"source": stats.source, "sent_bytes": self.server.sent.bytes, "metrics": metrics}
-        if self._version is None:
+        if self._last is None:
             return status | {"state": "waiting for weights"}
-        return status | {"state": "running", "version": self._version}
+        return status | {"state": "running", "version": self._last.manifest.version}
 
     def begin(self, manifest: Manifest) -> Transfer:
         """Offer a snapshot before its first chunk has arrived."""
@@ -111,10 +110,11 @@ class Relay:
 
     def _done(self, seconds: float) -> None:
         assert self._arriving is not None
-        if self._version is None:
-            self._log.info("relaying", version=self._arriving.manifest.version, source=self.follower.stats.source)
-        self._version, self._last, self._arriving = self._arriving.manifest.version, self._arriving, None
-        self._log.debug("weights", version=self._version, seconds=seconds)
+        version, is_first = self._arriving.manifest.version, self._last is None
+        self._last, self._arriving = self._arriving, None
+        if is_first:
+            self._log.info("relaying", version=version, source=self.follower.stats.source)
+        self._log.debug("weights", version=version, seconds=seconds)
 
 
 class Announcement(Presence):
