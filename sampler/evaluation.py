@@ -6,8 +6,6 @@ import time
 from difflib import get_close_matches
 from typing import Any
 
-import msgpack
-
 from common.config import Config
 from common.errors import UserError
 from common.messages import SampleHeader, Task
@@ -104,11 +102,7 @@ class Evaluations:
         self._round.append((header.task_id, line))
 
     def write(self) -> tuple[EvaluationCounts, dict[str, float]] | None:
-        """Write the round's answers; returns counts and figures of the evaluation if it is now complete.
-
-        Raises:
-            UserError: a file cannot be written.
-        """
+        """Write the round's answers, or raise `UserError`; returns counts and figures once all answers are there."""
         # This round's answers may have completed the newest evaluation, which is then no longer open.
         due = self._state.open_evaluation if not self._round else max(self._state.evaluations)
         if due is None:
@@ -206,7 +200,7 @@ class Evaluations:
         ]
         groups = [self._groups[position] for position in positions]
         figures = summarize_groups(responses, groups, self._config.samples, self._right_from)
-        self._state.finish_evaluation(due, _result(counts, figures), figures["reward"])
+        self._state.finish_evaluation(due, figures)
         return figures
 
     def _line(self, version: int, header: SampleHeader) -> bytes:
@@ -225,20 +219,6 @@ class Evaluations:
 
 def _number(task_id: str) -> int:
     return int(task_id.rpartition("-")[2])
-
-
-def _result(counts: EvaluationCounts, figures: dict[str, float]) -> bytes:
-    """A complete evaluation, packed as Redis keeps it for other processes to read."""
-    return msgpack.packb(
-        {
-            "version": counts.version,
-            "accuracy": counts.accuracy,
-            "reward": figures["reward"],
-            "samples": counts.answered,
-            "set_aside": counts.set_aside,
-            "figures": figures,
-        }
-    )
 
 
 def prompt_groups(prompts: PromptSet, column: str | None, log: Any) -> list[list[str]]:

@@ -123,11 +123,7 @@ class SamplerState:
         self.open.next_id = max(self.open.next_id, version)
 
     def update_value(self, i: int, header: SampleHeader) -> Visit:
-        """Count the reward of a response to the prompt at index i.
-
-        Raises:
-            ValueError: the reward is outside the declared range.
-        """
+        """Count the reward of a response to the prompt at index i; raises ValueError outside the declared range."""
         tracker, prompt_id = self.tracker, self.tracker.prompt_ids[i]
         drift = self.drift.measure(i, header.drift, header.newest_version)
         rho = tracker.rho(drift) if self.drift.rho is None else self.drift.rho
@@ -246,18 +242,27 @@ class SamplerState:
         """Record that the run resumes at this version with the counts restored so far: audits begin here."""
         self._commit.restored = {"version": version}
 
-    def finish_evaluation(self, due: int, result: bytes, reward: float) -> None:
-        """Record the result of a complete evaluation, and end the run if too many were no better than the best.
+    def finish_evaluation(self, due: int, figures: dict[str, float]) -> None:
+        """Publish a complete evaluation, and end the run if too many were no better than the best.
 
         The run then ends with the batches that the samples dispatched so far fill, so that none of them is wasted.
         """
         counts = self.evaluations[due]
         self.evaluated_to = max(self.evaluated_to, counts.version)
-        self._commit.evaluations[counts.version] = result
+        self._commit.evaluations[counts.version] = msgpack.packb(
+            {
+                "version": counts.version,
+                "accuracy": counts.accuracy,
+                "reward": figures["reward"],
+                "samples": counts.answered,
+                "set_aside": counts.set_aside,
+                "figures": figures,
+            }
+        )
         self._commit.closed.append(self.evaluation_name(due))
         self._commit.scalars["evaluating"] = ""
         stop, end = self.early_stop, -(-self.position // self._batch_size)
-        stop.add(counts.version, reward)
+        stop.add(counts.version, figures["reward"])
         if not stop.end and stop.is_due(self._run.stop_when) and end < self._run.steps:
             stop.end = self.admission.steps = end
 
