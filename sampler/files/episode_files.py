@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,14 @@ class EpisodeFiles:
         self._written: dict[int, set[str]] = {}  # task ids by version
 
     def write(self, version: int, lines: Iterable[tuple[str, bytes]]) -> None:
-        """Append (task id, line) pairs that are not there yet.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
-
-        def add(path: Path) -> None:
+        """Append (task id, line) pairs that are not there yet; raises `UserError` if the file cannot be written."""
+        with self._changing(version) as path:
             written, is_new = self._ids(version, path), not path.exists()
             new = {task_id: line for task_id, line in lines if task_id not in written}
             append(path, b"".join(line + b"\n" for line in new.values()))
             written.update(new)
             if is_new and self._keep_bytes is not None:
                 remove_oldest(self._folder, self._keep_bytes, spare_first=self._keep_first)
-
-        self._change(version, add)
 
     def finish(self, version: int, tasks: str, since: int) -> list[dict[str, Any]]:
         """Give a complete file its final name; it keeps the lines whose task ids begin with `tasks`, sorted by id.
@@ -67,21 +60,15 @@ class EpisodeFiles:
         Raises:
             UserError: a file cannot be written.
         """
-        kept: list[tuple[dict[str, Any], bytes]] = []
-
-        def sort(path: Path) -> None:
-            for line in path.read_bytes().splitlines(keepends=True):
-                fields = _fields_of(line)
-                if fields["task_id"].startswith(tasks):
-                    kept.append((fields, line))
+        with self._changing(version) as path:
+            lines = ((_fields_of(line), line) for line in path.read_bytes().splitlines(keepends=True))
+            kept = [(fields, line) for fields, line in lines if fields["task_id"].startswith(tasks)]
             kept.sort(key=lambda item: _number(item[0]["task_id"]))
             rewrite(path, (line for _, line in kept))
             os.replace(path, path.with_suffix(""))
             sync_folder(self._folder)
             self._written.pop(version, None)
             self.discard(since, spare=version)
-
-        self._change(version, sort)
         return [fields for fields, _ in kept]
 
     def discard(self, first: int, spare: int | None = None) -> None:
@@ -100,21 +87,21 @@ class EpisodeFiles:
         versions = {path.name.partition(".")[0] for path in self._folder.glob("*.jsonl*")}
         for version in versions:
             if version.isdigit() and first <= int(version):
-                self._change(int(version), partial(_without, is_open))
+                with self._changing(int(version)) as path:
+                    _remove_lines(path, is_open)
                 self._written.pop(int(version), None)
 
-    def _change(self, version: int, change: Callable[[Path], None]) -> None:
-        path = self._path(version)
+    @contextlib.contextmanager
+    def _changing(self, version: int) -> Iterator[Path]:
+        """The file of a version, in a folder that exists; an `OSError` of the block becomes a `UserError`."""
+        path = self._folder / f"{version}{self._suffix}"
         try:
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 sync_folder(self._folder.parent)
-            change(path)
+            yield path
         except OSError as error:
             raise UserError(f"episodes cannot be written to {path}: {error.strerror}") from None
-
-    def _path(self, version: int) -> Path:
-        return self._folder / f"{version}{self._suffix}"
 
     def _ids(self, version: int, path: Path) -> set[str]:
         if version not in self._written:
@@ -198,7 +185,7 @@ def _read_ids(path: Path) -> set[str]:
     return ids
 
 
-def _without(is_open: Callable[[str], bool], path: Path) -> None:
+def _remove_lines(path: Path, is_open: Callable[[str], bool]) -> None:
     for file in {path, path.with_name(path.name.removesuffix(".part"))}:  # it may have its final name
         lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
         kept = [line for line in lines if not is_open(_fields_of(line)["task_id"])]
