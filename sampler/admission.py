@@ -32,18 +32,16 @@ class Admission:
         busy: prompts of training tasks in flight, bool [N].
         training: tasks in flight that are not evaluation.
         arrived: samples that wait for other members of their group.
+
+    Args:
+        index: position of each prompt in the tracker, by its id.
+        serial: dispatch one group at a time, so that each draw depends on all answers before it and nothing else.
     """
 
     def __init__(
         self, config: SamplerConfig, steps: int, responses: int = 1, index: Mapping[str, int] | None = None,
         serial: bool = False,
     ) -> None:  # fmt: skip
-        """Start with nothing in flight.
-
-        Args:
-            index: position of each prompt in the tracker, by its id.
-            serial: dispatch one group at a time, so that each draw depends on all answers before it and nothing else.
-        """
         self.steps = steps
         self.in_flight: dict[str, DispatchedTask] = {}
         self.groups: dict[str, Group] = {}
@@ -87,11 +85,7 @@ class Admission:
         return task
 
     def arrive(self, sample: OpenSample) -> list[OpenSample] | None:
-        """Add a sample to its group.
-
-        Returns:
-            The group's samples if it is complete now, else an empty list; None if the group was abandoned.
-        """
+        """Add a sample; returns its group if that is complete now, else an empty list, or None if it was abandoned."""
         if not sample.group:
             return [sample]
         group = self.groups.get(sample.group)

@@ -33,12 +33,11 @@ class ProcessMetrics:
         return now - self._last >= min(max(SHORTEST, (now - self._started) * SHARE_OF_AGE), LONGEST)
 
     def entries(self, version: int, evaluation: str, values: dict[str, float]) -> list[Entry]:
-        """An entry for each process.
+        """An entry for each process; that of the sampler also has `values`.
 
         Args:
             version: newest weights announced, for processes that publish no version.
             evaluation: name of the open evaluation, or "".
-            values: further values of the sampler.
         """
         self._last = time.monotonic()
         processes = self._broker.processes()

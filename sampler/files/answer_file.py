@@ -53,9 +53,6 @@ class AnswerFile:
     A last line truncated by a kill is removed, so the file always holds whole lines, and each answer once if callers
     check `task_ids`.
 
-    Args:
-        prompt_ids: ids of the prompts in the data.
-
     Raises:
         UserError: the file cannot be written, or one of its lines is not an answer, or answers a prompt not in the
             data.

@@ -98,11 +98,7 @@ class MetricsFile:
         self._cut_last_line()
 
     def append(self, entries: Sequence[Entry]) -> bool:
-        """Write entries to the file's end and to the disk, as a whole or not at all.
-
-        Returns:
-            Whether the file was renamed to `metrics.old.jsonl`.
-        """
+        """Write entries as a whole or not at all; returns whether the file was then renamed to `metrics.old.jsonl`."""
         self._pending += [entry.line() for entry in entries]
         if not self._pending:
             return False

@@ -71,11 +71,7 @@ class Snapshots:
         return True
 
     def check(self) -> None:
-        """Check that the batches in Redis lead to the newest state in the run folder.
-
-        Raises:
-            RedisBehind: the batches end before that state, so Redis has an older one.
-        """
+        """Raise `RedisBehind` if the batches in Redis end before the newest state in the run folder."""
         newest, reached = max(map(_version, self._files()), default=0), self._state.open.next_id
         if newest > reached:
             raise RedisBehind(f"Redis has no batch {reached}, the run folder has a state of version {newest}")
@@ -102,9 +98,6 @@ class Snapshots:
 
 def write_snapshot(path: Path, state: SamplerState, most: int, counts: bytes = b"") -> None:
     """Write the file whole or not at all, and remove all but the `most` newest files of its folder.
-
-    Args:
-        counts: result of `pack_counts`.
 
     Raises:
         UserError: the file cannot be written.
@@ -148,13 +141,7 @@ def _version(path: Path) -> int:
 
 
 def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mapping[str, bytes], run: str) -> bytes:
-    """Pack the sampler's counts as of the last commit.
-
-    Args:
-        counters: the run's.
-        results: packed results of complete evaluations, by version.
-        run: name of the run.
-    """
+    """Pack the sampler's counts as of the last commit, and the packed `results` of evaluations by version."""
     return msgpack.packb(
         {
             "next_task": state.next_task,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,7 @@ class Tracker(ABC):
 
 def open_tracker(name: str, config: Config, folder: Path, run_id: str) -> Tracker:
     """Open the tracker's run for this run; a new one if `run_id` is empty."""
-    module, class_name = TRACKERS[name].split(":")
-    tracker: Tracker = getattr(import_module(f"sampler.trackers.{module}"), class_name)(config, folder, run_id)
+    tracker: Tracker = resolve_name(f"sampler.trackers.{TRACKERS[name]}")(config, folder, run_id)
     return tracker
 
 

@@ -22,14 +22,10 @@ LAST, LAST_OF_RUN = 4.0, 20.0  # seconds to send what is left when the sampler s
 
 
 class TrackerFeed:
-    """Feeds one tracker from the file, and keeps its position in the run folder for the next sampler.
+    """Feeds one tracker from `metrics.jsonl`, and keeps its position in the run folder for the next sampler.
 
     The file is the queue: a tracker that is slow or unreachable costs no memory and catches up later; a new one gets
     everything from the file's beginning. Whatever a tracker does, the run continues.
-
-    Args:
-        name: of the tracker.
-        file: the run's `metrics.jsonl`.
     """
 
     def __init__(self, name: str, config: Config, file: Path, log: Any) -> None:

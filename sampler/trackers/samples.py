@@ -17,7 +17,7 @@ LONGEST = 10_000  # characters of a cell
 def samples(folder: Path, version: int) -> list[list[Any]]:
     """The first answers to the evaluation of a version, as rows of `COLUMNS`; empty if their file is gone.
 
-    They are of the same prompts in each evaluation.
+    All evaluations show the same prompts.
     """
     rows: list[list[Any]] = []
     try:

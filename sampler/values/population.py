@@ -30,8 +30,8 @@ class Features:
 
     Args:
         name: of the mean that the regression predicts.
-        rows: counts, uint8 [N, D], whose square roots are used; or vectors of length 1 (0 if
-            nothing is known of the prompt), float16.
+        rows: counts, uint8 [N, D], whose square roots are used; or vectors of length 1, float16 [N, D] (zeros if
+            nothing is known of the prompt).
     """
 
     def __init__(self, name: str, rows: np.ndarray) -> None:
