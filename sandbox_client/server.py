@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.network import header_host, is_loopback
+from common.network import header_host, is_loopback, read_at_most
 from sandbox_client.settings import Settings
 from sandbox_client.types import RequestRefused, RunCodeRequest, RunCodeResponse, Sandbox, SandboxUnavailable, Status
 
@@ -84,14 +84,14 @@ class SandboxService:
         self.reading += 1
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
-                body = await self.body(request)
+                body = await read_at_most(request.stream(), self.max_bytes + 1)
         except TimeoutError:
             return _error_response(
                 408, f"the request was not complete after {BODY_TIMEOUT:g} s", {"Connection": "close"}
             )
         finally:
             self.reading -= 1
-        if body is None:
+        if len(body) > self.max_bytes:
             return _error_response(413, f"the request is longer than {self.max_bytes} bytes")
         try:
             program = RunCodeRequest.model_validate_json(body)
@@ -174,15 +174,6 @@ class SandboxService:
             return _error_response(403, reason)
         request.scope.get("state", {}).get("admit", lambda: None)()
         return None
-
-    async def body(self, request: Request) -> bytes | None:
-        """The request's body; None if it is too long, without reading all of it."""
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self.max_bytes:
-                return None
-        return bytes(body)
 
 
 async def _disconnected(request: Request) -> None:
