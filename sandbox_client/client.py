@@ -46,7 +46,7 @@ PROBE_INTERVAL = 0.25
 
 
 class CircuitBreaker:
-    """Open after an attempt to connect has failed: then one call per `PROBE_INTERVAL` tries to, the others fail."""
+    """Opens when an attempt to connect fails; then one call per `PROBE_INTERVAL` tries again, and the others fail."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.is_open = False

@@ -145,7 +145,7 @@ class Canary:
         self.folder.cleanup()
 
     def parameters(self) -> dict[str, Any]:
-        """The locations of these, for the program that tries to reach them."""
+        """Names and addresses of file, listeners and process, for the program that tries to reach them."""
         files = ["/etc/shadow", str(self.file), str(Path.home() / ".bashrc"), str(Path.home() / ".ssh" / "known_hosts")]
         return {"name": self.name, "secrets": files, "port": self.listeners[0].getsockname()[1]}
 

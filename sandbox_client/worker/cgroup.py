@@ -26,22 +26,17 @@ class MemoryGroup:
 
     @staticmethod
     def join(folder: Path, own: int, tcp: bool = False) -> MemoryGroup:
-        """Make the folder's group and enter it; raises `OSError` if that is not allowed.
-
-        Args:
-            tcp: also limit the buffers of TCP.
-        """
+        """Make the folder's group and enter it, and with `tcp` limit TCP's buffers too; raises `OSError`."""
         folder.mkdir(exist_ok=True)
-        if tcp and not (folder / LIMITS[0]).exists():
+        is_v2 = (folder / LIMITS[0]).exists()
+        if tcp and not is_v2:
             (folder / TCP).write_text(str(TCP_BYTES))
         (folder / "cgroup.procs").write_text(str(os.getpid()))
         for swap in ("memory.swap.max", "memory.swappiness"):  # v2, v1
             if (folder / swap).exists():
                 (folder / swap).write_text("0")
-        second = folder / LIMITS[0]
-        limit = second if second.exists() else folder / LIMITS[1]
-        events = folder / ("memory.events" if second.exists() else "memory.oom_control")
-        return MemoryGroup(os.open(limit, os.O_WRONLY), os.open(events, os.O_RDONLY), own)
+        limit, events = (LIMITS[0], "memory.events") if is_v2 else (LIMITS[1], "memory.oom_control")
+        return MemoryGroup(os.open(folder / limit, os.O_WRONLY), os.open(folder / events, os.O_RDONLY), own)
 
     def begin(self, memory: int) -> None:
         """Set the limit of a program in bytes; the worker's own share is added."""

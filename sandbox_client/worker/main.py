@@ -87,11 +87,7 @@ def prepare(settings: WorkerSettings) -> MemoryGroup | None:
 
 
 def answer(runner: ProgramRunner, settings: WorkerSettings, body: bytes) -> protocol.Message:
-    """Run one request.
-
-    Raises:
-        RunCancelled: the caller has cancelled it.
-    """
+    """Run one request; raises `RunCancelled` if the caller has cancelled it."""
     with work_folder(settings) as folder:
         try:
             result = runner.run(check(json.loads(body), settings.limits, folder), folder)

@@ -73,11 +73,7 @@ def check(values: dict[str, Any], limits: ProgramLimits, folder: str) -> Program
 
 
 def inside(path: str, folder: str) -> str:
-    """The path relative to the work folder, without detours.
-
-    Raises:
-        CannotRun: it leads out of the folder, or is not a path.
-    """
+    """The path relative to the work folder, without detours; raises `CannotRun` if it leads out or is not a path."""
     shown = repr(path[:100])
     if path.startswith("/"):
         if not path.startswith(folder + "/"):

@@ -87,8 +87,7 @@ class ProgramRunner:
     def _follow(self, started: StartedProgram, program: Program, deadline: float, result: ProgramResult) -> int | None:
         """Drain the pipes until the program has ended and they are closed; returns its wait status.
 
-        Raises:
-            RunCancelled: the caller has cancelled it.
+        A cancelled program is killed, and `RunCancelled` raised.
         """
         status: int | None = None
         ended = False
