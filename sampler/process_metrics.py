@@ -1,4 +1,4 @@
-"""Metrics by time rather than by version: queues, counters, those that processes publish, the sampler's timeline."""
+"""Metrics by time rather than by version: queues, counters, figures that processes publish, the sampler's timeline."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ TRACKER_ROWS = np.dtype(
     [
         ("alpha", "<f8"),
         ("beta", "<f8"),
-        ("prior", "<f8"),  # what is left in alpha of its initial count; beta has the same part
+        ("prior", "<f8"),  # the part of alpha that is left of its initial count; beta has as much
         ("visits", "<i8"),
         ("answered", "<i8"),  # newest version that answered it
         ("retired", "?"),

@@ -153,7 +153,7 @@ class SandboxClient:
         request = self._http.stream("POST", self._url, content=body, extensions=extensions)
         try:
             async with asyncio.timeout(seconds), request as response:
-                self._breaker.is_open = False  # also if the connection is an older one, of which httpx reports nothing
+                self._breaker.is_open = False  # httpx reports nothing of a connection that it reuses
                 if response.status_code != 200:
                     text = b""
                     with contextlib.suppress(httpx.HTTPError):  # the status says enough

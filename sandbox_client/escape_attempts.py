@@ -157,12 +157,9 @@ def take_processes(parameters: dict[str, Any]) -> str | None:
 
 def take_disk(parameters: dict[str, Any]) -> str | None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.truncate((parameters["file_mb"] << 20) + 1)
+    with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
+        file.truncate((parameters["file_mb"] << 20) + 1)
         return f"a file of more than {parameters['file_mb']} MB was made"
-    except OSError:
-        pass
     block = b"\0" * (1 << 20)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(parameters["disk_mb"] + 1):
@@ -174,7 +171,7 @@ def take_disk(parameters: dict[str, Any]) -> str | None:
     return f"{parameters['disk_mb'] + 1} MB were written to /tmp"
 
 
-def keep_limits(parameters: dict[str, Any]) -> str | None:
+def keep_limits(_: dict[str, Any]) -> str | None:
     for name in ("AS", "NPROC", "NOFILE", "FSIZE", "CPU"):
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]

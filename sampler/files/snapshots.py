@@ -171,7 +171,7 @@ def restore_counts(state: SamplerState, data: bytes, config: Config) -> tuple[in
     saved = msgpack.unpackb(data)
     state.next_task, state.arrivals = saved["next_task"], saved["arrivals"]
     state.refilled, state.evaluated_to = saved["refilled"], saved["evaluated_to"]
-    # A fork compares only its own evaluations: its data and rewards may be others.
+    # A fork compares only its own evaluations: its data and rewards may differ.
     if own := saved.get("early_stop", {}).get(config.run.name):
         state.restore_early_stop(own)
     results = {int(version): packed for version, packed in saved["results"].items()}

@@ -71,7 +71,7 @@ def task_row(folder: Path) -> dict[str, Any]:
 
 
 def _image(folder: Path, settings: dict[str, Any]) -> str:
-    """The name of a task's image: the one that it names, or one with a hash of what it is built from."""
+    """The name of a task's image: its `docker_image`, or one with a hash of the files in `environment/`."""
     if named := _section(settings, "environment").get("docker_image"):
         return str(named)
     if not (folder / DOCKERFILE).is_file():
@@ -136,7 +136,7 @@ def _limits(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _size(text: Any) -> int | None:
-    """MiB of a size such as `2G`, the older form."""
+    """MiB of a size such as `2G`, as older tasks write it."""
     if text is None:
         return None
     try:

@@ -161,7 +161,7 @@ def load_data(config: DataConfig, log: Any) -> RunData:
 
 def trained_on(train: PromptSet, heldout: PromptSet) -> int:
     """How many held-out prompts are also in the training data."""
-    # Ids of different columns cannot be compared. There are far fewer held-out prompts, so the table is of these.
+    # Ids of different columns cannot be compared. The table holds the held-out prompts, which are far fewer.
     places: defaultdict[tuple[str | None, str], list[tuple[int, int]]] = defaultdict(list)
     for number, part in enumerate(heldout.parts):
         for place, prompt_id in enumerate(part.ids):

@@ -1,4 +1,4 @@
-"""A sequence of rows, whatever it is read from, and what may be wrong with a row."""
+"""A sequence of rows from any source, and the problems that a row may have."""
 
 from __future__ import annotations
 

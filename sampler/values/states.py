@@ -41,12 +41,8 @@ def read_states(path: str, ids: Sequence[str], log: Any) -> np.ndarray:
         raise UserError(f"{key} does not exist; `spo values states CONFIG --output {path}` writes it") from None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         raise UserError(f"{key} is not a file of `spo values states`") from None
-    if (
-        states.dtype != np.float16
-        or states.ndim != 2
-        or file_ids.shape != states.shape[:1]
-        or not np.isfinite(states).all()
-    ):
+    has_shape = states.ndim == 2 and file_ids.shape == states.shape[:1]
+    if states.dtype != np.float16 or not has_shape or not np.isfinite(states).all():
         raise UserError(
             f"{key} is not a file of `spo values states`: it needs finite states, float16 [N, D], and N ids"
         )

@@ -84,11 +84,8 @@ def inside(path: str, folder: str) -> str:
         raise CannotRun(f"file {shown} leads out of the work folder")
     if not parts or path.endswith("/") or "\0" in path:
         raise CannotRun(f"file {shown} is not a file name")
-    if (
-        len(parts) > MOST_FOLDERS
-        or any(len(part.encode()) > 255 for part in parts)
-        or len(path.encode()) > LONGEST_PATH
-    ):
+    longest_part = max(len(part.encode()) for part in parts)
+    if len(parts) > MOST_FOLDERS or longest_part > 255 or len(path.encode()) > LONGEST_PATH:
         raise CannotRun(
             f"file {shown} is too long; at most {LONGEST_PATH} bytes, {MOST_FOLDERS} folders, and 255 bytes a name"
         )
