@@ -61,8 +61,8 @@ def read_gpus(environ: Mapping[str, str]) -> list[Gpu]:
         whole = _ask(["--query-gpu=" + QUERY, "--format=csv,noheader,nounits"], environ)
     except FileNotFoundError:
         count = visible_gpus(dict(environ)).count
-        return [Gpu(number, (names or list(map(str, range(count))))[number], "", "GPU", 0) for number in range(count)]
-    gpus = [gpu for line in whole.splitlines() if line.strip() for gpu in [_parsed(line)]]
+        return [Gpu(number, names[number] if names else str(number), "", "GPU", 0) for number in range(count)]
+    gpus = [_parsed(line) for line in whole.splitlines() if line.strip()]
     if any(gpu.is_slice for gpu in gpus):
         slices = _slices(_ask(["-L"], environ), {gpu.uuid: gpu for gpu in gpus})
         gpus = [one for gpu in gpus for one in (slices[gpu.uuid] if gpu.is_slice else [gpu])]
@@ -114,12 +114,7 @@ def numbers(gpus: Iterable[Gpu]) -> str:
 def _ask(arguments: list[str], environ: Mapping[str, str]) -> str:
     try:
         process = subprocess.run(
-            ["nvidia-smi", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            env=dict(environ),
-            check=False,
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SECONDS, env=dict(environ), check=False
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"nvidia-smi did not answer within {SECONDS} s; a GPU may hang: see dmesg") from None
@@ -131,15 +126,7 @@ def _ask(arguments: list[str], environ: Mapping[str, str]) -> str:
 
 def _parsed(line: str) -> Gpu:
     index, uuid, product, total, used, slices = (value.strip() for value in line.split(","))
-    return Gpu(
-        int(index),
-        index,
-        uuid,
-        product,
-        _mebibytes(total),
-        _mebibytes(used),
-        slices == "Enabled",
-    )
+    return Gpu(int(index), index, uuid, product, _mebibytes(total), _mebibytes(used), slices == "Enabled")
 
 
 def _mebibytes(text: str) -> int:
