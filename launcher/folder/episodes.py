@@ -216,12 +216,9 @@ def prompt_text(prompt: Any) -> str:
 def _files(folder: Path) -> Iterator[Path]:
     """Files of episodes, oldest version first."""
     files = [path for name in FOLDERS for path in (folder / name).glob("*.jsonl*") if not path.name.endswith(".new")]
-    numbered = [(int(version), path) for path in files if _is_version(version := path.name.partition(".")[0])]
-    yield from (path for _, path in sorted(numbered, key=lambda item: (item[0], item[1].parent.name, item[1].name)))
-
-
-def _is_version(name: str) -> bool:
-    return name.isdecimal() and len(name) <= 9
+    named = [(path.name.partition(".")[0], path) for path in files]
+    numbered = [(int(name), path) for name, path in named if name.isdecimal() and len(name) <= 9]
+    yield from (path for _, path in sorted(numbered))
 
 
 def _header(line: bytes) -> tuple[dict[str, Any], int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -131,13 +130,9 @@ def pairs(index: EpisodeIndex, first: Evaluation, last: Evaluation, direction: i
     if len(candidates) > PAIRS:
         candidates = candidates[change[candidates] >= np.sort(change[candidates])[-PAIRS]]
     rows = {int(i): (first.typical(both[i]), last.typical(both[i])) for i in candidates}
-    ids = {i: _prompt_id(index, before) for i, (before, _) in rows.items()}
+    records = {i: read_line(*index.place(before)) or {} for i, (before, _) in rows.items()}
+    ids = {i: str(record.get("prompt_id", "")) for i, record in records.items()}
     chosen = sorted(rows, key=lambda i: (-change[i], ids[i]))[:PAIRS]
     return [
         Pair(ids[i], (float(first.rewards[at_first[i]]), float(last.rewards[at_last[i]])), *rows[i]) for i in chosen
     ]
-
-
-def _prompt_id(index: EpisodeIndex, row: np.void) -> str:
-    record: dict[str, Any] = read_line(*index.place(row)) or {}
-    return str(record.get("prompt_id", ""))

@@ -44,9 +44,6 @@ class Distribution(NamedTuple):
     counts: np.ndarray
 
 
-EMPTY = Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
-
-
 @dataclass(slots=True)
 class Column:
     """All values of a metric in the order of writing: 24 bytes each."""
@@ -61,7 +58,6 @@ class Column:
         self.values.append(value)
 
     def keep(self, newest: int) -> None:
-        """Forget all but the newest values."""
         for one in (self.versions, self.times, self.values):
             del one[:-newest]
 
@@ -121,13 +117,11 @@ class Metrics:
         Args:
             process: by default the first of `processes` that has the metric.
         """
-        column = self._columns.get((self._owner(name, process), name))
-        return column.by_version() if column else EMPTY
+        return self._column(name, process).by_version()
 
     def timeline(self, name: str, process: str | None = None) -> Series:
         """Every value in the order of writing, for metrics that are measured over time."""
-        column = self._columns.get((self._owner(name, process), name))
-        return column.in_order() if column else EMPTY
+        return self._column(name, process).in_order()
 
     def histogram(self, name: str) -> Distribution | None:
         """The histogram of the newest version; None if there is none."""
@@ -136,31 +130,28 @@ class Metrics:
 
     def last(self, name: str, process: str | None = None) -> float | None:
         """The value written last; None if there is none."""
-        column = self._columns.get((self._owner(name, process), name))
-        return column.values[-1] if column else None
+        values = self._column(name, process).values
+        return values[-1] if values else None
 
     def last_version(self, process: str) -> int | None:
         """The newest weight version for which a process wrote a metric."""
         return max((column.versions[-1] for (of, _), column in self._columns.items() if of == process), default=None)
 
-    def last_time(self, process: str) -> float:
-        """When a process wrote last, in Unix seconds; 0 if it never did."""
-        return max((column.times[-1] for (of, _), column in self._columns.items() if of == process), default=0.0)
-
-    def newest(self) -> float:
-        """When any process wrote last, in Unix seconds; 0 if none ever did."""
-        return max((column.times[-1] for column in self._columns.values()), default=0.0)
+    def last_time(self, process: str | None = None) -> float:
+        """When a process, or any of them, wrote last, in Unix seconds; 0 if it never did."""
+        times = (column.times[-1] for (of, _), column in self._columns.items() if process in (None, of))
+        return max(times, default=0.0)
 
     def span(self) -> tuple[float, float]:
         """When sampler and learner wrote first and last, in Unix seconds; zeros if they never did."""
         times = [column.times for (process, _), column in self._columns.items() if process in FIRST]
         return (min(of[0] for of in times), max(of[-1] for of in times)) if times else (0.0, 0.0)
 
-    def _owner(self, name: str, process: str | None) -> str:
-        if process is not None:
-            return process
-        owners = [of for of, own_name in self._columns if own_name == name]
-        return min(owners, key=_order, default="")
+    def _column(self, name: str, process: str | None) -> Column:
+        """An empty one if there is no such metric."""
+        if process is None:
+            process = min((of for of, own_name in self._columns if own_name == name), key=_order, default="")
+        return self._columns.get((process, name)) or Column()
 
     def _add(self, text: bytes) -> bool:
         """Add the metrics of a line, without values that are not numbers; False if the line holds no metrics."""

@@ -34,9 +34,8 @@ SORTS = ("step", "reward", "turns", "tokens", "sampled", "seconds", "prompt")
 MOST_OPEN = 64  # files at once
 SEARCHED_BYTES = 48 << 20  # the most that one search reads
 PROMPT_CHARS = 240
-HASHED = re.compile(
-    r"(.*/)?[0-9a-f]{16}", re.DOTALL
-)  # the id of a prompt whose row has none (`sampler/prompts/prompt_set.py`)
+# The id of a prompt whose row has none (`sampler/prompts/prompt_set.py`).
+HASHED = re.compile(r"(.*/)?[0-9a-f]{16}", re.DOTALL)
 COMPARISON = re.compile(r"\s*(<=|>=|==|=|!=|<|>)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 OPERATORS: dict[str, Callable[[Any, float], Any]] = {

@@ -91,7 +91,7 @@ class Run:
             # A finished run that was given more steps is unfinished again.
             has_all = steps is None or summary.get("steps", steps) >= steps or bool(summary.get("ended_early"))
             return "finished" if summary.get("finished") and has_all else "stopped"
-        newest = self.metrics.newest()
+        newest = self.metrics.last_time()
         if is_locked(self.folder.path) or newest > time.time() - RECENT:
             return "running"
         return "stopped" if newest else "empty"
@@ -181,10 +181,7 @@ class Run:
     def _summary(self) -> dict[str, Any]:
         """The summary; {} if the run has continued since it was written."""
         summary = self.folder.summary()
-        try:
-            is_newest = (self.folder.path / "summary.json").stat().st_mtime >= self.metrics.newest() - 1.0
-        except OSError:
-            return {}
+        is_newest = self._modified("summary.json") >= self.metrics.last_time() - 1.0
         steps, trained = summary.get("steps"), self.metrics.last_version("learner") or 0
         return summary if is_newest and not (isinstance(steps, int) and trained > steps) else {}
 
