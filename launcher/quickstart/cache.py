@@ -18,16 +18,13 @@ SOURCES = ("tiny_model.py", "warm_start.py")
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 
 
-def cached_model(task: QuickstartTask, progress: Progress | None = None, cache: Path | None = None) -> Path:
+def cached_model(task: QuickstartTask, progress: Progress | None = None) -> Path:
     """The folder of the task's initial model, which is trained now unless it is cached; it appears whole or not at all.
 
-    Args:
-        cache: by default the user's: $XDG_CACHE_HOME/spo, or ~/.cache/spo.
-
     Raises:
-        UserError: the cache folder cannot be written.
+        UserError: the cache folder, $XDG_CACHE_HOME/spo or ~/.cache/spo, cannot be written.
     """
-    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spo"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spo"
     folder = cache / f"warm-start-{key(task)}"
     if (folder / "config.json").exists():
         return folder
