@@ -175,7 +175,7 @@ def load_demonstrations(
 
 
 def _read(rows: Rows, reader: RowReader) -> Iterator[tuple[str, list[Demonstration], BadRow | None]]:
-    """Where each row is, its demonstrations, and its problem."""
+    """Yield each row's place, its demonstrations, and what is wrong with it."""
     for number, row in enumerate(rows):
         where = rows.where(number)
         try:
@@ -187,7 +187,7 @@ def _read(rows: Rows, reader: RowReader) -> Iterator[tuple[str, list[Demonstrati
 
 
 def _fit(demonstrations: list[Demonstration], config: Config) -> BadRow | None:
-    """Cut or remove those that are too long, and remove those without a trained token; returns what was wrong."""
+    """Cut what is too long, to nothing unless `sft.too_long` is `cut`; returns what is wrong with the row."""
     limit, problem = config.sft.max_tokens or config.model.max_model_len, None
     for number, one in enumerate(demonstrations):
         if len(one.token_ids) > limit:
