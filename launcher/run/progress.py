@@ -34,13 +34,11 @@ class Progress:
         steps: the last version of the run: `run.steps`, or an earlier one that `run.stop_when` led to.
         folder: the run folder; it may be on another machine, and then there are no metrics.
         teacher_gpus: returns the metrics of the GPUs of teachers' servers that were started here.
-        has_teacher: whether a teacher scores episodes.
         split: how many GPUs each side has here; None if that is not known, or they share one.
         left_out: by version, the samples that could not be trained on, and all samples of the batch.
         evaluates_first: whether the version that training starts from is evaluated.
         masked_advice: what masks tokens, and what to try against it.
         masked: share of the tokens that were masked, by version.
-        on_step: called with each step that is read.
     """
 
     broker: Broker
@@ -73,7 +71,6 @@ class Progress:
 
     @classmethod
     def of(cls, broker: Broker, config: Config) -> Progress:
-        """The progress of the run that the configuration names."""
         evaluates_first = config.data.heldout is not None and config.eval.before_training
         ends, has_teacher = config.sampler.tracker.reward_range, bool(config.teachers_in_use())
         return cls(
@@ -113,7 +110,7 @@ class Progress:
             self.counters = self.broker.counters()
             self.memory = self.broker.memory()
             self.finished = self.broker.finished()
-            self.has_generated = self.has_generated or self.generating()
+            self.has_generated |= any(one.get("state") == "running" for one in self.of_role("generator"))
         except RedisError:
             return False
         return True
@@ -125,10 +122,7 @@ class Progress:
 
     @property
     def samples_left_out(self) -> tuple[int, int]:
-        """How many samples could not be trained on, and of how many in all batches.
-
-        Their tokens were gone or unusable.
-        """
+        """How many samples could not be trained on, as their tokens were gone or unusable; and all samples."""
         return sum(lost for lost, _ in self.left_out.values()), sum(whole for _, whole in self.left_out.values())
 
     @property
@@ -187,12 +181,9 @@ class Progress:
         waiting = sum(int(process.get("scoring", 0)) for process in self.of_role("generator"))
         return waiting if self.has_teacher else None
 
-    def generating(self) -> bool:
-        return any(process.get("state") == "running" for process in self.of_role("generator"))
-
     @property
     def evaluated(self) -> str | None:
-        """The answers to the open evaluation so far, of all, such as `3/9`; None if no evaluation is open."""
+        """How many answers the open evaluation has, such as `3/9`; None if no evaluation is open."""
         return next((process["evaluating"] for process in self.of_role("sampler") if process.get("evaluating")), None)
 
     def phase(self) -> str:

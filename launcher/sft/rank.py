@@ -85,7 +85,7 @@ class StepMetrics:
     def open(self, version: int) -> None:
         """Begin after this step; metrics of later steps, which will be written again, are removed.
 
-        At step 0 nothing is removed: `prepare` has removed old metrics, and its evaluation's may be there already.
+        At step 0 nothing is removed: `prepare` has removed old metrics, and those of step 0's evaluation must stay.
         """
         run = self._config.run
         self._file, self._version = MetricsFile(run.folder, self._log, run.metrics_bytes), version
@@ -102,14 +102,13 @@ class StepMetrics:
         self._write(Entry(version, "sampler", {f"validation/{name}": value for name, value in figures.items()}))
 
     def add(self, version: int, metrics: dict[str, float]) -> None:
-        """Write a step's metrics."""
         self._write(Entry(version, "learner", metrics))
-        if self._progress is not None and "sft/loss" in metrics:
-            self._progress(version, self._config.run.steps, metrics["sft/loss"])
-        heldout = {"heldout_loss": metrics["sft/heldout_loss"]} if "sft/heldout_loss" in metrics else {}
-        if self._progress is None or heldout:
-            loss = {"loss": metrics["sft/loss"]} if "sft/loss" in metrics else {}
-            self._log.info("step", step=f"{version}/{self._config.run.steps}", **loss, **heldout)
+        steps = self._config.run.steps
+        losses = {name: metrics[f"sft/{name}"] for name in ("loss", "heldout_loss") if f"sft/{name}" in metrics}
+        if self._progress is not None and "loss" in losses:
+            self._progress(version, steps, losses["loss"])
+        if self._progress is None or "heldout_loss" in losses:
+            self._log.info("step", step=f"{version}/{steps}", **losses)
 
     def close(self) -> None:
         for feed in self._feeds:

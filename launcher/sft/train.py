@@ -21,7 +21,7 @@ from launcher.evaluate.answer_run import UNSEEN, AnswerScreen
 from launcher.evaluate.evaluation import evaluate
 from launcher.model_card import held_out
 from launcher.run.folder_lock import locked
-from launcher.run.processes import INTERRUPTED, EndedEarly
+from launcher.run.supervisor import INTERRUPTED, EndedEarly
 from launcher.sft.rank import UNFINISHED, StepMetrics, train_here
 from launcher.sft.settings import supervised, with_steps
 from learner.batch.demonstrations import Demonstrations, folder_of
@@ -134,15 +134,10 @@ def prepare(config: Config, log: Any) -> Config:
         render(config, config.sft.data, "sft.data", "train", train, log)
         if config.sft.heldout is not None:
             render(config, config.sft.heldout, "sft.heldout", "test", folder_of(config, "heldout"), log)
-    demonstrations = Demonstrations.open(train)
-    config = with_steps(config, len(demonstrations))
-    log.info(
-        "demonstrations",
-        rows=len(demonstrations),
-        tokens=demonstrations.tokens,
-        trained_on=demonstrations.trained_tokens,
-        steps=config.run.steps,
-    )
+    rows = Demonstrations.open(train)
+    config = with_steps(config, len(rows))
+    sizes = {"rows": len(rows), "tokens": rows.tokens, "trained_on": rows.trained_tokens}
+    log.info("demonstrations", **sizes, steps=config.run.steps)
     rewrite(folder / "config.yaml", [dump_config(config, absolute=True).encode()])
     return config
 
