@@ -58,14 +58,7 @@ class Words:
 
 
 class EpisodeIndex:
-    """One row for each episode in a folder; `update` adds new ones, and may run in a thread.
-
-    Attributes:
-        reasons, generators, sources: the words to which the numbers in the columns of these names refer.
-        unreadable: how many lines were not episodes.
-        generation: changes whenever rows are added or removed.
-        is_reading: whether `update` has more to read.
-    """
+    """One row for each episode in a folder; `update` adds new ones, and may run in a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,9 +69,11 @@ class EpisodeIndex:
         self._count = 0
         self._lock = threading.Lock()
         self._updating = threading.Lock()
+        # The words to which the numbers in the columns of these names refer.
         self.reasons, self.generators, self.sources = Words(), Words(), Words()
-        self.unreadable = self.generation = 0
-        self.is_reading = True
+        self.unreadable = 0  # lines that were not episodes
+        self.generation = 0  # changes whenever rows are added or removed
+        self.is_reading = True  # whether `update` has more to read
 
     def update(self) -> bool:
         """Read lines that were added; returns whether anything has changed."""

@@ -19,17 +19,11 @@ FIRST = ("sampler", "learner")  # they take precedence if several processes have
 
 
 class Series(NamedTuple):
-    """One metric of one process.
+    """One metric of one process."""
 
-    Attributes:
-        versions: weight version that each value belongs to, int64 [N].
-        times: Unix time in seconds at which it was written, float64 [N].
-        values: float64 [N]; NaN if nothing could be measured.
-    """
-
-    versions: np.ndarray
-    times: np.ndarray
-    values: np.ndarray
+    versions: np.ndarray  # weight version that each value belongs to, int64 [N]
+    times: np.ndarray  # Unix time in seconds at which it was written, float64 [N]
+    values: np.ndarray  # float64 [N]; NaN if nothing could be measured
 
     def at(self) -> dict[int, float]:
         """The value of each version."""
@@ -75,18 +69,11 @@ class Column:
 
 
 class Metrics:
-    """Metrics of one run; `update` reads new lines.
-
-    Args:
-        newest: minimum number of values kept of each metric; None keeps all.
-
-    Attributes:
-        unreadable: how many lines were not metrics.
-    """
+    """Metrics of one run; `update` reads new lines."""
 
     def __init__(self, folder: Path, newest: int | None = None) -> None:
         self._folder = folder
-        self._newest = newest
+        self._newest = newest  # minimum number of values kept of each metric; None keeps all
         self._forget()
 
     def update(self) -> bool:
@@ -112,11 +99,7 @@ class Metrics:
         return sorted({name for of, name in self._columns if process in (None, of)})
 
     def series(self, name: str, process: str | None = None) -> Series:
-        """The last value of each version, by version; empty if there is no such metric.
-
-        Args:
-            process: by default the first of `processes` that has the metric.
-        """
+        """The last value of each version, by version, of a process or the first that has the metric; may be empty."""
         return self._column(name, process).by_version()
 
     def timeline(self, name: str, process: str | None = None) -> Series:
@@ -184,7 +167,7 @@ class Metrics:
             lines.rewound()
         self._columns: dict[tuple[str, str], Column] = {}
         self._histograms: dict[tuple[str, str], Distribution] = {}
-        self.unreadable = 0
+        self.unreadable = 0  # lines that were not metrics
 
 
 def read_metrics(folder: Path) -> Metrics:

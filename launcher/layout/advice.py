@@ -24,11 +24,7 @@ def free_of_rank(needs: Needs, ranks: int, gpu: Gpu) -> float:
 
 
 def rank_too_large(needs: Needs, ranks: int, gpu: Gpu, beside: float = 0.0) -> str:
-    """The message of a refusal: the learner does not fit on `ranks` GPUs.
-
-    Args:
-        beside: bytes of the GPU that teachers take.
-    """
+    """The message of a refusal: the learner does not fit on `ranks` GPUs, of which teachers take `beside` bytes."""
     needed, there = rank_bytes(needs, ranks) / GB, (gpu.total - beside) / GB
     gpus = f"each of {ranks} GPUs" if ranks > 1 else "a GPU"
     left = " that the teachers leave" if beside else ""

@@ -27,21 +27,14 @@ _WHOLE = re.compile(r"^GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a slice of one (MIG).
+    """A GPU, or a slice of one (MIG)."""
 
-    Attributes:
-        number: its number in torch.
-        name: its name in CUDA_VISIBLE_DEVICES.
-        total: bytes of its memory.
-        used: bytes in use; 0 for a slice, because the driver does not report it.
-    """
-
-    number: int
-    name: str
+    number: int  # in torch
+    name: str  # in CUDA_VISIBLE_DEVICES
     uuid: str
     product: str
-    total: int
-    used: int = 0
+    total: int  # bytes of its memory
+    used: int = 0  # bytes in use; 0 for a slice, because the driver does not report it
     is_slice: bool = False
 
 
@@ -77,10 +70,7 @@ def environment(gpus: Sequence[Gpu]) -> dict[str, str]:
 
 
 def select(text: str, gpus: Sequence[Gpu], name: str) -> list[Gpu]:
-    """Parse a list of GPUs such as `0-3,6`.
-
-    Args:
-        name: the setting's name, for messages.
+    """Parse a list of GPUs such as `0-3,6`, the value of setting `name`.
 
     Raises:
         UserError: the text is not a list of GPUs, or it names a GPU twice or one that does not exist.

@@ -30,14 +30,9 @@ LARGE = 5e7  # from this number of parameters on, the learner has a thread for e
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the user asks for; None leaves the choice to `lay_out`.
+    """What the user asks for; None leaves the choice to `lay_out`. `select` parses the lists of GPUs."""
 
-    Attributes:
-        generators: number of processes; 0: generators join from other machines.
-        learner_gpus, generator_gpus, teacher_gpus: see `select`.
-    """
-
-    generators: int | None = None
+    generators: int | None = None  # number of processes; 0: they join from other machines
     learner_gpus: str | None = None
     generator_gpus: str | None = None
     teacher_gpus: str | None = None
@@ -49,21 +44,15 @@ NAMED = ("learner_gpus", "generator_gpus", "teacher_gpus")  # fields of `Choice`
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The GPUs of each process.
+    """The GPUs of each process."""
 
-    Attributes:
-        learner: a GPU for each rank; empty if a single rank computes on the CPU.
-        generators: the GPUs of each generator; none for a generator that computes on the CPU.
-        reasons: lines for the user that explain the choice.
-        engine: vLLM's arguments for GPUs that generators and ranks share; empty if all is as configured.
-        all_cores: on the CPU, the learner has a thread for each core; else as many threads as any other process.
-    """
-
-    learner: tuple[Gpu, ...]
-    generators: tuple[tuple[Gpu, ...], ...]
-    reasons: tuple[str, ...] = ()
+    learner: tuple[Gpu, ...]  # a GPU for each rank; empty if a single rank computes on the CPU
+    generators: tuple[tuple[Gpu, ...], ...]  # the GPUs of each generator; none for one that computes on the CPU
+    reasons: tuple[str, ...] = ()  # lines for the user that explain the choice
+    # vLLM's arguments for GPUs that generators and ranks share; empty if all is as configured.
     engine: Mapping[str, float] = field(default_factory=dict)
     teachers: tuple[TeacherServer, ...] = ()
+    # On the CPU, the learner has a thread for each core; else as many threads as any other process.
     all_cores: bool = False
 
     @property
@@ -76,11 +65,7 @@ class Placement:
         return list(dict.fromkeys(gpu for one in self.teachers for gpu in one.gpus))
 
     def split(self, group: int) -> Split | None:
-        """How many GPUs each side has; None if they share one, or one side has none.
-
-        Args:
-            group: number of ranks that share a sequence (`learner.sequence_parallel`).
-        """
+        """How many GPUs each side has; None if they share one, or one side has none. `group` ranks share a sequence."""
         used = {gpu.number for one in self.generators for gpu in one}
         if not self.learner or not used or used & {gpu.number for gpu in self.learner}:
             return None

@@ -91,13 +91,11 @@ class EngineNeeds:
         return (self.weights + self.shape.cache_bytes * self.max_model_len) / (self._parts * times) + ENGINE
 
     def refusal(self, engine: str, section: str, share: float, total: int) -> str:
-        """The message for an engine that does not fit into its share of its GPUs; empty if it fits.
+        """The message if an engine does not fit into its share of GPUs of `total` bytes; empty if it fits.
 
         Args:
             engine: its name in the message.
             section: of the configuration, whose `engine` has its arguments.
-            share: the share of each GPU's memory that vLLM takes.
-            total: bytes of a GPU.
         """
         needed, room = self.of_each(), share * total
         if needed <= room:
@@ -119,14 +117,10 @@ class EngineNeeds:
         return max(0.0, room - self.weights / self._parts - ENGINE)
 
     def on_shared(self, share: float, total: int) -> dict[str, float]:
-        """vLLM's arguments for GPUs that it shares with other processes of the run.
+        """vLLM's arguments for a share of GPUs of `total` bytes that other processes of the run use too.
 
         They include the size of the cache. vLLM would otherwise measure what is left for it, and count the memory that
         the other processes allocate during the measurement as its own.
-
-        Args:
-            share: the share of each GPU's memory that vLLM takes.
-            total: bytes of a GPU.
         """
         from generator.engine.arguments import KV_CACHE  # imports what a generator needs
 

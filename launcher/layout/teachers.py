@@ -20,18 +20,13 @@ from launcher.layout.needs import SHARE, engine_size, teacher_needs, utilization
 
 @dataclass(frozen=True, slots=True)
 class TeacherServer:
-    """The server of a `teacher.model`.
-
-    Attributes:
-        source: the name of the first data source that has this teacher.
-        gpus: empty if the server computes on the CPU.
-        engine: vLLM's arguments for a GPU that the engine shares with others; empty if all is as configured.
-    """
+    """The server of a `teacher.model`."""
 
     name: str
-    source: str
+    source: str  # the name of the first data source that has this teacher
     teacher: TeacherConfig
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Gpu, ...] = ()  # none if the server computes on the CPU
+    # vLLM's arguments for a GPU that the engine shares with others; empty if all is as configured.
     engine: Mapping[str, float] = field(default_factory=dict)
 
     @property

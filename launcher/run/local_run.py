@@ -28,16 +28,7 @@ from launcher.layout.gpus import environment
 from launcher.layout.layout import NOTHING_ASKED, Choice, Placement, lay_out
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
-from launcher.run.processes import (
-    EMBEDDED,
-    command,
-    connected,
-    generator_commands,
-    in_background,
-    start_all,
-    stopping,
-    with_url,
-)
+from launcher.run.processes import EMBEDDED, connected, in_background, start_all, stopping, with_url, worker_commands
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.started import RunStopped, StartedRun, StepFeed
 from launcher.run.summary import Summary, summarize
@@ -49,31 +40,19 @@ LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themsel
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a run is started on this machine.
-
-    Attributes:
-        choice: number of generators, and GPUs, if they are asked for.
-        redis: `embedded`, or the address of a running server.
-        resume: continue from the run folder if Redis does not know the run.
-        max_restarts: of each process within an hour; after one more failure the run is given up.
-        front: maps the address of Redis to the one that the processes use, such as a proxy's.
-        check: called before anything is started or changed, after processes that a killed command left have ended.
-    """
+    """How a run is started on this machine."""
 
     choice: Choice = NOTHING_ASKED
-    redis: str = EMBEDDED
-    resume: bool = False
-    max_restarts: int = MAX_RESTARTS
-    front: Callable[[str], str] = str
+    redis: str = EMBEDDED  # or the address of a running server
+    resume: bool = False  # continue from the run folder if Redis does not know the run
+    max_restarts: int = MAX_RESTARTS  # of each process within an hour; after one more failure the run is given up
+    front: Callable[[str], str] = str  # maps the address of Redis to the one that the processes use, such as a proxy's
+    # Called before anything is started or changed, after processes that a killed command left have ended.
     check: Callable[[Config], None] = check_run
 
 
 def run_here(config: Config, options: RunOptions, view: Callable[[], View], log: Any, phases: PhaseTimer) -> Summary:
-    """Run to the end, or until this thread is interrupted; takes what `start` takes, and raises what it raises.
-
-    Raises:
-        RunStopped: on Ctrl-C (code 130), or because the run failed (code 1).
-    """
+    """Run to the end; raises what `start` raises, and `RunStopped` on Ctrl-C (code 130) or a failure (code 1)."""
     run = start(config, options, view, log, phases)
     try:
         return run.wait()
@@ -201,20 +180,10 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
     check_changes(changes, f"run folder {folder}", max(checkpoint_versions(folder), default=0))
 
 
-def worker_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
-    ranks = ["--ranks", str(len(layout.learner))] if len(layout.learner) > 1 else []
-    learner, sampler = command("learner.cli", config, *ranks), command("sampler.cli", config)
-    return {"learner": learner, **generator_commands(config, layout), "sampler": sampler}
-
-
 def _watch(
     config: Config, supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view: View, roles: Sequence[str]
 ) -> None:
-    """Watch until the run is over and its processes, except the servers of teachers, have exited.
-
-    Args:
-        roles: the roles of the processes that were started; their names begin with them.
-    """
+    """Watch until the run is over and its processes, except the servers of teachers, have exited."""
     leave_by: float | None = None
     while True:
         supervisor.poll()
@@ -231,7 +200,7 @@ def _watch(
                 leave_by = leave_by or time.monotonic() + LEAVE_TIMEOUT
                 if not workers(supervisor) or time.monotonic() > leave_by:
                     return
-        # The run needs a process of each role, and one that has exited is not restarted.
+        # The run needs a process of each role, with which their names begin; one that has exited is not restarted.
         elif gone := [role for role in roles if not supervisor.alive(role)]:
             raise EndedEarly(f"all {gone[0]} processes have exited, but the run is not finished")
         time.sleep(POLL)

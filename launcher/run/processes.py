@@ -170,3 +170,9 @@ def command(module: str, config: Path, *more: str) -> list[str]:
 def generator_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
     own = [word for name, value in layout.engine.items() for word in ("-o", f"generator.engine.{name}={value}")]
     return {name: command("generator.cli", config, "--name", name, *own) for name in layout.generator_names}
+
+
+def worker_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
+    ranks = ["--ranks", str(len(layout.learner))] if len(layout.learner) > 1 else []
+    learner, sampler = command("learner.cli", config, *ranks), command("sampler.cli", config)
+    return {"learner": learner, **generator_commands(config, layout), "sampler": sampler}

@@ -147,11 +147,7 @@ def table(summary: Summary) -> RenderableType:
 
 
 def evaluation_table(figures: Mapping[str, float], title: str = "held-out figures") -> Table:
-    """A row for each data set, for each value of `eval.by_column` and for all; a column for each figure.
-
-    Args:
-        figures: by name, as `sampler.evaluation_metrics.summarize_groups` makes them.
-    """
+    """A row for each data set, each value of `eval.by_column` and all; a column for each of `summarize_groups`."""
     columns = [name for name in figures if "/" not in name and (name != "set_aside" or figures[name])]
     groups = list(dict.fromkeys(name.rpartition("/")[0] for name in figures if "/" in name))
     table = figures_table(title, "data", [name.replace("_", " ") for name in columns])

@@ -84,24 +84,18 @@ class Supervisor:
 
     Processes are polled and not awaited by an asyncio.TaskGroup: asyncio collects a process's exit code at once, and
     then the group id could be given to another group before the rest of this one is killed.
-
-    Attributes:
-        max_restarts: a process that fails more often than this within `WINDOW` seconds ends the run.
-        notices: the processes' warnings.
-        interrupted: set by another thread to end the run.
-        after: what is cleaned up once all processes have ended.
-        lock: a locked file that the reaper inherits; if this process is killed, it stays locked until all have ended.
     """
 
     logs: Path
     log: Any
-    max_restarts: int = MAX_RESTARTS
+    max_restarts: int = MAX_RESTARTS  # a process that fails more often within `WINDOW` seconds ends the run
     backoff: float = 0.5
+    # A locked file that the reaper inherits; if this process is killed, it stays locked until all have ended.
     lock: IO[str] | None = None
     children: dict[str, RunProcess] = field(default_factory=dict)
     notices: Notices = field(default_factory=Notices)
-    interrupted: threading.Event = field(default_factory=threading.Event)
-    after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    interrupted: threading.Event = field(default_factory=threading.Event)  # set by another thread to end the run
+    after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed once all processes have ended
     timeline: Timeline = field(init=False)
     _reaper: subprocess.Popen[str] | None = None
 

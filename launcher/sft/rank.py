@@ -30,15 +30,11 @@ UNFINISHED = 3  # exit code if a signal ended it
 def train_here(config: Config, log: Any, progress: Progress | None = None, until: int | None = None) -> bool:
     """Train on the demonstrations in the run folder, from the newest checkpoint on.
 
-    SIGTERM and SIGINT end it after a checkpoint.
+    SIGTERM and SIGINT end it after a checkpoint. Returns whether it reached step `until`, by default the last one.
 
     Args:
         config: see `supervised` and `with_steps`.
         progress: called on rank 0 after each step.
-        until: the step to end at; by default the last one.
-
-    Returns:
-        Whether it reached that step.
 
     Raises:
         UserError: the model, a checkpoint or the demonstrations cannot be loaded, or training diverges.

@@ -47,7 +47,7 @@ def answering(run: Config, generators: int | None, screen: AnswerScreen = UNSEEN
 
 
 def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answer | None = None) -> Path:
-    """Train on the demonstrations of `run.sft`, from the newest checkpoint on; see `spo.sft`.
+    """Train on the demonstrations of `run.sft`; returns the folder of the last checkpoint. See `spo.sft`.
 
     Args:
         run: the configuration of the run that comes after.
@@ -55,9 +55,6 @@ def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answ
         here: train a single rank in this process instead of a child process.
         answer: evaluates the model before training, every `eval.every` steps and at the end. The training process ends
             before each evaluation, so that its memory is free.
-
-    Returns:
-        The folder of the last checkpoint.
 
     Raises:
         UserError: the model, the demonstrations or the run folder cannot be used, or training diverges.
@@ -112,12 +109,9 @@ def _evaluate(config: Config, step: int, answer: Answer, log: Any) -> None:
 
 
 def prepare(config: Config, log: Any) -> Config:
-    """Render the demonstrations into the run folder, and write the configuration there.
+    """Render the demonstrations into the run folder, and write the configuration there; returns it, with `run.steps`.
 
     Without a checkpoint, training begins anew, with new metrics; with one, they are not rendered again.
-
-    Returns:
-        The configuration with the number of steps.
 
     Raises:
         UserError: no demonstration can be used, or the run folder is that of another training.

@@ -182,16 +182,11 @@ def merge(
 
 @dataclass(frozen=True)
 class ScoreRange:
-    """The range of allowed scores, and how others are treated.
-
-    Attributes:
-        low, high: as `sampler.tracker.reward_range`.
-        threshold: scores above it become `high`, others `low`; if None, scores are not changed, and those outside
-            the range are refused.
-    """
+    """The allowed scores (`sampler.tracker.reward_range`), and how others are treated."""
 
     low: float
     high: float
+    # Scores above it become `high`, others `low`; if None, scores are not changed, and those outside are refused.
     threshold: float | None = None
 
     def __call__(self, score: float, where: str) -> float:

@@ -24,13 +24,10 @@ from sampler.values.traits import MAX_PROMPTS
 
 
 def find_states(config: Config, output: Path, console: Console) -> str:
-    """Write the states of the prompts in `data.train` that are not too long.
+    """Write the states of the prompts in `data.train` that are not too long; returns a line about them.
 
     Args:
         console: for the progress bar, which is shown only on a terminal.
-
-    Returns:
-        A line that says what was written.
 
     Raises:
         UserError: data or model cannot be used, all prompts are too long, or the file cannot be written.

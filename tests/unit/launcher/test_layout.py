@@ -21,8 +21,7 @@ from launcher.layout import layout as layouts
 from launcher.layout.layout import Choice, Placement, lay_out
 from launcher.layout.needs import ENGINE, SHARE, Needs, needs_of
 from launcher.run import processes
-from launcher.run.local_run import worker_commands
-from launcher.run.processes import start_all, thread_limits
+from launcher.run.processes import start_all, thread_limits, worker_commands
 from launcher.run.supervisor import Supervisor
 from launcher.run.teacher_servers import serve_command
 from tests.support.checks import config_of
