@@ -100,8 +100,9 @@ class EngineNeeds:
         needed, room = self.of_each(), share * total
         if needed <= room:
             return ""
-        enough = next((n for n in (2, 4, 8) if self.of_each(n) <= room), None)
-        fix = f"set {section}.engine.tensor_parallel_size={enough}" if enough else "use a smaller model"
+        times = next((n for n in (2, 4, 8) if self.of_each(n) <= room), 0)
+        enough = times * self.arguments.get("tensor_parallel_size", 1)
+        fix = f"set {section}.engine.tensor_parallel_size={enough}" if times else "use a smaller model"
         return (
             f"{engine} needs {needed / GB:.1f} GB of each of its GPUs, but vLLM takes {share:.0%} of "
             f"{total / GB:.1f} GB: {fix}"
