@@ -196,7 +196,7 @@ def figures(progress: Progress) -> Table:
     if any(differs(evaluation.get("reward"), evaluation["accuracy"]) for evaluation in progress.evaluations):
         rewards = [float(evaluation.get("reward", math.nan)) for evaluation in progress.evaluations][-CURVE:]
         known = [reward for reward in rewards if not math.isnan(reward)]
-        ends = (min(known), max(known))
+        ends = (min(known, default=0.0), max(known, default=0.0))
         table.add_row("held-out reward", mean_reward(rewards[-1]), _curve(known, ends, mean_reward, "evaluations"))
     if progress.ends_early:
         table.add_row("ends early", f"at step {progress.steps}", progress.ends_early)
