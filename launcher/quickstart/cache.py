@@ -73,7 +73,7 @@ def _train_model(task: QuickstartTask, folder: Path, progress: Progress | None) 
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Let waiting threads of torch, which is imported in this block, sleep soon, unless the user has set when.
+    """Let torch's waiting threads sleep soon, unless the user has set when; torch reads this when it is imported.
 
     By default they spin. On a busy machine they then take cores from the threads that they wait for, and training takes
     at least twice as long; on an idle machine it takes the same time either way.

@@ -260,7 +260,7 @@ def _curve(values: list[float], ends: tuple[float, float], shown: Callable[[floa
 
 
 def process_rows(progress: Progress, children: dict[str, RunProcess]) -> Table:
-    """A table of all living processes: first those started here, then those that joined from elsewhere."""
+    """A table of the processes that were started here, and then of the living ones that joined from elsewhere."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "at once", "weights", "restarts"):
         table.add_column(column, no_wrap=column == "process")  # if cut, several names would look the same
