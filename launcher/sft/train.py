@@ -47,7 +47,7 @@ def answering(run: Config, generators: int | None, screen: AnswerScreen = UNSEEN
 
 
 def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answer | None = None) -> Path:
-    """Train on the demonstrations of `run.sft`; returns the folder of the last checkpoint. See `spo.sft`.
+    """Train on the demonstrations of `run.sft`, from the newest checkpoint on; returns the last one's folder.
 
     Args:
         run: the configuration of the run that comes after.
