@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from common.config import Config
     from common.errors import UserError
     from launcher.recorded import RecordedRun
-    from launcher.run.processes import EndedEarly
     from launcher.run.started import StartedRun
     from launcher.run.summary import Summary
+    from launcher.run.supervisor import EndedEarly
 
 # These names follow semantic versioning, and docs/python.md lists them.
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 
 _CLASSES = {
     "Config": "common.config",
-    "EndedEarly": "launcher.run.processes",
+    "EndedEarly": "launcher.run.supervisor",
     "RecordedRun": "launcher.recorded",
     "StartedRun": "launcher.run.started",
     "Summary": "launcher.run.summary",

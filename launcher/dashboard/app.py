@@ -126,15 +126,10 @@ class Server(ServerWithoutSignals):
     """A server that ends the event streams before it waits for requests."""
 
     def __init__(self, app: Starlette, watch: Watch, connections: Connections | None = None) -> None:
-        connections = connections or Connections(most=raise_file_limit() // 4)
+        http = (connections or Connections(most=raise_file_limit() // 4)).protocol()
         super().__init__(
             uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                ws="none",
-                http=connections.protocol(),
-                timeout_graceful_shutdown=5,
+                app, log_level="warning", access_log=False, ws="none", http=http, timeout_graceful_shutdown=5
             )
         )
         self._watch = watch

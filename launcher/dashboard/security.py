@@ -33,7 +33,7 @@ class Guard:
     Args:
         hosts: host names, besides this machine's loopback, that requests may ask for.
         token: must come as `?token=`, as a cookie or as `Authorization: Bearer`; None if none is needed. A browser
-            also sends the cookie with a link from another page: this server changes nothing.
+            also sends the cookie when another page links here, which is harmless: this server changes nothing.
         cookie: name of the cookie; one for each port, since a browser sends cookies to all ports of a machine.
     """
 

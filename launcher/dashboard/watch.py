@@ -17,11 +17,7 @@ HEARTBEAT = 15.0  # seconds after which pages get a message even if nothing chan
 
 
 class Watch:
-    """All runs of a server, followed from `start` to `stop`.
-
-    Args:
-        find: called regularly; run folders that are new are followed from then on.
-    """
+    """All runs of a server, followed from `start` to `stop`; run folders that `find` finds later are followed too."""
 
     def __init__(self, folders: Sequence[RunFolder], find: Callable[[], Sequence[RunFolder]] | None = None) -> None:
         self.runs = {folder.name: Run(folder) for folder in folders}

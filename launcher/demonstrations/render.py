@@ -46,13 +46,8 @@ def render_for_run(config: Config, log: Any) -> None:
     sys.stderr.writelines(f"{line}\n" for line in lines)
     if problem:
         raise UserError(problem.removeprefix("error: "))
-    demonstrations = Demonstrations.open(folder)
-    log.info(
-        "demonstrations",
-        rows=len(demonstrations),
-        tokens=demonstrations.tokens,
-        trained_on=demonstrations.trained_tokens,
-    )
+    rows = Demonstrations.open(folder)
+    log.info("demonstrations", rows=len(rows), tokens=rows.tokens, trained_on=rows.trained_tokens)
 
 
 @reports_user_errors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from generator.formats import make_format
 from generator.tools import Toolbox
 from learner.batch.demonstrations import Demonstration, Demonstrations
 from sampler.prompts.chat import NotAMessage, plain_messages
-from sampler.prompts.row import BadRow, Rows
+from sampler.prompts.row import BadRow
 from sampler.prompts.rows import open_rows
 
 MAX_LOGGED = 10  # skipped rows that are logged one by one
@@ -156,12 +156,12 @@ def load_demonstrations(
     problems: Counter[str] = Counter()
     first = ""
     kept: list[Demonstration] = []
-    for where, demonstrations, problem in _read(rows, reader):
-        if problem is None:
-            problem = _fit(demonstrations, config)
+    for number, row in enumerate(rows):
+        demonstrations, problem = _read(row, reader, config)
         kept += [one for one in demonstrations if one.is_trained]
         if problem is None:
             continue
+        where = rows.where(number)
         first = first or f"{where}: {problem}"
         problems[problem.reason] += 1
         if problems.total() <= MAX_LOGGED:
@@ -174,20 +174,19 @@ def load_demonstrations(
     return Demonstrations.of(kept)
 
 
-def _read(rows: Rows, reader: RowReader) -> Iterator[tuple[str, list[Demonstration], BadRow | None]]:
-    """Where each row is, its demonstrations, and its problem."""
-    for number, row in enumerate(rows):
-        where = rows.where(number)
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            yield where, reader.read(row), None
-        except BadRow as problem:
-            yield where, [], problem
+def _read(row: Any, reader: RowReader, config: Config) -> tuple[list[Demonstration], BadRow | None]:
+    """A row's demonstrations, and what is wrong with it."""
+    if isinstance(row, BadRow):
+        return [], row
+    try:
+        demonstrations = reader.read(row)
+    except BadRow as problem:
+        return [], problem
+    return demonstrations, _fit(demonstrations, config)
 
 
 def _fit(demonstrations: list[Demonstration], config: Config) -> BadRow | None:
-    """Cut or remove those that are too long, and remove those without a trained token; returns what was wrong."""
+    """Cut what is too long, to nothing unless `sft.too_long` is `cut`; returns what is wrong with the row."""
     limit, problem = config.sft.max_tokens or config.model.max_model_len, None
     for number, one in enumerate(demonstrations):
         if len(one.token_ids) > limit:

@@ -27,7 +27,6 @@ from launcher.layout.layout import Choice, Placement, lay_out
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
     EMBEDDED,
-    EndedEarly,
     command,
     connected,
     generator_commands,
@@ -36,7 +35,7 @@ from launcher.run.processes import (
     start_all,
     stopping,
 )
-from launcher.run.supervisor import RunFailed, Supervisor
+from launcher.run.supervisor import EndedEarly, Supervisor
 from sampler.files.answer_file import AnswerFile, Request
 
 Generators = list[dict[str, Any]]
@@ -189,7 +188,7 @@ def _run(
             while supervisor.alive("sampler"):
                 supervisor.poll()
                 if layout.generators and not supervisor.alive("generator"):
-                    raise RunFailed("all generator processes have exited, but some prompts are not answered")
+                    raise EndedEarly("all generator processes have exited, but some prompts are not answered")
                 progress.refresh()
                 opened.update(progress.answered, sum(progress.reasons.values()), progress.generators)
                 time.sleep(POLL)
@@ -219,10 +218,11 @@ class _Progress:
 class AnswerView(Protocol):
     def update(self, answered: int, set_aside: int, generators: Generators) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the display; by default there is nothing to do."""
 
 
-class LineView:
+class LineView(AnswerView):
     """Logs a line when there are new answers, at most every few seconds."""
 
     def __init__(self, log: Any, wanted: int) -> None:
@@ -236,9 +236,6 @@ class LineView:
             return
         self._next, self._shown = time.monotonic() + LINE_SECONDS, state
         self.log.info("progress", answered=f"{answered}/{self.wanted}", set_aside=set_aside, now=doing(generators))
-
-    def close(self) -> None:
-        """Do nothing: a log needs no clean-up."""
 
 
 class BarView:

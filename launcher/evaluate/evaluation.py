@@ -55,7 +55,6 @@ def answer_figures(rows: Iterable[dict[str, Any]], missing: int, samples: int, r
     """Figures over all answers, over each data set if there are several, and over each value of `eval.by_column`.
 
     Args:
-        rows: lines of the file.
         missing: answers that were skipped.
         samples: answers to each prompt.
     """

@@ -58,14 +58,7 @@ class Words:
 
 
 class EpisodeIndex:
-    """One row for each episode in a folder; `update` adds new ones, and may run in a thread.
-
-    Attributes:
-        reasons, generators, sources: the words to which the numbers in the columns of these names refer.
-        unreadable: how many lines were not episodes.
-        generation: changes whenever rows are added or removed.
-        is_reading: whether `update` has more to read.
-    """
+    """One row for each episode in a folder; `update` adds new ones, and may run in a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,9 +69,11 @@ class EpisodeIndex:
         self._count = 0
         self._lock = threading.Lock()
         self._updating = threading.Lock()
+        # The words to which the numbers in the columns of these names refer.
         self.reasons, self.generators, self.sources = Words(), Words(), Words()
-        self.unreadable = self.generation = 0
-        self.is_reading = True
+        self.unreadable = 0  # lines that were not episodes
+        self.generation = 0  # changes whenever rows are added or removed
+        self.is_reading = True  # whether `update` has more to read
 
     def update(self) -> bool:
         """Read lines that were added; returns whether anything has changed."""
@@ -216,12 +211,9 @@ def prompt_text(prompt: Any) -> str:
 def _files(folder: Path) -> Iterator[Path]:
     """Files of episodes, oldest version first."""
     files = [path for name in FOLDERS for path in (folder / name).glob("*.jsonl*") if not path.name.endswith(".new")]
-    numbered = [(int(version), path) for path in files if _is_version(version := path.name.partition(".")[0])]
-    yield from (path for _, path in sorted(numbered, key=lambda item: (item[0], item[1].parent.name, item[1].name)))
-
-
-def _is_version(name: str) -> bool:
-    return name.isdecimal() and len(name) <= 9
+    named = [(path.name.partition(".")[0], path) for path in files]
+    numbered = [(int(name), path) for name, path in named if name.isdecimal() and len(name) <= 9]
+    yield from (path for _, path in sorted(numbered))
 
 
 def _header(line: bytes) -> tuple[dict[str, Any], int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -16,20 +15,13 @@ PAIRS = 5  # prompts shown whose reward rose most, and as many whose reward fell
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A complete evaluation, without tasks that failed on every attempt; the run's own accuracy excludes them too.
-
-    Attributes:
-        rows: rows of the index, `ROW` [N], sorted by prompt and within a prompt in the order of the file.
-        prompts: hash of each prompt's id, ascending [P].
-        accuracies: share of each prompt's responses that are right [P].
-        rewards: mean reward of each prompt's responses [P].
-    """
+    """A complete evaluation, without tasks that failed on every attempt; the run's own accuracy excludes them too."""
 
     version: int
-    rows: np.ndarray
-    prompts: np.ndarray
-    accuracies: np.ndarray
-    rewards: np.ndarray
+    rows: np.ndarray  # rows of the index, `ROW` [N], sorted by prompt and within a prompt in the order of the file
+    prompts: np.ndarray  # hash of each prompt's id, ascending [P]
+    accuracies: np.ndarray  # share of each prompt's responses that are right [P]
+    rewards: np.ndarray  # mean reward of each prompt's responses [P]
 
     def accuracy(self) -> Band:
         """The mean over the prompts, with its band."""
@@ -71,21 +63,16 @@ def _band(values: bytes) -> Band:
 
 @dataclass(frozen=True, slots=True)
 class Improvement:
-    """Accuracy of the first and the last evaluation, on the prompts that both have.
-
-    Attributes:
-        change: mean of the differences prompt by prompt, with its band.
-        better, worse: on how many prompts accuracy rose, and fell.
-    """
+    """Accuracy of the first and the last evaluation, on the prompts that both have."""
 
     first: int
     last: int
     before: Band
     after: Band
-    change: Band
+    change: Band  # of the differences prompt by prompt
     prompts: int
-    better: int
-    worse: int
+    better: int  # number of prompts on which accuracy rose
+    worse: int  # number of prompts on which it fell
 
 
 def improvement(evaluated: list[Evaluation]) -> Improvement | None:
@@ -120,24 +107,16 @@ class Pair:
 
 
 def pairs(index: EpisodeIndex, first: Evaluation, last: Evaluation, direction: int) -> list[Pair]:
-    """The prompts whose mean reward changed most; ties are broken by prompt id.
-
-    Args:
-        direction: 1 for prompts whose reward rose, -1 for those whose reward fell.
-    """
+    """The prompts whose mean reward rose most (`direction` 1) or fell most (-1); ties are broken by prompt id."""
     both, at_first, at_last = np.intersect1d(first.prompts, last.prompts, return_indices=True)
     change = direction * (last.rewards[at_last] - first.rewards[at_first])
     candidates = np.flatnonzero(change > 0)
     if len(candidates) > PAIRS:
         candidates = candidates[change[candidates] >= np.sort(change[candidates])[-PAIRS]]
     rows = {int(i): (first.typical(both[i]), last.typical(both[i])) for i in candidates}
-    ids = {i: _prompt_id(index, before) for i, (before, _) in rows.items()}
+    records = {i: read_line(*index.place(before)) or {} for i, (before, _) in rows.items()}
+    ids = {i: str(record.get("prompt_id", "")) for i, record in records.items()}
     chosen = sorted(rows, key=lambda i: (-change[i], ids[i]))[:PAIRS]
     return [
         Pair(ids[i], (float(first.rewards[at_first[i]]), float(last.rewards[at_last[i]])), *rows[i]) for i in chosen
     ]
-
-
-def _prompt_id(index: EpisodeIndex, row: np.void) -> str:
-    record: dict[str, Any] = read_line(*index.place(row)) or {}
-    return str(record.get("prompt_id", ""))

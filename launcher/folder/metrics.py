@@ -19,17 +19,11 @@ FIRST = ("sampler", "learner")  # they take precedence if several processes have
 
 
 class Series(NamedTuple):
-    """One metric of one process.
+    """One metric of one process."""
 
-    Attributes:
-        versions: weight version that each value belongs to, int64 [N].
-        times: Unix time in seconds at which it was written, float64 [N].
-        values: float64 [N]; NaN if nothing could be measured.
-    """
-
-    versions: np.ndarray
-    times: np.ndarray
-    values: np.ndarray
+    versions: np.ndarray  # weight version that each value belongs to, int64 [N]
+    times: np.ndarray  # Unix time in seconds at which it was written, float64 [N]
+    values: np.ndarray  # float64 [N]; NaN if nothing could be measured
 
     def at(self) -> dict[int, float]:
         """The value of each version."""
@@ -42,9 +36,6 @@ class Distribution(NamedTuple):
     version: int
     edges: np.ndarray
     counts: np.ndarray
-
-
-EMPTY = Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
 
 
 @dataclass(slots=True)
@@ -61,7 +52,6 @@ class Column:
         self.values.append(value)
 
     def keep(self, newest: int) -> None:
-        """Forget all but the newest values."""
         for one in (self.versions, self.times, self.values):
             del one[:-newest]
 
@@ -79,18 +69,11 @@ class Column:
 
 
 class Metrics:
-    """Metrics of one run; `update` reads new lines.
-
-    Args:
-        newest: minimum number of values kept of each metric; None keeps all.
-
-    Attributes:
-        unreadable: how many lines were not metrics.
-    """
+    """Metrics of one run; `update` reads new lines."""
 
     def __init__(self, folder: Path, newest: int | None = None) -> None:
         self._folder = folder
-        self._newest = newest
+        self._newest = newest  # minimum number of values kept of each metric; None keeps all
         self._forget()
 
     def update(self) -> bool:
@@ -116,18 +99,12 @@ class Metrics:
         return sorted({name for of, name in self._columns if process in (None, of)})
 
     def series(self, name: str, process: str | None = None) -> Series:
-        """The last value of each version, by version; empty if there is no such metric.
-
-        Args:
-            process: by default the first of `processes` that has the metric.
-        """
-        column = self._columns.get((self._owner(name, process), name))
-        return column.by_version() if column else EMPTY
+        """The last value of each version, by version, of a process or the first that has the metric; may be empty."""
+        return self._column(name, process).by_version()
 
     def timeline(self, name: str, process: str | None = None) -> Series:
         """Every value in the order of writing, for metrics that are measured over time."""
-        column = self._columns.get((self._owner(name, process), name))
-        return column.in_order() if column else EMPTY
+        return self._column(name, process).in_order()
 
     def histogram(self, name: str) -> Distribution | None:
         """The histogram of the newest version; None if there is none."""
@@ -136,31 +113,28 @@ class Metrics:
 
     def last(self, name: str, process: str | None = None) -> float | None:
         """The value written last; None if there is none."""
-        column = self._columns.get((self._owner(name, process), name))
-        return column.values[-1] if column else None
+        values = self._column(name, process).values
+        return values[-1] if values else None
 
     def last_version(self, process: str) -> int | None:
         """The newest weight version for which a process wrote a metric."""
         return max((column.versions[-1] for (of, _), column in self._columns.items() if of == process), default=None)
 
-    def last_time(self, process: str) -> float:
-        """When a process wrote last, in Unix seconds; 0 if it never did."""
-        return max((column.times[-1] for (of, _), column in self._columns.items() if of == process), default=0.0)
-
-    def newest(self) -> float:
-        """When any process wrote last, in Unix seconds; 0 if none ever did."""
-        return max((column.times[-1] for column in self._columns.values()), default=0.0)
+    def last_time(self, process: str | None = None) -> float:
+        """When a process, or any of them, wrote last, in Unix seconds; 0 if it never did."""
+        times = (column.times[-1] for (of, _), column in self._columns.items() if process in (None, of))
+        return max(times, default=0.0)
 
     def span(self) -> tuple[float, float]:
         """When sampler and learner wrote first and last, in Unix seconds; zeros if they never did."""
         times = [column.times for (process, _), column in self._columns.items() if process in FIRST]
         return (min(of[0] for of in times), max(of[-1] for of in times)) if times else (0.0, 0.0)
 
-    def _owner(self, name: str, process: str | None) -> str:
-        if process is not None:
-            return process
-        owners = [of for of, own_name in self._columns if own_name == name]
-        return min(owners, key=_order, default="")
+    def _column(self, name: str, process: str | None) -> Column:
+        """An empty one if there is no such metric."""
+        if process is None:
+            process = min((of for of, own_name in self._columns if own_name == name), key=_order, default="")
+        return self._columns.get((process, name)) or Column()
 
     def _add(self, text: bytes) -> bool:
         """Add the metrics of a line, without values that are not numbers; False if the line holds no metrics."""
@@ -193,7 +167,7 @@ class Metrics:
             lines.rewound()
         self._columns: dict[tuple[str, str], Column] = {}
         self._histograms: dict[tuple[str, str], Distribution] = {}
-        self.unreadable = 0
+        self.unreadable = 0  # lines that were not metrics
 
 
 def read_metrics(folder: Path) -> Metrics:

@@ -34,9 +34,8 @@ SORTS = ("step", "reward", "turns", "tokens", "sampled", "seconds", "prompt")
 MOST_OPEN = 64  # files at once
 SEARCHED_BYTES = 48 << 20  # the most that one search reads
 PROMPT_CHARS = 240
-HASHED = re.compile(
-    r"(.*/)?[0-9a-f]{16}", re.DOTALL
-)  # the id of a prompt whose row has none (`sampler/prompts/prompt_set.py`)
+# The id of a prompt whose row has none (`sampler/prompts/prompt_set.py`).
+HASHED = re.compile(r"(.*/)?[0-9a-f]{16}", re.DOTALL)
 COMPARISON = re.compile(r"\s*(<=|>=|==|=|!=|<|>)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 OPERATORS: dict[str, Callable[[Any, float], Any]] = {
@@ -47,32 +46,20 @@ OPERATORS: dict[str, Callable[[Any, float], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Conditions on episodes; "" means no condition. An invalid field raises `UserError`.
+    """Conditions on episodes; "" means no condition. An invalid field raises `UserError`."""
 
-    Attributes:
-        text: words anywhere in the record; case is ignored.
-        kind: one of `KINDS`; `failed`: skipped after its last attempt, or with a tool call that failed.
-        reward, tokens: comparisons such as `<0.5`, `>=1` or 0, with commas between several.
-        step: weight version at dispatch, such as 20 or 10-30.
-        version: a weight version that sampled at least one of its tokens.
-        prompt: the prompt's id, or words in the prompt if no prompt has that id.
-        source: data source, if there are several.
-        reason: why the episode ended: the whole reason, or words of it if no episode has this reason.
-        sort: one of `SORTS`; -NAME: descending. Episodes without a reward come last in either order.
-    """
-
-    text: str = ""
-    kind: str = ""
-    reward: str = ""
-    tokens: str = ""
-    step: str = ""
-    version: str = ""
-    prompt: str = ""
-    source: str = ""
-    reason: str = ""
+    text: str = ""  # words anywhere in the record; case is ignored
+    kind: str = ""  # one of `KINDS`; `failed`: skipped after its last attempt, or with a tool call that failed
+    reward: str = ""  # comparisons such as `<0.5`, `>=1` or 0, with commas between several
+    tokens: str = ""  # comparisons, like `reward`
+    step: str = ""  # weight version at dispatch, such as 20 or 10-30
+    version: str = ""  # a weight version that sampled at least one of its tokens
+    prompt: str = ""  # the prompt's id, or words in the prompt if no prompt has that id
+    source: str = ""  # data source, if there are several
+    reason: str = ""  # why the episode ended: the whole reason, or words of it if no episode has this reason
     generator: str = ""
     task: str = ""
-    sort: str = "-step"
+    sort: str = "-step"  # one of `SORTS`; -NAME: descending. Episodes without a reward come last in either order
 
     def __post_init__(self) -> None:
         comparisons("reward", self.reward)
@@ -146,17 +133,11 @@ def is_prompt_id(rows: np.ndarray, prompt: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EpisodePage:
-    """One page of a query's episodes.
+    """One page of a query's episodes."""
 
-    Attributes:
-        rows: the episodes, as `episode_row` makes them.
-        total: how many episodes match; None if words are searched for, since then it is known only at the end.
-        next: where the next page begins among the rows of `select`; None after the last page.
-    """
-
-    rows: list[dict[str, Any]]
-    total: int | None
-    next: int | None
+    rows: list[dict[str, Any]]  # the episodes, as `episode_row` makes them
+    total: int | None  # how many match; None if words are searched for, since then it is known only at the end
+    next: int | None  # where the next page begins among the rows of `select`; None after the last page
 
 
 def page(index: EpisodeIndex, query: Query, start: int, count: int, most_bytes: float = SEARCHED_BYTES) -> EpisodePage:

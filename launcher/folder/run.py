@@ -26,31 +26,22 @@ RECENT = 90.0  # seconds without an entry after which a run counts as stopped
 
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
-    """Facts that only the run's Redis knows.
-
-    Attributes:
-        letters: reasons of the newest dead letters, with their counts.
-        note: why Redis could not be read; empty if it could.
-    """
+    """Facts that only the run's Redis knows."""
 
     counters: dict[str, int] = field(default_factory=dict)
-    letters: Counter[str] = field(default_factory=Counter)
-    note: str = ""
+    letters: Counter[str] = field(default_factory=Counter)  # reasons of the newest dead letters, with their counts
+    note: str = ""  # why Redis could not be read; empty if it could
 
 
 class Run:
-    """One run; each of the two updates may run in a thread of its own.
-
-    Attributes:
-        redis: empty unless a caller that has asked the run's Redis sets it; all the rest comes from the folder.
-    """
+    """One run; each of the two updates may run in a thread of its own."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.name = folder.name
         self.metrics = Metrics(folder.path)
         self.episodes = EpisodeIndex(folder.path)
-        self.redis = RedisFacts()
+        self.redis = RedisFacts()  # a caller that has asked Redis sets it; all the rest comes from the folder
         self.lock = threading.Lock()  # held while metrics change
         self.config: dict[str, Any] = {}
         self.values: dict[str, Any] = {}  # by key; paths in the run folder begin with `RUN`
@@ -91,7 +82,7 @@ class Run:
             # A finished run that was given more steps is unfinished again.
             has_all = steps is None or summary.get("steps", steps) >= steps or bool(summary.get("ended_early"))
             return "finished" if summary.get("finished") and has_all else "stopped"
-        newest = self.metrics.newest()
+        newest = self.metrics.last_time()
         if is_locked(self.folder.path) or newest > time.time() - RECENT:
             return "running"
         return "stopped" if newest else "empty"
@@ -181,10 +172,7 @@ class Run:
     def _summary(self) -> dict[str, Any]:
         """The summary; {} if the run has continued since it was written."""
         summary = self.folder.summary()
-        try:
-            is_newest = (self.folder.path / "summary.json").stat().st_mtime >= self.metrics.newest() - 1.0
-        except OSError:
-            return {}
+        is_newest = self._modified("summary.json") >= self.metrics.last_time() - 1.0
         steps, trained = summary.get("steps"), self.metrics.last_version("learner") or 0
         return summary if is_newest and not (isinstance(steps, int) and trained > steps) else {}
 
@@ -216,11 +204,7 @@ def read_run(folder: RunFolder) -> Run:
 
 
 def read_one(path: Path) -> Run:
-    """The run in a folder, which may be named by its config.yaml.
-
-    Raises:
-        UserError: the folder is not a run folder, or holds several.
-    """
+    """The run in a folder, which may be named by its config.yaml; raises `UserError` if it has none or several."""
     folders = find_runs([path])
     if len(folders) > 1:
         raise UserError(f"{path} holds {len(folders)} runs: name one of them, such as {path / folders[0].path.name}")

@@ -6,14 +6,13 @@ import json
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from common.config.load import parse_yaml
-from common.errors import UserError
+from common.errors import UserError, nearest
 from common.versions import FILE as VERSIONS
 from launcher.folder.appended_lines import AppendedLines
 from launcher.folder.metrics import FILE
@@ -40,12 +39,12 @@ class RunFolder:
 
     def changes(self) -> list[dict[str, Any]]:
         """Changes of the configuration, each with `step`, `key`, `from`, `to` and `time`."""
-        changes = (_json(line) for _, line in AppendedLines(self.path / "changes.jsonl").read())
+        changes = (mapping_of(line) for _, line in AppendedLines(self.path / "changes.jsonl").read())
         return [change for change in changes if isinstance(change.get("key"), str)]
 
     def versions(self) -> tuple[list[dict[str, Any]], int]:
         """The software versions of each process that joined, and how many lines could not be read."""
-        entries = [_json(line) for _, line in AppendedLines(self.path / VERSIONS).read()]
+        entries = [mapping_of(line) for _, line in AppendedLines(self.path / VERSIONS).read()]
         return list(filter(None, entries)), entries.count({})
 
     def summary(self) -> dict[str, Any]:
@@ -102,10 +101,10 @@ def _refusal(folder: Path) -> str:
         return f"{folder} is not a run folder and holds none: it has none of {', '.join(MARKS)}"
     places = dict.fromkeys(place for place in (folder.parent, DEFAULT) if place.is_dir())
     others = {path.name: path for place in places for path in _subfolders(place) if is_run(path)}
-    nearest = get_close_matches(folder.name, others, n=1, cutoff=0.5)
-    hint = f"; did you mean {others[nearest[0]]}?" if nearest else ""
-    listed = f"; there are {', '.join(map(str, sorted(others.values())[:8]))}" if others and not nearest else ""
-    return f"{folder} does not exist{hint or listed}"
+    if near := nearest(folder.name, others, 0.5):
+        return f"{folder} does not exist; did you mean {others[near]}?"
+    listed = f"; there are {', '.join(map(str, sorted(others.values())[:8]))}" if others else ""
+    return f"{folder} does not exist{listed}"
 
 
 def _named(folders: list[Path]) -> Iterator[RunFolder]:
@@ -139,12 +138,13 @@ def _text(path: Path) -> str:
 
 def _json_file(path: Path) -> dict[str, Any]:
     try:
-        return _json(_text(path))
+        return mapping_of(_text(path))
     except (OSError, ValueError):
         return {}
 
 
-def _json(text: str | bytes) -> dict[str, Any]:
+def mapping_of(text: str | bytes) -> dict[str, Any]:
+    """The JSON object that a text holds; {} if it holds none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

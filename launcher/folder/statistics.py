@@ -21,15 +21,14 @@ class Band(NamedTuple):
     high: float
 
 
-def bootstrap(values: np.ndarray, seed: int = 0) -> Band:
+def bootstrap(values: np.ndarray) -> Band:
     """Mean, and the 2.5% and 97.5% quantiles of means over resampled prompts (percentile bootstrap; Efron, 1979).
 
     Args:
         values: one value per prompt, float64 [N], N > 0. For several responses to a prompt this is their mean, so that
             a prompt is drawn with all of its responses.
-        seed: seed of the resampling.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     means = np.empty(RESAMPLES)
     step = max(1, _AT_ONCE // len(values))
     for start in range(0, RESAMPLES, step):

@@ -39,53 +39,34 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorTime:
-    """A generator's running time over all of its starts, in seconds, and shares of it.
-
-    Attributes:
-        idle: share without any task.
-        pauses: share in which weights were loaded.
-    """
+    """A generator's running time over all of its starts, in seconds, and shares of it."""
 
     name: str
     seconds: float
-    idle: float
-    pauses: float
+    idle: float  # share without any task
+    pauses: float  # share in which weights were loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """Which side the run waited for over its newest steps, without the learner's start.
+    """Which side the run waited for over its newest steps, without the learner's start."""
 
-    Attributes:
-        side: `learner`, `generators`, `teachers`, `both` (learner and generators wait for each other) or `neither`.
-        steps: number of the steps.
-        wait: share of its time that the learner waited for a batch.
-        idle: share of their time that the generators were without any task.
-        words: a sentence for people.
-        scoring: share of the episodes under way that waited for a teacher's scores.
-        seconds: mean time of a step.
-    """
-
-    side: str
-    steps: int
-    wait: float
-    idle: float
-    words: str
-    scoring: float = 0.0
-    seconds: float = 0.0
+    side: str  # `learner`, `generators`, `teachers`, `both` (learner and generators wait for each other) or `neither`
+    steps: int  # number of the steps
+    wait: float  # share of its time that the learner waited for a batch
+    idle: float  # share of their time that the generators were without any task
+    words: str  # a sentence for people
+    scoring: float = 0.0  # share of the episodes under way that waited for a teacher's scores
+    seconds: float = 0.0  # mean time of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The GPUs of a run.
-
-    Attributes:
-        unit: GPUs that move together: those of a generator, or of ranks that divide sequences.
-    """
+    """The numbers of GPUs of a run."""
 
     learner: int
     generators: int
-    unit: int = 1
+    unit: int = 1  # GPUs that move together: those of a generator, or of ranks that divide sequences
 
 
 def learner_seconds(metrics: Metrics, after: float = -math.inf, last: float = math.inf) -> dict[str, float]:

@@ -13,19 +13,13 @@ from common.files import tracker_path
 
 
 class SavedTracker(NamedTuple):
-    """The tracker at a checkpoint's version; arrays [N], one entry for each prompt.
-
-    Attributes:
-        values: estimated reward, from 0 to 1 (lowest to highest reward).
-        counts: alpha + beta, which says how much is known about each value.
-        visits: how often each prompt was drawn.
-    """
+    """The tracker at a checkpoint's version; arrays [N], one entry for each prompt."""
 
     version: int
     prompt_ids: list[str]
-    values: np.ndarray
-    counts: np.ndarray
-    visits: np.ndarray
+    values: np.ndarray  # estimated reward, from 0 to 1 (lowest to highest reward)
+    counts: np.ndarray  # alpha + beta, which says how much is known about each value
+    visits: np.ndarray  # how often each prompt was drawn
 
 
 def newest_tracker(folder: Path) -> SavedTracker | None:

@@ -27,21 +27,14 @@ _WHOLE = re.compile(r"^GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a slice of one (MIG).
+    """A GPU, or a slice of one (MIG)."""
 
-    Attributes:
-        number: its number in torch.
-        name: its name in CUDA_VISIBLE_DEVICES.
-        total: bytes of its memory.
-        used: bytes in use; 0 for a slice, because the driver does not report it.
-    """
-
-    number: int
-    name: str
+    number: int  # in torch
+    name: str  # in CUDA_VISIBLE_DEVICES
     uuid: str
     product: str
-    total: int
-    used: int = 0
+    total: int  # bytes of its memory
+    used: int = 0  # bytes in use; 0 for a slice, because the driver does not report it
     is_slice: bool = False
 
 
@@ -61,8 +54,8 @@ def read_gpus(environ: Mapping[str, str]) -> list[Gpu]:
         whole = _ask(["--query-gpu=" + QUERY, "--format=csv,noheader,nounits"], environ)
     except FileNotFoundError:
         count = visible_gpus(dict(environ)).count
-        return [Gpu(number, (names or list(map(str, range(count))))[number], "", "GPU", 0) for number in range(count)]
-    gpus = [gpu for line in whole.splitlines() if line.strip() for gpu in [_parsed(line)]]
+        return [Gpu(number, names[number] if names else str(number), "", "GPU", 0) for number in range(count)]
+    gpus = [_parsed(line) for line in whole.splitlines() if line.strip()]
     if any(gpu.is_slice for gpu in gpus):
         slices = _slices(_ask(["-L"], environ), {gpu.uuid: gpu for gpu in gpus})
         gpus = [one for gpu in gpus for one in (slices[gpu.uuid] if gpu.is_slice else [gpu])]
@@ -77,10 +70,7 @@ def environment(gpus: Sequence[Gpu]) -> dict[str, str]:
 
 
 def select(text: str, gpus: Sequence[Gpu], name: str) -> list[Gpu]:
-    """Parse a list of GPUs such as `0-3,6`.
-
-    Args:
-        name: the setting's name, for messages.
+    """Parse a list of GPUs such as `0-3,6`, the value of setting `name`.
 
     Raises:
         UserError: the text is not a list of GPUs, or it names a GPU twice or one that does not exist.
@@ -114,12 +104,7 @@ def numbers(gpus: Iterable[Gpu]) -> str:
 def _ask(arguments: list[str], environ: Mapping[str, str]) -> str:
     try:
         process = subprocess.run(
-            ["nvidia-smi", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            env=dict(environ),
-            check=False,
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SECONDS, env=dict(environ), check=False
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"nvidia-smi did not answer within {SECONDS} s; a GPU may hang: see dmesg") from None
@@ -131,15 +116,7 @@ def _ask(arguments: list[str], environ: Mapping[str, str]) -> str:
 
 def _parsed(line: str) -> Gpu:
     index, uuid, product, total, used, slices = (value.strip() for value in line.split(","))
-    return Gpu(
-        int(index),
-        index,
-        uuid,
-        product,
-        _mebibytes(total),
-        _mebibytes(used),
-        slices == "Enabled",
-    )
+    return Gpu(int(index), index, uuid, product, _mebibytes(total), _mebibytes(used), slices == "Enabled")
 
 
 def _mebibytes(text: str) -> int:

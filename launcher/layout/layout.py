@@ -30,14 +30,9 @@ LARGE = 5e7  # from this number of parameters on, the learner has a thread for e
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the user asks for; None leaves the choice to `lay_out`.
+    """What the user asks for; None leaves the choice to `lay_out`. `select` parses the lists of GPUs."""
 
-    Attributes:
-        generators: number of processes; 0: generators join from other machines.
-        learner_gpus, generator_gpus, teacher_gpus: see `select`.
-    """
-
-    generators: int | None = None
+    generators: int | None = None  # number of processes; 0: they join from other machines
     learner_gpus: str | None = None
     generator_gpus: str | None = None
     teacher_gpus: str | None = None
@@ -49,22 +44,15 @@ NAMED = ("learner_gpus", "generator_gpus", "teacher_gpus")  # fields of `Choice`
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The GPUs of each process.
+    """The GPUs of each process."""
 
-    Attributes:
-        learner: a GPU for each rank; empty if a single rank computes on the CPU.
-        generators: the GPUs of each generator; none for a generator that computes on the CPU.
-        reasons: lines for the user that explain the choice.
-        engine: vLLM's arguments for GPUs that generators and ranks share; empty if all is as configured.
-        teachers: the servers of teachers, with their GPUs.
-        all_cores: on the CPU, the learner has a thread for each core; else as many threads as any other process.
-    """
-
-    learner: tuple[Gpu, ...]
-    generators: tuple[tuple[Gpu, ...], ...]
-    reasons: tuple[str, ...] = ()
+    learner: tuple[Gpu, ...]  # a GPU for each rank; empty if a single rank computes on the CPU
+    generators: tuple[tuple[Gpu, ...], ...]  # the GPUs of each generator; none for one that computes on the CPU
+    reasons: tuple[str, ...] = ()  # lines for the user that explain the choice
+    # vLLM's arguments for GPUs that generators and ranks share; empty if all is as configured.
     engine: Mapping[str, float] = field(default_factory=dict)
     teachers: tuple[TeacherServer, ...] = ()
+    # On the CPU, the learner has a thread for each core; else as many threads as any other process.
     all_cores: bool = False
 
     @property
@@ -74,15 +62,10 @@ class Placement:
 
     @property
     def teacher_gpus(self) -> list[Gpu]:
-        """The GPUs of all teachers."""
         return list(dict.fromkeys(gpu for one in self.teachers for gpu in one.gpus))
 
     def split(self, group: int) -> Split | None:
-        """How many GPUs each side has; None if they share one, or one side has none.
-
-        Args:
-            group: number of ranks that share a sequence (`learner.sequence_parallel`).
-        """
+        """How many GPUs each side has; None if they share one, or one side has none. `group` ranks share a sequence."""
         used = {gpu.number for one in self.generators for gpu in one}
         if not self.learner or not used or used & {gpu.number for gpu in self.learner}:
             return None
@@ -113,7 +96,7 @@ def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.envi
         for name, asked in named.items():
             if asked is not None:
                 why = _cpu_only(config) or "there is no GPU here"
-                raise UserError(f"--{name.replace('_', '-')} = {asked!r}, but {why}")
+                raise UserError(f"{_option(name)} = {asked!r}, but {why}")
         if config.run.has_learner:
             check_ranks(config, 1)
         generators = _cpu_generators(config) if choice.generators is None else choice.generators
@@ -162,14 +145,13 @@ class _Plan:
         self.reasons = [] if isinstance(needs, Needs) else [f"memory is not checked: {needs}"]
 
     def layout(self) -> Placement:
-        choice = self.choice
-        texts = {name: getattr(choice, name) for name in NAMED}
-        asked = [
-            None if text is None else select(text, self.gpus, f"--{name.replace('_', '-')}")
-            for name, text in texts.items()
-        ]
-        for gpus in asked:
-            _refuse_busy(gpus or ())
+        asked: list[list[Gpu] | None] = []
+        for name in NAMED:
+            text = getattr(self.choice, name)
+            asked.append(None if text is None else select(text, self.gpus, _option(name)))
+        for gpu in (gpu for gpus in asked for gpu in gpus or ()):
+            if gpu.used >= BUSY:
+                raise UserError(f"{_busy(gpu)}: end them, or name another GPU")
         learning, generating, teaching = asked
         if not self.config.run.has_learner:
             learning, teaching = [], None
@@ -180,12 +162,8 @@ class _Plan:
         free = self._give_teachers(teaching, taken, free, int(learning is None or generating is None))
         if learning is None and generating is None:
             learning, generating = self._divide(free)
-        elif generating is None:
-            generating = free
-        elif learning is None:
-            learning = free
-        assert learning is not None
-        assert generating is not None
+        learning = free if learning is None else learning
+        generating = free if generating is None else generating
         if self.config.run.has_learner and not learning:
             raise UserError("no GPU is left for the learner: name fewer in --generator-gpus, or some in --learner-gpus")
         check_ranks(self.config, len(learning))
@@ -199,7 +177,7 @@ class _Plan:
         self._say(learning, generators, share)
         engine: Mapping[str, float] = {}
         if self.needs is not None and share is not None:
-            engine = self.needs.generator.on_shared(share, shared[0].total, self.size)
+            engine = self.needs.generator.on_shared(share, shared[0].total)
         return Placement(tuple(learning), generators, tuple(self.reasons), engine, tuple(self.teachers))
 
     def _give_teachers(self, named: Sequence[Gpu] | None, taken: set[int], free: list[Gpu], rest: int) -> list[Gpu]:
@@ -220,9 +198,7 @@ class _Plan:
     def _free(self, gpus: list[Gpu]) -> list[Gpu]:
         """The GPUs that no other program uses; slices count as free, because the driver does not report their use."""
         free = [gpu for gpu in gpus if gpu.used < BUSY]
-        for gpu in gpus:
-            if gpu.used >= BUSY:
-                self.reasons.append(f"{_busy(gpu)}: it is left out")
+        self.reasons += [f"{_busy(gpu)}: it is left out" for gpu in gpus if gpu.used >= BUSY]
         if gpus and not free:
             raise UserError(f"{_busy(gpus[0])}, and so of every other GPU here: end them, or wait")
         return free
@@ -261,7 +237,6 @@ class _Plan:
     def _generators(
         self, learning: Sequence[Gpu], generating: Sequence[Gpu], *, named: bool
     ) -> tuple[tuple[Gpu, ...], ...]:
-        """The GPUs of each generator."""
         size = self.size
         if self.choice.generators == 0:
             return ()
@@ -281,15 +256,11 @@ class _Plan:
         if len(learning) > 1 and any(gpu.is_slice for gpu in learning):
             raise UserError("slices of a GPU cannot work together: name one for the learner")
         wanted = self.choice.generators
-        if wanted is not None and wanted != len(groups):
-            if wanted > len(groups):
-                raise UserError(
-                    f"--generators = {wanted}, but there are GPUs for {len(groups)}, of {size} each: ask for fewer"
-                )
-            groups = groups[:wanted]
-        if self.config.run.deterministic:
-            groups = groups[:1]
-        return tuple(groups)
+        if wanted is not None and wanted > len(groups):
+            raise UserError(
+                f"--generators = {wanted}, but there are GPUs for {len(groups)}, of {size} each: ask for fewer"
+            )
+        return tuple(groups[:1] if self.config.run.deterministic else groups[:wanted])
 
     def _share(self, ranks: int, gpus: Sequence[Gpu]) -> float | None:
         """vLLM's share of the memory of GPUs that ranks use too: the configured one, or what a rank leaves."""
@@ -299,7 +270,7 @@ class _Plan:
         share = math.floor(100 * left / gpus[0].total) / 100
         if SHARE in self.config.generator.engine:
             share = min(share, utilization(self.config.generator.engine))
-        needed = self.needs.generator.of_each(self.size)
+        needed = self.needs.generator.of_each()
         if left <= 0 or share * gpus[0].total < needed:
             rank = rank_bytes(self.needs, ranks) / GB
             parts = f"a rank of the learner needs {rank:.1f} and a generator {needed / GB:.1f}"
@@ -320,7 +291,7 @@ class _Plan:
             return
         engine = self.needs.generator
         share = utilization(engine.arguments) if share is None else share
-        if refusal := engine.refusal("a generator", "generator", self.size, share, groups[0][0].total):
+        if refusal := engine.refusal("a generator", "generator", share, groups[0][0].total):
             raise UserError(refusal)
 
     def _say(self, learning: Sequence[Gpu], groups: Sequence[Sequence[Gpu]], share: float | None) -> None:
@@ -340,9 +311,7 @@ class _Plan:
             line = f"generator-{number}: GPU {numbers(group)} ({group[0].product})"
             if self.needs and group[0].total:
                 engine = self.needs.generator
-                taken = (utilization(engine.arguments) if share is None else share) * group[0].total * len(group)
-                tokens = engine.cached(taken, len(group))
-                line += f", {engine.weights / GB:.1f} GB of weights, keys and values of {tokens:,.0f} tokens"
+                line += engine.described(utilization(engine.arguments) if share is None else share, group[0].total)
             lines.append(line + (f", {share:.0%} of the memory" if share is not None else ""))
         self.reasons[:0] = [*lines, *described(self.config, self.teachers)]
 
@@ -351,7 +320,6 @@ def _busy(gpu: Gpu) -> str:
     return f"other processes hold {gpu.used / GB:.1f} of {gpu.total / GB:.1f} GB of GPU {gpu.number}"
 
 
-def _refuse_busy(gpus: Sequence[Gpu]) -> None:
-    for gpu in gpus:
-        if gpu.used >= BUSY:
-            raise UserError(f"{_busy(gpu)}: end them, or name another GPU")
+def _option(name: str) -> str:
+    """The option of the command line for a field of `Choice`."""
+    return f"--{name.replace('_', '-')}"

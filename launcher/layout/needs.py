@@ -27,28 +27,19 @@ GPU_MEMORY_UTILIZATION = 0.9  # vLLM's default
 SHARE = "gpu_memory_utilization"
 
 
+@dataclass(frozen=True, slots=True)
 class Needs:
-    """The memory that a run needs; made by `needs_of`.
+    """The memory that a run needs; made by `needs_of`."""
 
-    Attributes:
-        config: the run's configuration.
-        shape: the shape of its model.
-    """
+    config: Config
+    shape: Shape
 
-    def __init__(self, config: Config, shape: Shape) -> None:
-        self.config, self.shape = config, shape
-
-    def rank(self, ranks: int, config: Config | None = None) -> RankMemory:
-        """Memory per rank, for `ranks` ranks.
-
-        Args:
-            config: another configuration of the same model.
-        """
+    def rank(self, ranks: int) -> RankMemory:
+        """Memory per rank, for `ranks` ranks."""
         from learner.memory_model import Zero, divided, with_critic  # imports torch
         from learner.policy.communication import OVERLAP, choices
 
-        config = config or self.config
-        learner = config.learner
+        config, learner = self.config, self.config.learner
         zero = Zero(
             learner.deepspeed_stage,
             ranks,
@@ -59,11 +50,7 @@ class Needs:
             overlap=OVERLAP in [choice.key for choice in choices(learner, True, ranks)],
         )
         sizes, activations = _measured(
-            config.model.path,
-            lengths(config),
-            learner.sequence_parallel,
-            learner.gradient_checkpointing,
-            learner.dtype,
+            config.model.path, lengths(config), learner.sequence_parallel, learner.gradient_checkpointing, learner.dtype
         )
         memory = divided(sizes, zero, activations)
         if config.algorithm.has_critic:
@@ -75,20 +62,13 @@ class Needs:
 
     @property
     def generator(self) -> EngineNeeds:
-        """The memory that a generator's engine needs."""
         model = self.config.model
         return EngineNeeds(self.shape, model.dtype, self.config.generator.engine, model.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineNeeds:
-    """The memory that a vLLM engine needs, of a generator or of a teacher.
-
-    Attributes:
-        shape: the shape of its model.
-        arguments: the configured arguments of vLLM.
-        max_model_len: tokens of the longest sequence.
-    """
+    """The memory that the vLLM engine of a generator or teacher needs; `arguments` are vLLM's, as configured."""
 
     shape: Shape
     dtype: str
@@ -101,58 +81,54 @@ class EngineNeeds:
         width = 1 if "quantization" in self.arguments else 4 if self.dtype == "float32" else 2
         return width * self.shape.parameters
 
-    def _parts(self, size: int) -> float:
-        """The number of GPUs, out of `size`, that divide the weights among them."""
-        return size / max(1, int(self.arguments.get("data_parallel_size", 1)))
+    @property
+    def _parts(self) -> float:
+        """The number of GPUs that divide the weights among them."""
+        return engine_size(self.arguments) / max(1, int(self.arguments.get("data_parallel_size", 1)))
 
-    def of_each(self, size: int) -> float:
-        """Bytes per GPU, for `size` GPUs, including the cache of one sequence of `max_model_len` tokens."""
-        return (self.weights + self.shape.cache_bytes * self.max_model_len) / self._parts(size) + ENGINE
+    def of_each(self, times: int = 1) -> float:
+        """Bytes per GPU, with `times` as many GPUs, including the cache of one sequence of `max_model_len` tokens."""
+        return (self.weights + self.shape.cache_bytes * self.max_model_len) / (self._parts * times) + ENGINE
 
-    def refusal(self, engine: str, section: str, size: int, share: float, total: int) -> str:
-        """The message for an engine that does not fit into its share of `size` GPUs; empty if it fits.
+    def refusal(self, engine: str, section: str, share: float, total: int) -> str:
+        """The message if an engine does not fit into its share of GPUs of `total` bytes; empty if it fits.
 
         Args:
             engine: its name in the message.
             section: of the configuration, whose `engine` has its arguments.
-            share: the share of each GPU's memory that vLLM takes.
-            total: bytes of a GPU.
         """
-        needed, room = self.of_each(size), share * total
+        needed, room = self.of_each(), share * total
         if needed <= room:
             return ""
-        enough = next((n for n in (2, 4, 8) if self.of_each(size * n) <= room), None)
-        fix = f"set {section}.engine.tensor_parallel_size={enough}" if enough else "use a smaller model"
+        times = next((n for n in (2, 4, 8) if self.of_each(n) <= room), 0)
+        enough = times * self.arguments.get("tensor_parallel_size", 1)
+        fix = f"set {section}.engine.tensor_parallel_size={enough}" if times else "use a smaller model"
         return (
             f"{engine} needs {needed / GB:.1f} GB of each of its GPUs, but vLLM takes {share:.0%} of "
             f"{total / GB:.1f} GB: {fix}"
         )
 
-    def cached(self, taken: float, size: int) -> float:
-        """Tokens whose keys and values fit into the cache of an engine with `taken` bytes of `size` GPUs together."""
-        return self._cache(taken / size, size) * size / self.shape.cache_bytes
+    def described(self, share: float, total: int) -> str:
+        """What an engine with this share of each GPU's `total` bytes has room for, to end a line with."""
+        tokens = self._cache(share * total) * engine_size(self.arguments) / self.shape.cache_bytes
+        return f", {self.weights / GB:.1f} GB of weights, keys and values of {tokens:,.0f} tokens"
 
-    def _cache(self, room: float, size: int) -> float:
-        """Bytes of the cache per GPU of an engine that may take `room` bytes of each of `size` GPUs."""
-        return max(0.0, room - self.weights / self._parts(size) - ENGINE)
+    def _cache(self, room: float) -> float:
+        """Bytes of the cache per GPU of an engine that may take `room` bytes of each of its GPUs."""
+        return max(0.0, room - self.weights / self._parts - ENGINE)
 
-    def on_shared(self, share: float, total: int, size: int) -> dict[str, float]:
-        """vLLM's arguments for GPUs that it shares with other processes of the run.
+    def on_shared(self, share: float, total: int) -> dict[str, float]:
+        """vLLM's arguments for a share of GPUs of `total` bytes that other processes of the run use too.
 
         They include the size of the cache. vLLM would otherwise measure what is left for it, and count the memory that
         the other processes allocate during the measurement as its own.
-
-        Args:
-            share: the share of each GPU's memory that vLLM takes.
-            total: bytes of a GPU.
-            size: the number of GPUs.
         """
         from generator.engine.arguments import KV_CACHE  # imports what a generator needs
 
-        given: dict[str, float] = {SHARE: share}
+        arguments: dict[str, float] = {SHARE: share}
         if not (KV_CACHE - {SHARE}) & self.arguments.keys():
-            given["kv_cache_memory_bytes"] = int(self._cache(share * total, size))
-        return given
+            arguments["kv_cache_memory_bytes"] = int(self._cache(share * total))
+        return arguments
 
 
 def teacher_needs(config: Config, teacher: TeacherConfig) -> EngineNeeds | None:
@@ -216,10 +192,6 @@ def _measured(
     config = _shape(path)
     # The attention kernels of GPUs take numbers of 16 bits; with 32 bits, attention is computed as on a CPU.
     micro = Micro(
-        tokens,
-        prompt=1,
-        sequence_parallel=sequence_parallel,
-        checkpointing=checkpointing,
-        on_gpu=dtype == "bfloat16",
+        tokens, prompt=1, sequence_parallel=sequence_parallel, checkpointing=checkpointing, on_gpu=dtype == "bfloat16"
     )
     return parameter_sizes(config), peak_activations(config, micro, getattr(torch, dtype))

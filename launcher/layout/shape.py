@@ -14,24 +14,18 @@ UNEVEN: dict[str, Any] = {"n_routed_experts": None, "mlp_only_layers": [], "deco
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a decoder.
-
-    Attributes:
-        intermediate: width of a layer's gated block, or of each of its experts.
-        experts: experts per layer; 1: a layer has one gated block for all tokens.
-        shared: width of the expert that computes every token; 0 without one.
-    """
+    """The shape of a decoder."""
 
     layers: int
     hidden: int
-    intermediate: int
+    intermediate: int  # width of a layer's gated block, or of each of its experts
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
     tied: bool = False
-    experts: int = 1
-    shared: int = 0
+    experts: int = 1  # in a layer; 1: a layer has one gated block for all tokens
+    shared: int = 0  # width of the expert that computes every token; 0 without one
 
     @property
     def parameters(self) -> float:
@@ -49,11 +43,7 @@ class Shape:
 
 
 def read_shape(path: Path) -> Shape:
-    """The shape of a model folder.
-
-    Raises:
-        ValueError: the model is a mixture of experts whose layers differ.
-    """
+    """The shape of a model folder; raises `ValueError` for a mixture of experts whose layers differ."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     heads, width = config["num_attention_heads"], config["intermediate_size"]
     experts = next((config[name] for name in EXPERTS if config.get(name)), 1)

@@ -8,29 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from common.config import Config
 from common.config.teacher import TeacherConfig
 from common.errors import UserError
 from common.network import without_password
 from launcher.layout.gpus import Gpu, numbers
-from launcher.layout.needs import GB, SHARE, engine_size, teacher_needs, utilization
+from launcher.layout.needs import SHARE, engine_size, teacher_needs, utilization
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherServer:
-    """The server of a `teacher.model`.
-
-    Attributes:
-        source: the name of the first data source that has this teacher.
-        gpus: empty if the server computes on the CPU.
-        engine: vLLM's arguments for a GPU that the engine shares with others; empty if all is as configured.
-    """
+    """The server of a `teacher.model`."""
 
     name: str
-    source: str
+    source: str  # the name of the first data source that has this teacher
     teacher: TeacherConfig
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Gpu, ...] = ()  # none if the server computes on the CPU
+    # vLLM's arguments for a GPU that the engine shares with others; empty if all is as configured.
     engine: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -40,7 +36,7 @@ class TeacherServer:
 
     @property
     def share(self) -> float:
-        """The engine's share of the memory of each of its GPUs."""
+        """The share of each GPU's memory."""
         return utilization({**self.teacher.engine, **self.engine})
 
 
@@ -77,14 +73,13 @@ def give_gpus(
             f"{taken} GPU{'s'[: total != 1]}, but only {len(free)} are free{left}: lower the parallel "
             "sizes in teacher.engine, or serve the teacher on another machine and name it by teacher.url"
         )
-    own = list(free[len(free) - total :] if named is None else named)
+    keep = len(free) - total if named is None else len(free)
+    own = list(free[keep:] if named is None else named)
     if any(server.size > 1 for server in servers) and any(gpu.is_slice for gpu in own):
         raise UserError("a teacher takes several GPUs (teacher.engine), but slices of a GPU cannot work together")
-    placed, start = [], 0
-    for server in servers:
-        placed.append(replace(server, gpus=tuple(own[start : start + server.size])))
-        start += server.size
-    return placed, list(free if named is not None else free[: len(free) - total])
+    rest_of_own = iter(own)
+    placed = [replace(server, gpus=tuple(islice(rest_of_own, server.size))) for server in servers]
+    return placed, list(free[:keep])
 
 
 def share_gpu(config: Config, servers: Sequence[TeacherServer], gpu: Gpu) -> list[TeacherServer]:
@@ -106,8 +101,8 @@ def share_gpu(config: Config, servers: Sequence[TeacherServer], gpu: Gpu) -> lis
                 f"set {SHARE} in its own teacher.engine"
             )
         if needs is not None:
-            share = on_gpu.share if configured else math.ceil(100 * needs.of_each(1) / gpu.total) / 100
-            on_gpu = replace(on_gpu, engine=needs.on_shared(share, gpu.total, 1))
+            share = on_gpu.share if configured else math.ceil(100 * needs.of_each() / gpu.total) / 100
+            on_gpu = replace(on_gpu, engine=needs.on_shared(share, gpu.total))
         placed.append(on_gpu)
     return placed
 
@@ -119,7 +114,7 @@ def check_memory(config: Config, servers: Sequence[TeacherServer]) -> None:
         if needs is None:
             continue
         engine, total = f"the teacher {server.teacher.model}", server.gpus[0].total
-        if refusal := needs.refusal(engine, "teacher", server.size, server.share, total):
+        if refusal := needs.refusal(engine, "teacher", server.share, total):
             raise UserError(f"{refusal}, or teacher.url")
 
 
@@ -132,8 +127,7 @@ def described(config: Config, servers: Sequence[TeacherServer]) -> Iterator[str]
             line = f"{server.name}: GPU {numbers(server.gpus)} ({server.gpus[0].product}), {server.teacher.model}"
             needs = teacher_needs(config, server.teacher)
             if needs is not None and server.gpus[0].total:
-                tokens = needs.cached(server.share * server.gpus[0].total * server.size, server.size)
-                line += f", {needs.weights / GB:.1f} GB of weights, keys and values of {tokens:,.0f} tokens"
+                line += needs.described(server.share, server.gpus[0].total)
             yield line + (f", {server.share:.0%} of the memory" if server.engine else "")
     for source, teacher in config.teachers_in_use().items():
         if teacher.url is not None and config.run.has_learner:

@@ -18,16 +18,13 @@ SOURCES = ("tiny_model.py", "warm_start.py")
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 
 
-def cached_model(task: QuickstartTask, progress: Progress | None = None, cache: Path | None = None) -> Path:
+def cached_model(task: QuickstartTask, progress: Progress | None = None) -> Path:
     """The folder of the task's initial model, which is trained now unless it is cached; it appears whole or not at all.
 
-    Args:
-        cache: by default the user's: $XDG_CACHE_HOME/spo, or ~/.cache/spo.
-
     Raises:
-        UserError: the cache folder cannot be written.
+        UserError: the cache folder, $XDG_CACHE_HOME/spo or ~/.cache/spo, cannot be written.
     """
-    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spo"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spo"
     folder = cache / f"warm-start-{key(task)}"
     if (folder / "config.json").exists():
         return folder
@@ -76,7 +73,7 @@ def _train_model(task: QuickstartTask, folder: Path, progress: Progress | None) 
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Let waiting threads of torch, which is imported in this block, sleep soon, unless the user has set when.
+    """Let torch's waiting threads sleep soon, unless the user has set when; torch reads this when it is imported.
 
     By default they spin. On a busy machine they then take cores from the threads that they wait for, and training takes
     at least twice as long; on an idle machine it takes the same time either way.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,16 +21,16 @@ def fresh_folder(output: Path, task: QuickstartTask = DEFAULT) -> Path:
     """Make a run folder with the first free number."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
+        number = 1
+        while True:
             folder = output / run_name(task, number)
             try:
                 folder.mkdir()
+                return folder
             except FileExistsError:
-                continue
-            return folder
+                number += 1
     except OSError as error:
         raise UserError(f"cannot write the output folder {output}: {error.strerror}") from None
-    raise AssertionError("numbers do not end")
 
 
 def write_inputs(

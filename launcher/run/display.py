@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -34,8 +34,7 @@ class View(Protocol):
     def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None: ...
 
     def close(self) -> None:
-        """End the display."""
-        ...
+        """End the display; by default there is nothing to do."""
 
 
 def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
@@ -81,7 +80,7 @@ def saving(variance_ratio: float | None) -> str:
     return f"saves {change:.0%} of the variance" if change >= 0 else f"adds {-change:.0%} of variance"
 
 
-def number(value: float | None, digits: int = 1) -> str:
+def number(value: float | None, digits: int) -> str:
     """A number with thousands separators; a dash for None."""
     return "–" if value is None else f"{value:,.{digits}f}"
 
@@ -101,7 +100,7 @@ def data_size(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
-class PlainView:
+class PlainView(View):
     """Logs a line when something has changed, at most every `every` seconds."""
 
     def __init__(self, log: Any, every: float = 5.0) -> None:
@@ -145,9 +144,6 @@ class PlainView:
         }
         self.log.info("progress", **{name: value for name, value in values.items() if value is not None})
 
-    def close(self) -> None:
-        """Do nothing: a log needs no clean-up."""
-
 
 class LiveView:
     """The whole run on one screen, drawn in place."""
@@ -174,34 +170,22 @@ class LiveView:
             self.live.console.print(f"warning: {visible(str(notice))}", style="yellow", markup=False, highlight=False)
 
 
-def render(title: str, progress: Progress, supervisor: Supervisor, phases: PhaseTimer, width: int = WIDEST) -> Panel:
+def render(title: str, progress: Progress, supervisor: Supervisor, phases: PhaseTimer, width: int) -> Panel:
     """One frame of the live view; its width depends only on that of the terminal."""
     minutes, seconds = divmod(int(phases.total()), 60)
     left = "" if progress.seconds_left is None else f"   about {duration(progress.seconds_left)} left"
     heading = Text.assemble((phases.current or "", "bold"), f"   {minutes}:{seconds:02d}", (left, "dim"))
     bar = Table.grid(padding=(0, 1))
     bar.add_row(f"step {progress.version}/{progress.steps}", ProgressBar(progress.steps, progress.version, width=40))
-    return Panel(
-        Group(
-            heading,
-            bar,
-            Text(),
-            figures(progress),
-            Text(),
-            process_rows(progress, supervisor.children),
-            *warned(supervisor),
-        ),
-        title=title,
-        width=min(width, WIDEST),
-    )
-
-
-def warned(supervisor: Supervisor) -> list[Text]:
-    lines = [Text(str(notice), "yellow", no_wrap=True, overflow="ellipsis") for notice in supervisor.notices.newest]
-    return [Text(), *lines] if lines else []
+    parts: list[RenderableType] = [heading, bar, Text(), figures(progress), Text()]
+    parts.append(process_rows(progress, supervisor.children))
+    if notices := supervisor.notices.newest:
+        parts += [Text(), *(Text(str(notice), "yellow", no_wrap=True, overflow="ellipsis") for notice in notices)]
+    return Panel(Group(*parts), title=title, width=min(width, WIDEST))
 
 
 def figures(progress: Progress) -> Table:
+    """The run's figures, a row each; rows that would say nothing are left out."""
     accuracies = [float(evaluation["accuracy"]) for evaluation in progress.evaluations]
     table = Table.grid(padding=(0, 3))
     table.add_row(
@@ -212,7 +196,7 @@ def figures(progress: Progress) -> Table:
     if any(differs(evaluation.get("reward"), evaluation["accuracy"]) for evaluation in progress.evaluations):
         rewards = [float(evaluation.get("reward", math.nan)) for evaluation in progress.evaluations][-CURVE:]
         known = [reward for reward in rewards if not math.isnan(reward)]
-        ends = (min(known), max(known))
+        ends = (min(known, default=0.0), max(known, default=0.0))
         table.add_row("held-out reward", mean_reward(rewards[-1]), _curve(known, ends, mean_reward, "evaluations"))
     if progress.ends_early:
         table.add_row("ends early", f"at step {progress.steps}", progress.ends_early)
@@ -276,7 +260,7 @@ def _curve(values: list[float], ends: tuple[float, float], shown: Callable[[floa
 
 
 def process_rows(progress: Progress, children: dict[str, RunProcess]) -> Table:
-    """A table of all living processes: first those started here, then those that joined from elsewhere."""
+    """A table of the processes that were started here, and then of the living ones that joined from elsewhere."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "at once", "weights", "restarts"):
         table.add_column(column, no_wrap=column == "process")  # if cut, several names would look the same

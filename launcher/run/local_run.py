@@ -28,23 +28,11 @@ from launcher.layout.gpus import environment
 from launcher.layout.layout import NOTHING_ASKED, Choice, Placement, lay_out
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
-from launcher.run.processes import (
-    EMBEDDED,
-    INTERRUPTED,
-    EndedEarly,
-    command,
-    connected,
-    generator_commands,
-    in_background,
-    learner_command,
-    start_all,
-    stopping,
-    with_url,
-)
+from launcher.run.processes import EMBEDDED, connected, in_background, start_all, stopping, with_url, worker_commands
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.started import RunStopped, StartedRun, StepFeed
 from launcher.run.summary import Summary, summarize
-from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
+from launcher.run.supervisor import INTERRUPTED, MAX_RESTARTS, EndedEarly, Supervisor
 
 POLL = 0.1  # seconds
 LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themselves once the learner has exited
@@ -52,31 +40,19 @@ LEAVE_TIMEOUT = 30.0  # seconds that the other processes have to exit by themsel
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a run is started on this machine.
-
-    Attributes:
-        choice: number of generators, and GPUs, if they are asked for.
-        redis: `embedded`, or the address of a running server.
-        resume: continue from the run folder if Redis does not know the run.
-        max_restarts: of each process within an hour; after one more failure the run is given up.
-        front: maps the address of Redis to the one that the processes use, such as a proxy's.
-        check: called before anything is started or changed, after processes that a killed command left have ended.
-    """
+    """How a run is started on this machine."""
 
     choice: Choice = NOTHING_ASKED
-    redis: str = EMBEDDED
-    resume: bool = False
-    max_restarts: int = MAX_RESTARTS
-    front: Callable[[str], str] = str
+    redis: str = EMBEDDED  # or the address of a running server
+    resume: bool = False  # continue from the run folder if Redis does not know the run
+    max_restarts: int = MAX_RESTARTS  # of each process within an hour; after one more failure the run is given up
+    front: Callable[[str], str] = str  # maps the address of Redis to the one that the processes use, such as a proxy's
+    # Called before anything is started or changed, after processes that a killed command left have ended.
     check: Callable[[Config], None] = check_run
 
 
 def run_here(config: Config, options: RunOptions, view: Callable[[], View], log: Any, phases: PhaseTimer) -> Summary:
-    """Run to the end, or until this thread is interrupted; takes what `start` takes, and raises what it raises.
-
-    Raises:
-        RunStopped: on Ctrl-C (code 130), or because the run failed (code 1).
-    """
+    """Run to the end; raises what `start` raises, and `RunStopped` on Ctrl-C (code 130) or a failure (code 1)."""
     run = start(config, options, view, log, phases)
     try:
         return run.wait()
@@ -181,11 +157,9 @@ def _run(
         ended_early = early
     finally:
         phases.enter(None)
-    if isinstance(ended_early, UserError) and (progress is None or progress.step is None):
-        raise ended_early  # refused at its start: the summary of an earlier start stays
-    if progress is None:
+    if progress is None or (progress.step is None and isinstance(ended_early, UserError)):
         assert ended_early is not None
-        raise ended_early
+        raise ended_early  # at its start: the summary of an earlier start stays
     error = None if ended_early is None or getattr(ended_early, "code", 1) == INTERRUPTED else str(ended_early)
     summary = summarize(progress, phases, supervisor, folder)
     summary = replace(summary, finished=summary.finished and _is_saved(config, progress.steps), error=error)
@@ -206,46 +180,29 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
     check_changes(changes, f"run folder {folder}", max(checkpoint_versions(folder), default=0))
 
 
-def worker_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
-    return (
-        {"learner": learner_command(config, layout)}
-        | generator_commands(config, layout)
-        | {"sampler": command("sampler.cli", config)}
-    )
-
-
 def _watch(
-    config: Config,
-    supervisor: Supervisor,
-    progress: Progress,
-    phases: PhaseTimer,
-    view: View,
-    roles: Sequence[str],
+    config: Config, supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view: View, roles: Sequence[str]
 ) -> None:
-    """Watch until the run is over and its processes, except the servers of teachers, have exited.
-
-    Args:
-        roles: the roles of the processes that were started; their names begin with them.
-    """
+    """Watch until the run is over and its processes, except the servers of teachers, have exited."""
     leave_by: float | None = None
     while True:
         supervisor.poll()
         if progress.refresh() and not progress.finished:
-            phase = progress.phase()
-            if phase != phases.current:
-                phases.enter(phase)
+            phases.enter(progress.phase())
         view.update(progress, supervisor, phases)
         if progress.finished:
-            if phases.current != "shutdown":
-                phases.enter("shutdown")
+            phases.enter("shutdown")
             # The learner may write its last checkpoint for as long as it lives; if it dies, it is started again.
             if not supervisor.alive("learner"):
-                _check_saved(config, progress.steps)
+                if not _is_saved(config, progress.steps):
+                    path = checkpoint(config.run.folder, progress.steps)
+                    raise EndedEarly(f"the learner has exited, but the last checkpoint, {path}, is not on the disk")
                 leave_by = leave_by or time.monotonic() + LEAVE_TIMEOUT
                 if not workers(supervisor) or time.monotonic() > leave_by:
                     return
-        else:
-            _check_complete(supervisor, roles)
+        # The run needs a process of each role, with which their names begin; one that has exited is not restarted.
+        elif gone := [role for role in roles if not supervisor.alive(role)]:
+            raise EndedEarly(f"all {gone[0]} processes have exited, but the run is not finished")
         time.sleep(POLL)
 
 
@@ -254,20 +211,6 @@ def _is_saved(config: Config, last: int) -> bool:
     return last in checkpoint_versions(config.run.folder)
 
 
-def _check_saved(config: Config, last: int) -> None:
-    """Raise `RunFailed` if the learner has exited without the checkpoint of the run's last version."""
-    if not _is_saved(config, last):
-        path = checkpoint(config.run.folder, last)
-        raise RunFailed(f"the learner has exited, but the last checkpoint, {path}, is not on the disk")
-
-
 def workers(supervisor: Supervisor) -> list[str]:
     """Names of the processes that end with the run by themselves."""
     return [child.name for child in supervisor.alive() if not child.name.startswith(("redis", "teacher"))]
-
-
-def _check_complete(supervisor: Supervisor, roles: Sequence[str]) -> None:
-    """Raise `RunFailed` if all processes of a role have exited: the run needs one, and they are not restarted."""
-    for role in roles:
-        if not supervisor.alive(role):
-            raise RunFailed(f"all {role} processes have exited, but the run is not finished")

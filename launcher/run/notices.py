@@ -29,15 +29,10 @@ class Notice:
 
 @dataclass(slots=True)
 class Notices:
-    """Follows the logs of the processes; lines that differ only in numbers are the same notice.
+    """Follows the logs of the processes; lines that differ only in numbers are the same notice."""
 
-    Attributes:
-        newest: the notices that the live view shows.
-        unseen: the notices that the plain view has not logged yet.
-    """
-
-    newest: deque[Notice] = field(default_factory=lambda: deque(maxlen=MAX_IN_VIEW))
-    unseen: deque[Notice] = field(default_factory=lambda: deque(maxlen=DIFFERENT))
+    newest: deque[Notice] = field(default_factory=lambda: deque(maxlen=MAX_IN_VIEW))  # shown by the live view
+    unseen: deque[Notice] = field(default_factory=lambda: deque(maxlen=DIFFERENT))  # not logged by the plain view yet
     _known: dict[str, Notice] = field(default_factory=dict)
     _read: dict[Path, int] = field(default_factory=dict)
 

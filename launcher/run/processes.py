@@ -26,45 +26,24 @@ from common.process import Role, leaving_no_trace
 from common.streams.broker import Broker, connect
 from launcher.layout.layout import Placement
 from launcher.run.embedded_redis import EmbeddedRedis
-from launcher.run.supervisor import Interrupted, RunFailed, Supervisor
+from launcher.run.supervisor import Supervisor
 
 T = TypeVar("T")
 
 EMBEDDED = "embedded"
-INTERRUPTED = 130
 COMPUTING = ("learner", "generator", "teacher")
-
-
-class EndedEarly(Exception):
-    """A run, a training or an evaluation ended early: it was stopped (`code` 130), or a process failed.
-
-    `code` is then 1, or in `spo.sft` the exit code of the rank that failed.
-    """
-
-    def __init__(self, reason: str, code: int) -> None:
-        super().__init__(reason)
-        self.code = code
 
 
 @contextmanager
 def stopping(supervisor: Supervisor) -> Iterator[None]:
-    """Stop all processes at the end of the block, Redis last.
-
-    Raises:
-        EndedEarly: the supervisor was interrupted, or a process failed too often.
-        FolderGone: the run folder is no longer where it was.
-    """
+    """Stop all processes at the end of the block, Redis last."""
     try:
         yield
-    except Interrupted:
-        raise EndedEarly("stopped", INTERRUPTED) from None
-    except RunFailed as error:
-        raise EndedEarly(str(error), 1) from None
     except FolderGone:
-        supervisor.stop(last="redis", grace=0.0)  # files that they write at their end would create the folder again
+        supervisor.stop(grace=0.0)  # files that they write at their end would create the folder again
         raise
     finally:
-        supervisor.stop(last="redis")
+        supervisor.stop()
 
 
 def in_background(work: Callable[[], T], supervisor: Supervisor) -> Future[T]:
@@ -135,16 +114,14 @@ def start_all(
 
 def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor) -> Config:
     """The configuration with the address of the Redis to use; starts an embedded one."""
-    url = redis
-    if redis == EMBEDDED:
-        server = EmbeddedRedis(folder / "redis")
-        child = supervisor.start("redis", server.command)
-        supervisor.after.callback(server.close)
-        server.wait(child.log)
-        url = server.url
-    else:
+    if redis != EMBEDDED:
         check_queue(redis, "--redis")
-    return with_url(config, url)
+        return with_url(config, redis)
+    server = EmbeddedRedis(folder / "redis")
+    child = supervisor.start("redis", server.command)
+    supervisor.after.callback(server.close)
+    server.wait(child.log)
+    return with_url(config, server.url)
 
 
 def with_url(config: Config, url: str) -> Config:
@@ -171,7 +148,7 @@ def thread_limits(name: str, processes: int, all_cores: bool = False) -> dict[st
 
     Args:
         processes: number of ranks, generators and teachers.
-        all_cores: the learner, of one rank, has a thread for each core.
+        all_cores: give the learner, which has one rank, a thread for each core.
     """
     if not name.startswith(COMPUTING) or "OMP_NUM_THREADS" in os.environ:
         return {}
@@ -190,11 +167,12 @@ def command(module: str, config: Path, *more: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, "--config", str(config), *more]
 
 
-def learner_command(config: Path, layout: Placement) -> list[str]:
-    ranks = len(layout.learner)
-    return command("learner.cli", config, *(["--ranks", str(ranks)] if ranks > 1 else []))
-
-
 def generator_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
     own = [word for name, value in layout.engine.items() for word in ("-o", f"generator.engine.{name}={value}")]
     return {name: command("generator.cli", config, "--name", name, *own) for name in layout.generator_names}
+
+
+def worker_commands(config: Path, layout: Placement) -> dict[str, list[str]]:
+    ranks = ["--ranks", str(len(layout.learner))] if len(layout.learner) > 1 else []
+    learner, sampler = command("learner.cli", config, *ranks), command("sampler.cli", config)
+    return {"learner": learner, **generator_commands(config, layout), "sampler": sampler}

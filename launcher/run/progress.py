@@ -28,33 +28,20 @@ MEASURED = 2048  # newest values of each metric: at least some hours of a run
 
 @dataclass(slots=True)
 class Progress:
-    """The state of one run; `refresh` brings it up to date.
-
-    Attributes:
-        steps: the last version of the run: `run.steps`, or an earlier one that `run.stop_when` led to.
-        folder: the run folder; it may be on another machine, and then there are no metrics.
-        teacher_gpus: returns the metrics of the GPUs of teachers' servers that were started here.
-        has_teacher: whether a teacher scores episodes.
-        split: how many GPUs each side has here; None if that is not known, or they share one.
-        left_out: by version, the samples that could not be trained on, and all samples of the batch.
-        evaluates_first: whether the version that training starts from is evaluated.
-        masked_advice: what masks tokens, and what to try against it.
-        masked: share of the tokens that were masked, by version.
-        on_step: called with each step that is read.
-    """
+    """The state of one run; `refresh` brings it up to date."""
 
     broker: Broker
-    steps: int
+    steps: int  # the last version of the run: `run.steps`, or an earlier one that `run.stop_when` led to
     reward_range: tuple[float, float] = (0.0, 1.0)
-    folder: Path | None = None
+    folder: Path | None = None  # it may be on another machine, and then there are no metrics
     has_teacher: bool = False
-    evaluates_first: bool = True
-    masked_advice: str = ""
+    evaluates_first: bool = True  # whether the version that training starts from is evaluated
+    masked_advice: str = ""  # what masks tokens, and what to try against it
     pace: Pace = field(default_factory=Pace)
     reader: StepReader = field(init=False)
     step: Step | None = None
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    masked: dict[int, float] = field(default_factory=dict)
+    masked: dict[int, float] = field(default_factory=dict)  # share of the tokens that were masked, by version
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     unreadable_evaluations: int = 0
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -63,9 +50,10 @@ class Progress:
     finished: bool = False
     has_generated: bool = False
     variance_ratio: float | None = None
+    # By version, the samples that could not be trained on, and all samples of the batch.
     left_out: dict[int, tuple[int, int]] = field(default_factory=dict)
-    teacher_gpus: Callable[[], dict[str, float]] = dict
-    split: Split | None = None
+    teacher_gpus: Callable[[], dict[str, float]] = dict  # of teachers' servers that were started here
+    split: Split | None = None  # how many GPUs each side has here; None if that is not known, or they share one
     on_step: Callable[[Step], object] = lambda _: None
     stop_when: int | None = None
     early_stop: EarlyStop = field(default_factory=EarlyStop)
@@ -73,7 +61,6 @@ class Progress:
 
     @classmethod
     def of(cls, broker: Broker, config: Config) -> Progress:
-        """The progress of the run that the configuration names."""
         evaluates_first = config.data.heldout is not None and config.eval.before_training
         ends, has_teacher = config.sampler.tracker.reward_range, bool(config.teachers_in_use())
         return cls(
@@ -113,7 +100,7 @@ class Progress:
             self.counters = self.broker.counters()
             self.memory = self.broker.memory()
             self.finished = self.broker.finished()
-            self.has_generated = self.has_generated or self.generating()
+            self.has_generated |= any(one.get("state") == "running" for one in self.of_role("generator"))
         except RedisError:
             return False
         return True
@@ -125,10 +112,7 @@ class Progress:
 
     @property
     def samples_left_out(self) -> tuple[int, int]:
-        """How many samples could not be trained on, and of how many in all batches.
-
-        Their tokens were gone or unusable.
-        """
+        """How many samples could not be trained on, as their tokens were gone or unusable; and all samples."""
         return sum(lost for lost, _ in self.left_out.values()), sum(whole for _, whole in self.left_out.values())
 
     @property
@@ -187,12 +171,9 @@ class Progress:
         waiting = sum(int(process.get("scoring", 0)) for process in self.of_role("generator"))
         return waiting if self.has_teacher else None
 
-    def generating(self) -> bool:
-        return any(process.get("state") == "running" for process in self.of_role("generator"))
-
     @property
     def evaluated(self) -> str | None:
-        """The answers to the open evaluation so far, of all, such as `3/9`; None if no evaluation is open."""
+        """How many answers the open evaluation has, such as `3/9`; None if no evaluation is open."""
         return next((process["evaluating"] for process in self.of_role("sampler") if process.get("evaluating")), None)
 
     def phase(self) -> str:

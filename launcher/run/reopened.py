@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
-
 from common.config import BrokerConfig, Config
-from common.config.load import parse_yaml
 from common.errors import UserError
 from common.process import keep_files_private
 from common.streams.broker import Broker, connect
 from common.versions import FILE as VERSIONS
+from launcher.folder.run_folder import RunFolder
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.folder_lock import FolderInUse, locked
 from launcher.run.processes import with_url
@@ -51,13 +49,11 @@ def _connect(config: Config) -> Broker:
 
 def _address(config: Config, folder: Path) -> str:
     """The configured address; if it is the default, the one in the run folder, which may be an embedded server's."""
-    written = folder / "config.yaml"
-    if config.broker.url != BrokerConfig().url or not written.is_file():
+    if config.broker.url != BrokerConfig().url:
         return config.broker.url
     try:
-        values = parse_yaml(written.read_text(encoding="utf-8"))
-        return str(values["broker"]["url"])
-    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
+        return str(RunFolder(folder, folder.name).config()["broker"]["url"])
+    except (TypeError, KeyError):
         return config.broker.url
 
 

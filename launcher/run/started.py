@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 
 from common.messages import Step
-from launcher.run.processes import INTERRUPTED, EndedEarly
 from launcher.run.summary import Summary
-from launcher.run.supervisor import Supervisor
+from launcher.run.supervisor import INTERRUPTED, EndedEarly, Supervisor
 
 KEPT = 2048  # newest steps that an iteration which is slower than the run can still read
 
@@ -35,7 +33,7 @@ class StepFeed:
         self._changed = threading.Condition()
 
     def add(self, step: Step, after: int = 0) -> None:
-        """Add a step on which a batch was trained, unless its version is not above `after` or was added before."""
+        """Add a step's metrics; a step without any, up to version `after`, or that was added before is ignored."""
         with self._changed:
             if step.metrics and step.version > max(after, self._newest):
                 self._steps.append({"step": step.version, **step.metrics})
@@ -88,9 +86,7 @@ class StartedRun:
     def __enter__(self) -> StartedRun:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:

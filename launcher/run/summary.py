@@ -62,22 +62,23 @@ class Summary:
 
 
 def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, folder: Path) -> Summary:
-    before = progress.evaluations[0] if progress.evaluations and progress.evaluations[0]["version"] == 0 else None
-    after = progress.evaluations[-1] if progress.evaluations else None
+    evaluations = progress.evaluations
+    before = evaluations[0] if evaluations and evaluations[0]["version"] == 0 else {}
+    after = evaluations[-1] if evaluations else {}
     return Summary(
         finished=progress.finished,
-        accuracy_before=before["accuracy"] if before else None,
-        accuracy_after=after["accuracy"] if after else None,
-        reward_before=before.get("reward") if before else None,
-        reward_after=after.get("reward") if after else None,
-        heldout_samples=int(after["samples"]) if after else 0,
+        accuracy_before=before.get("accuracy"),
+        accuracy_after=after.get("accuracy"),
+        reward_before=before.get("reward"),
+        reward_after=after.get("reward"),
+        heldout_samples=int(after.get("samples", 0)),
         steps=progress.version,
         counters=dict(progress.counters),
         seconds={name: round(value, 2) for name, value in phases.seconds.items()},
         restarts={name: child.restarts for name, child in supervisor.children.items() if child.restarts},
         folder=str(folder),
         variance_ratio=progress.variance_ratio,
-        heldout_figures=after.get("figures", {}) if after else {},
+        heldout_figures=after.get("figures", {}),
         masked=progress.masked_share,
         masked_warning=progress.masked_warning,
         left_out=progress.samples_left_out[0],
@@ -109,7 +110,7 @@ def table(summary: Summary) -> RenderableType:
     before, after = percent(summary.accuracy_before), percent(summary.accuracy_after)
     made.add_row("held-out accuracy", f"{before} → {after}   ({summary.heldout_samples} samples)")
     rewards = (summary.reward_before, summary.reward_after)
-    if any(differs(*pair) for pair in zip(rewards, (summary.accuracy_before, summary.accuracy_after), strict=True)):
+    if differs(rewards[0], summary.accuracy_before) or differs(rewards[1], summary.accuracy_after):
         made.add_row("held-out reward", " → ".join(map(mean_reward, rewards)))
     made.add_row("steps", f"{summary.steps}")
     if summary.ended_early:
@@ -146,11 +147,7 @@ def table(summary: Summary) -> RenderableType:
 
 
 def evaluation_table(figures: Mapping[str, float], title: str = "held-out figures") -> Table:
-    """A row for each data set, for each value of `eval.by_column` and for all; a column for each figure.
-
-    Args:
-        figures: by name, as `sampler.evaluation_metrics.summarize_groups` makes them.
-    """
+    """A row for each data set, each value of `eval.by_column` and all; a column for each of `summarize_groups`."""
     columns = [name for name in figures if "/" not in name and (name != "set_aside" or figures[name])]
     groups = list(dict.fromkeys(name.rpartition("/")[0] for name in figures if "/" in name))
     table = figures_table(title, "data", [name.replace("_", " ") for name in columns])

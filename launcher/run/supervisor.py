@@ -26,18 +26,21 @@ from common.process import ending
 from launcher.run.notices import Notices
 
 State = Literal["running", "restarting", "exited", "failed"]
-USER_ERROR = 2
+USER_ERROR, INTERRUPTED = 2, 130  # exit codes
 MAX_RESTARTS = 5  # within `WINDOW`
 WINDOW = 3600.0  # seconds; a process may take minutes to start, and then die again
 LONGEST_PAUSE = 8.0  # seconds before a process is started again
 
 
-class Interrupted(Exception):
-    """The run is to be stopped before its end."""
+class EndedEarly(Exception):
+    """A run, a training or an evaluation ended early: it was stopped (`code` 130), or a process failed.
 
+    `code` is then 1, or in `spo.sft` the exit code of the rank that failed.
+    """
 
-class RunFailed(Exception):
-    """The run cannot continue: a process failed too often, or exited too early."""
+    def __init__(self, reason: str, code: int = 1) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 @dataclass(slots=True)
@@ -81,25 +84,18 @@ class Supervisor:
 
     Processes are polled and not awaited by an asyncio.TaskGroup: asyncio collects a process's exit code at once, and
     then the group id could be given to another group before the rest of this one is killed.
-
-    Attributes:
-        max_restarts: a process that fails more often than this within `window` seconds ends the run.
-        notices: the processes' warnings.
-        interrupted: set by another thread, it ends the run.
-        after: what is cleaned up once all processes have ended.
-        lock: a locked file that the reaper inherits; if this process is killed, it stays locked until all have ended.
     """
 
     logs: Path
     log: Any
-    max_restarts: int = MAX_RESTARTS
-    window: float = WINDOW
+    max_restarts: int = MAX_RESTARTS  # a process that fails more often within `WINDOW` seconds ends the run
     backoff: float = 0.5
+    # A locked file that the reaper inherits; if this process is killed, it stays locked until all have ended.
     lock: IO[str] | None = None
     children: dict[str, RunProcess] = field(default_factory=dict)
     notices: Notices = field(default_factory=Notices)
-    interrupted: threading.Event = field(default_factory=threading.Event)
-    after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    interrupted: threading.Event = field(default_factory=threading.Event)  # set by another thread to end the run
+    after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed once all processes have ended
     timeline: Timeline = field(init=False)
     _reaper: subprocess.Popen[str] | None = None
 
@@ -122,13 +118,12 @@ class Supervisor:
         """Handle the processes that have ended, and restart those that have failed.
 
         Raises:
-            Interrupted: another thread wants the run to end.
+            EndedEarly: another thread wants the run to end, or a process failed too often.
             UserError: a process refused its configuration.
             FolderGone: the run folder is no longer where it was.
-            RunFailed: a process failed too often.
         """
         if self.interrupted.is_set():
-            raise Interrupted
+            raise EndedEarly("stopped", INTERRUPTED)
         if self.lock is not None:
             check_folder(self.logs.parent, self.lock.fileno(), "lock")
         for child in self.children.values():
@@ -151,15 +146,13 @@ class Supervisor:
             if name.startswith(prefix) and child.state in ("running", "restarting")
         ]
 
-    def stop(self, last: str | None = None, grace: float = 7.0) -> None:
-        """Stop all processes, `last` after the others: SIGTERM, and after `grace` seconds SIGKILL to the group.
+    def stop(self, grace: float = 7.0) -> None:
+        """Stop all processes, Redis after the others: SIGTERM, and after `grace` seconds SIGKILL to the group.
 
         Without `grace` they are killed at once, and nothing is logged.
         """
-        others = [child for child in self.children.values() if child.name != last]
-        self._stop(others, grace)
-        if last in self.children:
-            self._stop([self.children[last]], 2.0)
+        self._stop([child for name, child in self.children.items() if name != "redis"], grace)
+        self._stop([child for name, child in self.children.items() if name == "redis"], 2.0)
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
             self._reaper.wait()
@@ -192,9 +185,9 @@ class Supervisor:
         if code == USER_ERROR:
             raise UserError(f"{child.name}: {child.error_line()}")
         now = time.monotonic()
-        child.deaths = [death for death in child.deaths if now - death < self.window] + [now]
+        child.deaths = [death for death in child.deaths if now - death < WINDOW] + [now]
         if len(child.deaths) > self.max_restarts:
-            raise RunFailed(
+            raise EndedEarly(
                 f"{child.name} died {len(child.deaths)} times, the last with {reason}: {child.last_log_line()} "
                 f"(see {child.log})"
             )

@@ -37,7 +37,6 @@ def start_teachers(config: Config, layout: Placement, supervisor: Supervisor) ->
 
 
 def serve_command(config: Config, server: TeacherServer, socket: Path) -> list[str]:
-    """The command of a server."""
     options = {"model": server.teacher.model, "uds": str(socket), "uvicorn_log_level": "error"}
     vllm = [sys.executable, "-P", "-m", SERVER, *_words(options | _arguments(config, server))]
     return ["sh", "-c", UNLINK_AND_START, str(socket), *vllm]

@@ -13,7 +13,8 @@ from common.process import keep_files_private
 from common.scripts import ConfigArgument, OverrideOption
 from launcher.evaluate.answer_run import AnswerScreen
 from launcher.options import Generators
-from launcher.run.processes import EndedEarly, interruptible
+from launcher.run.processes import interruptible
+from launcher.run.supervisor import EndedEarly
 from launcher.sft.train import answering, train
 
 

@@ -30,15 +30,11 @@ UNFINISHED = 3  # exit code if a signal ended it
 def train_here(config: Config, log: Any, progress: Progress | None = None, until: int | None = None) -> bool:
     """Train on the demonstrations in the run folder, from the newest checkpoint on.
 
-    SIGTERM and SIGINT end it after a checkpoint.
+    SIGTERM and SIGINT end it after a checkpoint. Returns whether it reached step `until`, by default the last one.
 
     Args:
         config: see `supervised` and `with_steps`.
         progress: called on rank 0 after each step.
-        until: the step to end at; by default the last one.
-
-    Returns:
-        Whether it reached that step.
 
     Raises:
         UserError: the model, a checkpoint or the demonstrations cannot be loaded, or training diverges.
@@ -85,7 +81,7 @@ class StepMetrics:
     def open(self, version: int) -> None:
         """Begin after this step; metrics of later steps, which will be written again, are removed.
 
-        At step 0 nothing is removed: `prepare` has removed old metrics, and its evaluation's may be there already.
+        At step 0 nothing is removed: `prepare` has removed old metrics, and those of step 0's evaluation must stay.
         """
         run = self._config.run
         self._file, self._version = MetricsFile(run.folder, self._log, run.metrics_bytes), version
@@ -102,14 +98,13 @@ class StepMetrics:
         self._write(Entry(version, "sampler", {f"validation/{name}": value for name, value in figures.items()}))
 
     def add(self, version: int, metrics: dict[str, float]) -> None:
-        """Write a step's metrics."""
         self._write(Entry(version, "learner", metrics))
-        if self._progress is not None and "sft/loss" in metrics:
-            self._progress(version, self._config.run.steps, metrics["sft/loss"])
-        heldout = {"heldout_loss": metrics["sft/heldout_loss"]} if "sft/heldout_loss" in metrics else {}
-        if self._progress is None or heldout:
-            loss = {"loss": metrics["sft/loss"]} if "sft/loss" in metrics else {}
-            self._log.info("step", step=f"{version}/{self._config.run.steps}", **loss, **heldout)
+        steps = self._config.run.steps
+        losses = {name: metrics[f"sft/{name}"] for name in ("loss", "heldout_loss") if f"sft/{name}" in metrics}
+        if self._progress is not None and "loss" in losses:
+            self._progress(version, steps, losses["loss"])
+        if self._progress is None or "heldout_loss" in losses:
+            self._log.info("step", step=f"{version}/{steps}", **losses)
 
     def close(self) -> None:
         for feed in self._feeds:

@@ -21,7 +21,7 @@ from launcher.evaluate.answer_run import UNSEEN, AnswerScreen
 from launcher.evaluate.evaluation import evaluate
 from launcher.model_card import held_out
 from launcher.run.folder_lock import locked
-from launcher.run.processes import INTERRUPTED, EndedEarly
+from launcher.run.supervisor import INTERRUPTED, EndedEarly
 from launcher.sft.rank import UNFINISHED, StepMetrics, train_here
 from launcher.sft.settings import supervised, with_steps
 from learner.batch.demonstrations import Demonstrations, folder_of
@@ -47,7 +47,7 @@ def answering(run: Config, generators: int | None, screen: AnswerScreen = UNSEEN
 
 
 def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answer | None = None) -> Path:
-    """Train on the demonstrations of `run.sft`, from the newest checkpoint on; see `spo.sft`.
+    """Train on the demonstrations of `run.sft`, from the newest checkpoint on; returns the last one's folder.
 
     Args:
         run: the configuration of the run that comes after.
@@ -55,9 +55,6 @@ def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answ
         here: train a single rank in this process instead of a child process.
         answer: evaluates the model before training, every `eval.every` steps and at the end. The training process ends
             before each evaluation, so that its memory is free.
-
-    Returns:
-        The folder of the last checkpoint.
 
     Raises:
         UserError: the model, the demonstrations or the run folder cannot be used, or training diverges.
@@ -112,12 +109,9 @@ def _evaluate(config: Config, step: int, answer: Answer, log: Any) -> None:
 
 
 def prepare(config: Config, log: Any) -> Config:
-    """Render the demonstrations into the run folder, and write the configuration there.
+    """Render the demonstrations into the run folder, and write the configuration there; returns it, with `run.steps`.
 
     Without a checkpoint, training begins anew, with new metrics; with one, they are not rendered again.
-
-    Returns:
-        The configuration with the number of steps.
 
     Raises:
         UserError: no demonstration can be used, or the run folder is that of another training.
@@ -134,15 +128,10 @@ def prepare(config: Config, log: Any) -> Config:
         render(config, config.sft.data, "sft.data", "train", train, log)
         if config.sft.heldout is not None:
             render(config, config.sft.heldout, "sft.heldout", "test", folder_of(config, "heldout"), log)
-    demonstrations = Demonstrations.open(train)
-    config = with_steps(config, len(demonstrations))
-    log.info(
-        "demonstrations",
-        rows=len(demonstrations),
-        tokens=demonstrations.tokens,
-        trained_on=demonstrations.trained_tokens,
-        steps=config.run.steps,
-    )
+    rows = Demonstrations.open(train)
+    config = with_steps(config, len(rows))
+    sizes = {"rows": len(rows), "tokens": rows.tokens, "trained_on": rows.trained_tokens}
+    log.info("demonstrations", **sizes, steps=config.run.steps)
     rewrite(folder / "config.yaml", [dump_config(config, absolute=True).encode()])
     return config
 

@@ -128,14 +128,9 @@ def states(
         raise UserError(f"--output {output} must be a file *.npz: states are written as arrays")
     from launcher.values.states import find_states  # imports torch
 
-    found = find_states(load_config(config, override or ()), output, Console(stderr=True))
-    aside = f"; {found.too_long:,} are longer than data.max_prompt_tokens, and have none" if found.too_long else ""
-    Console().print(
-        f"{output} has the states of {found.prompts:,} prompts, {found.width} numbers each{aside}\n"
-        f"`spo run {config} -o sampler.tracker.prompt_states={output}`",
-        soft_wrap=True,
-        highlight=False,
-    )
+    written = find_states(load_config(config, override or ()), output, Console(stderr=True))
+    use = f"`spo run {config} -o sampler.tracker.prompt_states={output}`"
+    Console().print(f"{written}\n{use}", soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -187,16 +182,11 @@ def merge(
 
 @dataclass(frozen=True)
 class ScoreRange:
-    """The range of allowed scores, and how others are treated.
-
-    Attributes:
-        low, high: as `sampler.tracker.reward_range`.
-        threshold: scores above it become `high`, others `low`; if None, scores are not changed, and those outside
-            the range are refused.
-    """
+    """The allowed scores (`sampler.tracker.reward_range`), and how others are treated."""
 
     low: float
     high: float
+    # Scores above it become `high`, others `low`; if None, scores are not changed, and those outside are refused.
     threshold: float | None = None
 
     def __call__(self, score: float, where: str) -> float:
@@ -225,8 +215,7 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     """The files that match any of the patterns, sorted; raises `UserError` for a pattern that matches none."""
     paths: set[Path] = set()
     for pattern in patterns:
-        matches = {Path(name) for name in glob.glob(pattern, recursive=True)}
-        files = {path for path in matches if path.is_file()}
+        files = {path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()}
         if not files:
             raise UserError(
                 f"{pattern!r} matches no file; quote the pattern, and check that `spo values estimate` has finished"

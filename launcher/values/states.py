@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +23,8 @@ from sampler.values.states import write_states
 from sampler.values.traits import MAX_PROMPTS
 
 
-class Found(NamedTuple):
-    """The number of prompts whose states were written, the width of a state, and the number of prompts too long."""
-
-    prompts: int
-    width: int
-    too_long: int
-
-
-def find_states(config: Config, output: Path, console: Console) -> Found:
-    """Write the states of the prompts in `data.train` that are not too long.
+def find_states(config: Config, output: Path, console: Console) -> str:
+    """Write the states of the prompts in `data.train` that are not too long; returns a line about them.
 
     Args:
         console: for the progress bar, which is shown only on a terminal.
@@ -67,7 +58,10 @@ def find_states(config: Config, output: Path, console: Console) -> Found:
         )
     ids = [prompt_id for prompt_id, short in zip(prompts.ids, fits.tolist(), strict=True) if short]
     write_states(output, ids, states)
-    return Found(len(kept), states.shape[1], len(rows) - len(kept))
+    aside = len(rows) - len(kept)
+    return f"{output} has the states of {len(kept):,} prompts, {states.shape[1]} numbers each" + (
+        f"; {aside:,} are longer than data.max_prompt_tokens, and have none" if aside else ""
+    )
 
 
 def _encoded(encode: PromptEncoder, prompt: str | Messages, limit: int) -> np.ndarray | None:

@@ -110,7 +110,7 @@ def ended_run(folder: Path, dead: int = 1) -> Path:
     broker.redis.hset(broker.key("counters"), mapping={"dispatched": 9, "counted": 7, "dead": dead})
     (folder / "config.yaml").write_text(dump_config(config, absolute=True))
     broker.redis.close()
-    supervisor.stop(last="redis")
+    supervisor.stop()
     return folder
 
 

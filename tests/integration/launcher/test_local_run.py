@@ -25,9 +25,10 @@ from launcher.folder.run import read_one
 from launcher.run import local_run, teacher_servers
 from launcher.run.display import PlainView
 from launcher.run.folder_lock import locked
-from launcher.run.processes import EndedEarly, interruptible
+from launcher.run.processes import interruptible
 from launcher.run.progress import Progress
 from launcher.run.started import RunStopped
+from launcher.run.supervisor import EndedEarly
 from sampler.files.answer_file import Request
 from tests.conftest import RedisServer
 from tests.support.sampler import make_config

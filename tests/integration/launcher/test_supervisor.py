@@ -24,7 +24,7 @@ from common.log import MAX_BYTES
 from common.streams.broker import connect
 from launcher.run import repaired_redis
 from launcher.run.embedded_redis import EmbeddedRedis, find_redis_server
-from launcher.run.supervisor import WINDOW, RunFailed, Supervisor
+from launcher.run.supervisor import WINDOW, EndedEarly, Supervisor
 from tests.support.waiting import eventually
 
 SLEEP = "import time; time.sleep(600)"
@@ -83,7 +83,7 @@ def test_a_killed_process_starts_again_without_its_children(supervisor: Supervis
 
 def test_a_process_that_keeps_dying_ends_the_run_with_its_line(supervisor: Supervisor) -> None:
     supervisor.start("learner", python("import sys; print('cannot go on', file=sys.stderr); sys.exit(7)"))
-    with pytest.raises(RunFailed, match="learner died 3 times, the last with exit code 7: cannot go on"):
+    with pytest.raises(EndedEarly, match="learner died 3 times, the last with exit code 7: cannot go on"):
         eventually(supervisor.poll)
 
 
@@ -139,7 +139,7 @@ def test_processes_may_say_goodbye_and_the_last_outlives_all(supervisor: Supervi
         )
         supervisor.start(name, python(code))
         eventually((tmp_path / name).exists)
-    supervisor.stop(last="redis", grace=30.0)
+    supervisor.stop(grace=30.0)
     assert order.read_text() == "learner redis "
     assert {child.process.returncode for child in supervisor.children.values()} == {0}
 

@@ -323,6 +323,13 @@ def test_a_reward_between_0_and_1_stands_beside_accuracy(run: Seen) -> None:
     assert (written["reward_before"], written["reward_after"]) == (0.25, 0.625)
 
 
+def test_many_evaluations_without_an_answer_have_an_empty_curve(run: Seen) -> None:
+    run.evaluate(0, 0.25, reward=0.625)
+    for version in range(1, 41):
+        run.evaluate(version, math.nan, reward=math.nan)
+    assert re.search(r"held-out reward +–", run.live())
+
+
 FIGURES = {
     "accuracy": 0.5, "reward": 0.625, "samples": 14.0, "set_aside": 2.0, "maj@2": 0.45, "pass@2": 0.8,
     "level=1/accuracy": 0.75, "level=1/reward": 0.875, "level=1/samples": 8.0, "level=1/set_aside": 0.0,

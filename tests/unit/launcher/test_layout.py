@@ -21,8 +21,7 @@ from launcher.layout import layout as layouts
 from launcher.layout.layout import Choice, Placement, lay_out
 from launcher.layout.needs import ENGINE, SHARE, Needs, needs_of
 from launcher.run import processes
-from launcher.run.local_run import worker_commands
-from launcher.run.processes import start_all, thread_limits
+from launcher.run.processes import start_all, thread_limits, worker_commands
 from launcher.run.supervisor import Supervisor
 from launcher.run.teacher_servers import serve_command
 from tests.support.checks import config_of
@@ -123,6 +122,8 @@ REFUSED: list[tuple[str, int | dict[str, Any], dict[str, Any], Choice]] = [
     ("the number of the learner's ranks, 3: start a", 8, PAIRS, Choice(None, "0-2")),
     ("the number of the learner's ranks, 1: start a", 0, PAIRS, Choice()),
     ("set generator.engine.tensor_parallel_size=2", SMALL, {"run": {"steps": 0}}, Choice()),
+    ("set generator.engine.tensor_parallel_size=4", SMALL,
+     {"run": {"steps": 0}, "generator": {"engine": TWO | {"gpu_memory_utilization": 0.5}}}, Choice()),
     ("CUDA_VISIBLE_DEVICES names '5', but the GPUs here are 0, 1", {"count": 2, "visible": "0,5"}, {}, Choice()),
     ("of GPU 1: end them, or name another GPU", {"count": 5, "used": {1: 70_000}}, {}, Choice(None, "0-3")),
     ("and so of every other GPU here", {"count": 2, "used": {0: 70_000, 1: 70_000}}, {}, Choice()),

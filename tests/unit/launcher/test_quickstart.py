@@ -268,14 +268,15 @@ def test_the_checkpoint_is_made_once_and_loads_like_any_model(
 ) -> None:
     kind, weight = ("qwen3_moe", "experts.3.gate_proj.weight") if experts else ("qwen3", "gate_proj.weight")
     quick = with_recipe(steps=2, rows=4, warmup=1, experts=experts)
-    folder = cached_model(quick, cache=tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == [folder.name]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cached_model(quick)
+    assert [*tmp_path.rglob("warm-start-*")] == [folder]
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.model_type == kind
     assert f"model.layers.0.mlp.{weight}" in load_file(folder / "model.safetensors")
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
     monkeypatch.setattr(cache, "_train_model", None)
-    assert cached_model(quick, cache=tmp_path) == folder
+    assert cached_model(quick) == folder
 
 
 @pytest.mark.slow
@@ -295,9 +296,11 @@ def test_tasks_with_the_same_demonstrations_share_a_model() -> None:
 @pytest.mark.slow
 def test_a_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_train_model", mock.Mock(side_effect=RuntimeError("power cut")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(RuntimeError):
-        cached_model(DEFAULT, cache=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        cached_model(DEFAULT)
+    assert list((tmp_path / "spo").iterdir()) == []
     (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):
-        cached_model(DEFAULT, cache=tmp_path / "file" / "cache")
+        cached_model(DEFAULT)

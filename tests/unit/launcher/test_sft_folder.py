@@ -20,7 +20,7 @@ from common.errors import UserError
 from launcher.demonstrations.render import render_for_run
 from launcher.model_card import held_out
 from launcher.quickstart.tiny_model import build_tokenizer
-from launcher.run.processes import EndedEarly
+from launcher.run.supervisor import EndedEarly
 from launcher.sft.settings import supervised
 from launcher.sft.train import answering, prepare, train
 from learner.batch.demonstrations import Demonstrations, folder_of
