@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
 import typer
@@ -43,26 +44,25 @@ def try_(
     - `spo agent try my.yaml --row 7 -o episode.max_seconds=600`
     """
     settings = load_config(config, override or ())
-    if all(settings.for_source(source).episode.agent is None for source in settings.data.sources("train")):
+    agents = {one.name for one in settings.data.sources("train") if settings.for_source(one).episode.agent is not None}
+    if not agents:
         raise UserError("episode.agent is not set for data.train: there is no agent to try (docs/agents.md)")
     log = logs.setup("agent try")
     for line in episode_warnings(settings):
         log.warning(line)
     # With 0 steps there is no learner, so the engine does not wait for its weights.
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"steps": 0})})
-    task = _task(settings, row, log)
-    record = asyncio.run(play(settings, task, log))
+    record = asyncio.run(play(settings, _task(settings, agents, row, log), log))
     for line in lines_of(record, messages):
         sys.stdout.write(f"{visible(line)}\n")
     raise SystemExit(1 if record.get("failed") else 0)
 
 
-def _task(config: Config, row: int, log: Any) -> Task:
+def _task(config: Config, sources: set[str], row: int, log: Any) -> Task:
     from sampler.prompts.prompt_set import load_data  # needs the sampler's packages
 
     prompts = load_data(config.data, log).train
-    agents = [one.name for one in config.data.sources("train") if config.for_source(one).episode.agent is not None]
-    places = [i for i in range(len(prompts)) if prompts.source(i) in agents]
+    places = [i for i in range(len(prompts)) if prompts.source(i) in sources]
     if row >= len(places):
         raise UserError(f"--row {row}: data.train has {len(places)} prompts with an agent, which are numbered from 0")
     return prompts.task(places[row], f"row-{row}", keep=True)
@@ -81,25 +81,20 @@ async def play(config: Config, task: Task, log: Any) -> dict[str, Any]:
 
     check_engine_names(config)
     check_agents(config)
-    parts = RunParts(config)
-    try:
+    async with AsyncExitStack() as stack:
+        parts = RunParts(config)
+        stack.push_async_callback(parts.close)
         await parts.shared.ready(log)
         await check_environments(config, log)
         await check_containers(config, log)
         check_parsers(config)
         engine = await Engine.start(config, log)
-        try:
-            endpoint = await Endpoint.start(config, engine, log)
-            runner = TaskRunner(config, engine, parts, "agent try", log, endpoint)
-            try:
-                return await played(runner, task)
-            finally:
-                await runner.close()
-                await endpoint.close()
-        finally:
-            await engine.close()
-    finally:
-        await parts.close()
+        stack.push_async_callback(engine.close)
+        endpoint = await Endpoint.start(config, engine, log)
+        stack.push_async_callback(endpoint.close)
+        runner = TaskRunner(config, engine, parts, "agent try", log, endpoint)
+        stack.push_async_callback(runner.close)
+        return await played(runner, task)
 
 
 async def played(runner: Any, task: Task) -> dict[str, Any]:
@@ -111,13 +106,12 @@ async def played(runner: Any, task: Task) -> dict[str, Any]:
         about |= {"reason": header.reason, "reward": header.reward, "parts": header.reward_parts}
     except Exception as error:  # whatever an agent or a reward raises
         about["failed"] = f"{type(error).__name__}: {error}"
-    about |= {"rows": [[row.length, row.sampled] for row in attempt.episode.rows if row.sampled]}
+    about["rows"] = [[row.length, row.sampled] for row in attempt.episode.rows if row.sampled]
     record: dict[str, Any] = json.loads(open_record(await attempt.record(finished=not about["failed"])))
     return record | about
 
 
 def lines_of(record: dict[str, Any], messages: bool) -> Iterator[str]:
-    """The lines that the command prints."""
     yield f"prompt: {one_line(str(record['input']))[:200]}"
     for message in record["messages"] if messages else ():
         calls = "".join(f" {json.dumps(call['function'])}" for call in message.get("tool_calls", ()))

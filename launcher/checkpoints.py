@@ -158,9 +158,8 @@ def _chosen(run: Path, steps: list[int], step: int | None, purpose: str) -> int:
     return steps[-1] if step is None else step
 
 
-def _link(source: str, target: str) -> str:
+def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-        return target
     except OSError:
-        return str(shutil.copy2(source, target))
+        shutil.copy2(source, target)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import UserError, one_line
+from common.errors import UserError, nearest, one_line
 from common.process import keep_files_private
 from launcher.folder.run import Run, read_run
 from launcher.folder.run_folder import find_runs
@@ -91,37 +90,30 @@ def compare(
         typer.echo(one_line(str(output)))
 
 
-@dataclass(frozen=True, slots=True)
-class RunGroup:
-    """Runs that are shown as one line."""
-
-    label: str
-    runs: list[Run]
+RunGroup = tuple[str, list[Run]]  # the label of a line, and its runs
 
 
-def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> list[RunGroup]:
-    """The lines of a comparison, in the order in which the runs were given.
+def group_runs(runs: Sequence[Run], by: Sequence[str]) -> list[RunGroup]:
+    """Groups of runs, each of which is shown as one line, in the order in which the runs were given.
 
     Args:
-        by: keys of the configuration whose values must be the same; by default all but the run's seed and names.
+        by: keys of the configuration whose values must be the same; if empty, all but the run's seed and names.
 
     Raises:
         UserError: none of the runs has such a key.
     """
     for key in by:
         if not any(key in run.values for run in runs):
-            keys_of_runs = sorted({name for run in runs for name in run.values})
-            nearest = get_close_matches(key, keys_of_runs, n=1)
-            raise UserError(
-                f"--group-by {key}: the runs have no such key" + (f"; did you mean {nearest[0]}?" if nearest else "")
-            )
+            near = nearest(key, sorted({name for run in runs for name in run.values}))
+            hint = f"; did you mean {near}?" if near else ""
+            raise UserError(f"--group-by {key}: the runs have no such key{hint}")
     members: dict[str, list[Run]] = {}
     for run in runs:
         values = {key: run.values.get(key) for key in by} if by else shared(run)
         members.setdefault(json.dumps(values, sort_keys=True, default=str), []).append(run)
-    lines = list(members.values())
-    keys = list(by) or list(differences([line[0] for line in lines]))
-    return [RunGroup(_label(line, keys, len(lines)), line) for line in lines]
+    groups = list(members.values())
+    keys = list(by) or list(differences([group[0] for group in groups]))
+    return [(_label(group, keys, len(groups)), group) for group in groups]
 
 
 def shared(run: Run) -> dict[str, Any]:
@@ -138,10 +130,6 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {key: own_texts for key, own_texts in texts.items() if len(set(own_texts)) > 1}
 
 
-def other_tasks(runs: Sequence[Run]) -> list[str]:
-    return [key for key in differences(runs) if any(fnmatchcase(key, pattern) for pattern in TASK)]
-
-
 def _label(runs: list[Run], keys: list[str], lines: int) -> str:
     """The label of a line: the values in which it differs from the others, or the runs' names if that is too long."""
     values = one_line(", ".join(f"{key.rpartition('.')[2]}={setting(runs[0].values.get(key))}" for key in keys))
@@ -153,47 +141,33 @@ def _label(runs: list[Run], keys: list[str], lines: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ComparedLine:
-    """One line of the comparison.
+    """One line of the comparison."""
 
-    Attributes:
-        figures: by column, the mean, lowest and highest over the runs that have a value; None if none has.
-        reached: how many of the runs reached the threshold.
-    """
-
-    group: RunGroup
-    figures: dict[str, Band | None]
-    reached: int
+    label: str
+    runs: list[Run]
+    figures: dict[str, Band | None]  # by column, over the runs that have a value; None if none has
+    reached: int  # how many of the runs reached the threshold
 
     @property
     def title(self) -> str:
-        runs = len(self.group.runs)
-        return self.group.label if runs == 1 else f"{self.group.label} ({runs} runs)"
+        return self.label if len(self.runs) == 1 else f"{self.label} ({len(self.runs)} runs)"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several runs side by side.
-
-    Attributes:
-        differing: keys in which the lines differ, with one value per line.
-        columns: titles of the figures, by name.
-    """
+    """Several runs side by side."""
 
     lines: list[ComparedLine]
-    differing: dict[str, list[str]]
-    columns: dict[str, str]
+    differing: dict[str, list[str]]  # keys in which the lines differ, with one value per line
+    columns: dict[str, str]  # titles of the figures, by name
     warnings: list[str]
 
 
 def compared(runs: Sequence[Run], by: Sequence[str], threshold: float | None) -> Comparison:
-    """Compare runs.
+    """Compare runs, in groups as `group_runs` makes them.
 
     Args:
-        by: see `group_runs`.
         threshold: held-out accuracy to count samples to; None means the highest that all runs have reached.
-
-    Raises:
-        UserError: no run has a key of `by`.
     """
     groups = group_runs(runs, by)
     if threshold is None:
@@ -206,7 +180,7 @@ def compared(runs: Sequence[Run], by: Sequence[str], threshold: float | None) ->
     }  # fmt: skip
     return Comparison(
         [_line(group, threshold) for group in groups],
-        differences([group.runs[0] for group in groups]),
+        differences([members[0] for _, members in groups]),
         columns,
         list(_warnings(runs, groups, by)),
     )
@@ -214,68 +188,67 @@ def compared(runs: Sequence[Run], by: Sequence[str], threshold: float | None) ->
 
 def cells(line: ComparedLine) -> list[str]:
     """The figures of a line as text, in the order of the columns."""
-    runs = len(line.group.runs)
     texts: dict[str, Callable[[float], str]] = {
         "before": "{:.1%}".format, "after": "{:.1%}".format, "reward": "{:.2f}".format, "samples": "{:,.0f}".format,
         "seconds": duration, "rate": "{:,.0f}".format,
     }  # fmt: skip
     shown = {name: _range(band, texts[name]) for name, band in line.figures.items()}
-    if 0 < line.reached < runs:
-        shown["samples"] += f" ({line.reached} of {runs})"
+    if 0 < line.reached < len(line.runs):
+        shown["samples"] += f" ({line.reached} of {len(line.runs)})"
     return list(shown.values())
 
 
 def comparison_panel(comparison: Comparison) -> dict[str, Any]:
     """The comparison as a panel, which the page shows above the panels of the runs."""
-    groups = [line.group for line in comparison.lines]
-    labels = [line.title for line in comparison.lines]
-    rows = [[label, *cells(line)] for label, line in zip(labels, comparison.lines, strict=True)]
+    titles = [line.title for line in comparison.lines]
+    rows = [[line.title, *cells(line)] for line in comparison.lines]
     differing = [[key, *values] for key, values in comparison.differing.items()]
     runs = [
-        [group.label, run.name, str(run.values.get("run.seed", "–")), run.state, _bottleneck(run) or "–"]
-        for group in groups
-        for run in group.runs
+        [line.label, run.name, str(run.values.get(SEED, "–")), run.state, _bottleneck(run) or "–"]
+        for line in comparison.lines
+        for run in line.runs
     ]
     tables = [
         table("lines-compared", "Results", ["runs", *comparison.columns.values()], rows, note=NOTE),
-        table("what-differs", "Differing settings", ["key", *labels], differing, "None but the seed."),
+        table("what-differs", "Differing settings", ["key", *titles], differing, "None but the seed."),
         table("runs-compared", "Runs", ["line", "run", "seed", "state", "bottleneck"], runs),
     ]
-    several = any(len(group.runs) > 1 for group in groups)
-    return panel("comparison", f"{len(runs)} runs compared", [*tables, *(_charts(groups, labels) if several else ())])
+    several = any(len(line.runs) > 1 for line in comparison.lines)
+    charts = _charts(comparison.lines) if several else []
+    return panel("comparison", f"{len(runs)} runs compared", [*tables, *charts])
 
 
-def _charts(groups: Sequence[RunGroup], labels: Sequence[str]) -> list[Chart]:
+def _charts(compared_lines: Sequence[ComparedLine]) -> list[Chart]:
     """One curve per line: the mean over its runs, in a band from the lowest to the highest."""
     drawn = {
         run.name: {chart["name"]: chart for one in panels(run) for chart in one["charts"]}
-        for group in groups
-        for run in group.runs
+        for line in compared_lines
+        for run in line.runs
     }
     charts = []
     for name in CURVES:
-        like = drawn[groups[0].runs[0].name][name]
+        like = drawn[compared_lines[0].runs[0].name][name]
         of_lines = []
-        for group, label in zip(groups, labels, strict=True):
-            firsts = [chart["lines"][0] for run in group.runs if (chart := drawn[run.name][name])["lines"]]
+        for line in compared_lines:
+            firsts = [chart["lines"][0] for run in line.runs if (chart := drawn[run.name][name])["lines"]]
             curves = [Curve(np.array(one["x"], float), np.array(one["y"], float)) for one in firsts]
             mean, low, high = over_runs(curves)
-            of_lines.append(curve(label, mean, low, high) if len(firsts) > 1 else curve(label, mean))
+            of_lines.append(curve(line.title, mean, low, high) if len(firsts) > 1 else curve(line.title, mean))
         note = "Mean over the runs of a line; band: lowest to highest."
         charts.append(lines(f"{name}-compared", like["title"], of_lines, like["unit"], note=note))
     return [chart for chart in charts if chart["lines"]]
 
 
 def _line(group: RunGroup, threshold: float | None) -> ComparedLine:
-    of_runs = [_figures(run, threshold) for run in group.runs]
+    label, runs = group
+    of_runs = [_figures(run, threshold) for run in runs]
     bands: dict[str, Band | None] = {}
     for name in of_runs[0]:
         values = [figures[name] for figures in of_runs if math.isfinite(figures[name])]
         bands[name] = spread(values) if values else None
-    evaluated = group.runs[0].evaluations()
-    if len(group.runs) == 1 and evaluated:
+    if len(runs) == 1 and (evaluated := runs[0].evaluations()):
         bands |= {"before": evaluated[0].accuracy(), "after": evaluated[-1].accuracy()}
-    return ComparedLine(group, bands, sum(math.isfinite(figures["samples"]) for figures in of_runs))
+    return ComparedLine(label, runs, bands, sum(math.isfinite(figures["samples"]) for figures in of_runs))
 
 
 def _figures(run: Run, threshold: float | None) -> dict[str, float]:
@@ -314,21 +287,16 @@ def _samples_until(run: Run, version: int) -> float:
     return float(np.interp(version, np.concatenate([[0], versions]), np.concatenate([[0.0], values])))
 
 
-def _warnings(runs: Sequence[Run], groups: Sequence[RunGroup], by: Sequence[str]) -> list[str]:
-    warnings = []
-    if tasks := other_tasks(runs):
-        warnings.append(f"the runs learn different tasks ({', '.join(tasks)}), so their figures cannot be compared")
-    for group in groups if by else ():
-        within = [key for key in differences(group.runs) if key not in by]
-        if within:
-            warnings.append(f"the runs of {group.label} differ in more than their seed: {', '.join(within)}")
-    unfinished = [f"{run.name} ({run.state}, step {run.step})" for run in runs if run.state != "finished"]
-    if unfinished:
-        warnings.append(f"not finished: {', '.join(unfinished)}")
-    unevaluated = [run.name for run in runs if not run.evaluations()]
-    if unevaluated:
-        warnings.append(f"without a held-out evaluation: {', '.join(unevaluated)}")
-    return warnings
+def _warnings(runs: Sequence[Run], groups: Sequence[RunGroup], by: Sequence[str]) -> Iterator[str]:
+    if tasks := [key for key in differences(runs) if any(fnmatchcase(key, pattern) for pattern in TASK)]:
+        yield f"the runs learn different tasks ({', '.join(tasks)}), so their figures cannot be compared"
+    for label, members in groups if by else ():
+        if within := [key for key in differences(members) if key not in by]:
+            yield f"the runs of {label} differ in more than their seed: {', '.join(within)}"
+    if unfinished := [f"{run.name} ({run.state}, step {run.step})" for run in runs if run.state != "finished"]:
+        yield f"not finished: {', '.join(unfinished)}"
+    if unevaluated := [run.name for run in runs if not run.evaluations()]:
+        yield f"without a held-out evaluation: {', '.join(unevaluated)}"
 
 
 def _range(band: Band | None, text: Callable[[float], str]) -> str:
@@ -348,7 +316,7 @@ def _differing_table(comparison: Comparison) -> Table:
     made = Table(title="differing settings", box=SIMPLE_HEAD, padding=(0, 1))
     made.add_column("key", overflow="fold")
     for line in comparison.lines:
-        made.add_column(Text(one_line(line.group.label)), overflow="fold")
+        made.add_column(Text(one_line(line.label)), overflow="fold")
     for key, values in comparison.differing.items():
         made.add_row(*(Text(one_line(cell)) for cell in (key, *values)))
     return made

@@ -74,8 +74,7 @@ def sections(prefix: str = "", model: type[BaseModel] = Config) -> Iterator[tupl
 def explain(key: str) -> str:
     """Describe a key (type, default, meaning), or list the keys of a section with the first sentence on each.
 
-    Raises:
-        UserError: there is no such key; the message names the nearest.
+    Raises `UserError` if there is no such key; it names the nearest.
     """
     fields = _fields()
     if key in fields:
@@ -95,11 +94,7 @@ def explain(key: str) -> str:
 
 
 def search(word: str) -> str:
-    """The keys that have a word in their name or meaning, with the first sentence on each.
-
-    Raises:
-        UserError: none has it.
-    """
+    """The keys with a word in their name or meaning, and the first sentence on each; raises `UserError` if none has."""
     wanted = word.casefold()
     lines = [_line(key) for key, one in _fields().items() if wanted in f"{key} {one.description}".casefold()]
     if not lines:
@@ -133,7 +128,12 @@ def _described(section: type[BaseModel]) -> bool:
 
 def _type(field: FieldInfo) -> str:
     shown = _name(field.annotation)
-    limits = [text for item in field.metadata for text in _limits(item)]
+    limits = [
+        f"{sign} {value:g}"
+        for item in field.metadata
+        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+        if (value := getattr(item, attribute, None)) is not None
+    ]
     return f"{shown}, {', '.join(limits)}" if limits else shown
 
 
@@ -151,13 +151,6 @@ def _name(annotation: Any) -> str:
         return _name(get_args(annotation)[0])
     arguments = get_args(annotation)
     return " or ".join(_name(argument) for argument in arguments) if arguments else "any"
-
-
-def _limits(item: Any) -> Iterator[str]:
-    for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-        value = getattr(item, attribute, None)
-        if value is not None:
-            yield f"{sign} {value:g}"
 
 
 def _default(field: FieldInfo) -> str:

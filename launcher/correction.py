@@ -38,8 +38,8 @@ def list_(plain: Plain = False) -> None:
     console = Console(highlight=False)
     if plain or not console.is_terminal:
         for preset in ALL:
-            _echo(_heading(preset), *(f"  {line}" for line in (preset.formula, preset.use)), "")
-        _echo(HOW)
+            typer.echo(f"{_heading(preset)}\n  {preset.formula}\n  {preset.use}\n")
+        typer.echo(HOW)
         return
     table = Table(box=None, header_style="dim", padding=(0, 2, 1, 0))
     for column in ("preset", "what it computes", "when to use it"):
@@ -77,7 +77,7 @@ def show(
         ],
         plain,
     )
-    _echo("", "The same, spelled out:", "", preset_yaml(preset).rstrip())
+    typer.echo(f"\nThe same, spelled out:\n\n{preset_yaml(preset).rstrip()}")
 
 
 @app.command("explain")
@@ -111,15 +111,10 @@ def _print(parts: list[tuple[str, list[str]]], plain: bool) -> None:
     console = Console(highlight=False)
     if plain or not console.is_terminal:
         for title, lines in parts:
-            _echo(f"{title}:", *(f"  {line}" for line in lines))
+            typer.echo("\n  ".join([f"{title}:", *lines]))
         return
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     for title, lines in parts:
         table.add_row(title, escape("\n".join(lines if len(lines) == 1 else [f"• {line}" for line in lines])))
     console.print(table)
-
-
-def _echo(*lines: str) -> None:
-    for line in lines:
-        typer.echo(line)

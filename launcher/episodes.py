@@ -91,7 +91,7 @@ def episodes(
         raise UserError("--tokens shows one episode: give --show ID too")
     listed = page(index, query, 0, limit or sys.maxsize, most_bytes=math.inf)
     if plain:
-        _write(plain_listing(listed.rows))
+        _write("\t".join(cells) for cells in (COLUMNS, *map(_cells, listed.rows)))
     elif listed.rows:
         console.print(listing(listed.rows))
     notes = ["no episode matches" if not listed.rows else ""]
@@ -152,13 +152,6 @@ def listing(rows: list[dict[str, Any]]) -> Table:
 
 def _cut(text: str, style: str) -> Text:
     return Text(text, style, no_wrap=True, overflow="ellipsis")
-
-
-def plain_listing(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The table of `listing` as tab-separated lines, in which only prompt and response are shortened."""
-    yield "\t".join(COLUMNS)
-    for row in rows:
-        yield "\t".join(_cells(row))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

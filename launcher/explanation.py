@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from common.config import AGE_BUCKETS, AlgorithmConfig, Config, CorrectionConfig
 from common.config.algorithm import loss_options
@@ -79,7 +80,7 @@ def _rejection(algorithm: AlgorithmConfig) -> Iterator[str]:
     for mask in dict.fromkeys(correction.masks):
         yield mask_words(mask, ratio)
         if mask.by_age:
-            yield from _by_age(correction, "bounds", mask.of_rows, _bound_at(mask))
+            yield from _by_age(correction, "bounds", mask.of_rows, partial(_bound_at, mask))
     if correction.m2_threshold is not None:
         yield (
             f"the tokens of the mini-batch with the largest (log {ratio})^2 are left out, until the mean of the others "
@@ -142,7 +143,8 @@ def _root(limit: float, sign: float, reach: float) -> float:
 
 def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     words = loss_words(algorithm)
-    yield f"{words}; r = {_clipped_ratio(algorithm)}" if spec_of(algorithm.loss).has_ratio else words
+    old = "pi_rollout" if algorithm.proximal == "rollout" else "pi_old"
+    yield f"{words}; r = pi_theta / {old}" if spec_of(algorithm.loss).has_ratio else words
     if algorithm.turn_advantage == "turn":
         yield "A is the advantage of the token's turn: the rewards from this turn on, minus the prompt's value"
     yield f"added up as {AGGREGATION[algorithm.aggregation]}, over all ranks and micro-batches"
@@ -194,22 +196,15 @@ def _by_age(correction: CorrectionConfig, what: str, of_rows: bool, bound: Calla
     yield f"{what} by the age of {of}, in versions: {', '.join(parts)}"
 
 
-def _bound_at(mask: Mask) -> Callable[[float], str]:
-    def text(factor: float) -> str:
-        if mask.estimator == "k1":
-            return f"[{math.exp(-mask.upper * factor):.6g}, {math.exp(-mask.lower * factor):.6g}]"
-        return f"{mask.upper * factor:.6g}"
-
-    return text
+def _bound_at(mask: Mask, factor: float) -> str:
+    if mask.estimator == "k1":
+        return f"[{math.exp(-mask.upper * factor):.6g}, {math.exp(-mask.lower * factor):.6g}]"
+    return f"{mask.upper * factor:.6g}"
 
 
 def _ratio(algorithm: AlgorithmConfig) -> str:
     """The ratio that is corrected; in bypass mode it has the current policy in place of pi_old."""
     return "pi_theta / pi_rollout" if algorithm.proximal == "rollout" else "pi_old / pi_rollout"
-
-
-def _clipped_ratio(algorithm: AlgorithmConfig) -> str:
-    return "pi_theta / pi_rollout" if algorithm.proximal == "rollout" else "pi_theta / pi_old"
 
 
 def _leaves(low: float, high: float) -> str:

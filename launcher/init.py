@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,14 +33,6 @@ MODEL = "Qwen/Qwen3-0.6B"  # named if none is given
 BUDGETS = (65_536, 32_768, 16_384, 8_192)  # values of learner.token_budget, from the largest
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A reward, its keys in the configuration, and why it was chosen."""
-
-    keys: Mapping[str, Mapping[str, Any]]
-    why: str
-
-
 def init(
     data: Annotated[str, typer.Argument(metavar="DATA", help="*.jsonl, *.parquet, a dataset, or a known set.")],
     model: Annotated[
@@ -67,20 +58,18 @@ def init(
 def configuration(data: str, model: str | None) -> str:
     """The text of a configuration for a data set.
 
-    Raises:
-        UserError: the data cannot be read or have no prompts, or the model's tokenizer cannot be loaded.
+    Raises `UserError` if the data cannot be read or have no prompts, or the model's tokenizer cannot be loaded.
     """
     rows, columns = _look_at(data)
     prompt, answer, tests = _columns(data, rows, columns)
     answers = [value for row in rows if answer and not is_missing(value := _value(row, answer))]
-    guess = guess_reward(data, answers, answer, tests)
-    own = dict(guess.keys.get("data", {}))
+    reward, why = guess_reward(data, answers, answer, tests)
+    own = reward.pop("data", {})
     if data not in KNOWN_SETS:
         own = {"prompt_column": prompt, "answer_column": answer if answers else None, **own}
     heldout = _heldout(data)
     paths = {"train": data} | ({"heldout": heldout} if heldout else {})
-    tree = {"model": {"path": model or MODEL}, "data": {**paths, **own}}
-    tree |= {"episode": dict(guess.keys["episode"])}
+    tree = {"model": {"path": model or MODEL}, "data": {**paths, **own}, **reward}
     lengths = _lengths(parse_config(tree), model, answers)
     parts = [
         f"# Written by `spo init {data}`. `spo config --explain KEY` says what a key means.",
@@ -89,7 +78,7 @@ def configuration(data: str, model: str | None) -> str:
                  f"# No model was given (--model): {MODEL} is an example."),
         _section("data", {**tree["data"], **lengths["data"]}, "\n".join(filter(None, [
             lengths["about"], "" if heldout else "# Add heldout: FILE, to evaluate on it while the run trains."]))),
-        _section("episode", {**tree["episode"], **lengths["episode"]}, f"# {guess.why}"),
+        _section("episode", {**tree["episode"], **lengths["episode"]}, f"# {why}"),
     ]  # fmt: skip
     tree = yaml.safe_load("\n".join(parts))
     learner, about = _memory(parse_config(tree))
@@ -101,41 +90,40 @@ def configuration(data: str, model: str | None) -> str:
     return text
 
 
-def guess_reward(data: str, answers: Sequence[Any], answer: str | None, tests: str | None) -> Guess:
-    """The built-in reward that fits the answers, and what it was guessed from."""
+def guess_reward(
+    data: str, answers: Sequence[Any], answer: str | None, tests: str | None
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """The sections that set the built-in reward that fits the answers, and what it was guessed from."""
+    exact, maths = {"episode": {"reward": "exact"}}, {"episode": {"reward": "math"}}
     if data.startswith("reasoning_gym:"):
-        return Guess({"episode": {"reward": "reasoning_gym"}}, "reward: the family's own verifier.")
+        return {"episode": {"reward": "reasoning_gym"}}, "reward: the family's own verifier."
     if tests is not None:
-        options = {"reward_options": {"code": {"tests": tests}}}
         why = f"reward: guessed from the column {tests!r}, which holds tests that a program must pass."
-        return Guess({"episode": {"reward": "code", **options}}, why)
+        return {"episode": {"reward": "code", "reward_options": {"code": {"tests": tests}}}}, why
     if not answers:
         why = (
             "reward: NAME ONE. The rows have no answers to compare with, and `length` is only a placeholder: it\n"
             "# rewards short responses. docs/rewards.md has the others, docs/extending.md shows your own."
         )
-        return Guess({"episode": {"reward": "length"}}, why)
+        return {"episode": {"reward": "length"}}, why
     texts, seen = [answer_text(value).strip() for value in answers], f"the {len(answers):,} values of {answer!r}"
     if _most(MARK in text for text in texts) and data not in KNOWN_SETS:
         why = f"reward: guessed from {seen}, solutions that end with {MARK} and a result: compared as mathematics."
-        return Guess({"data": {"answer_after": MARK}, "episode": {"reward": "math"}}, why)
+        return {"data": {"answer_after": MARK}, **maths}, why
     if _most(NUMBER.fullmatch(text) is not None for text in texts) or data in KNOWN_SETS:
-        return Guess({"episode": {"reward": "math"}}, f"reward: guessed from {seen}, numbers: compared as mathematics.")
+        return maths, f"reward: guessed from {seen}, numbers: compared as mathematics."
     if _most(any(sign in text for sign in MATHS) for text in texts):
-        why = f"reward: guessed from {seen}, which hold formulas: compared as mathematics."
-        return Guess({"episode": {"reward": "math"}}, why)
+        return maths, f"reward: guessed from {seen}, which hold formulas: compared as mathematics."
     if _most(len(text) <= SHORT for text in texts):
         kinds = len(set(texts))
         what = f"{kinds} choices" if kinds <= 26 and kinds * 4 <= len(texts) else "short texts"
-        why = (
+        return exact, (
             f"reward: guessed from {seen}, {what}: the last turn must be the answer alone, so the prompt should say so."
         )
-        return Guess({"episode": {"reward": "exact"}}, why)
-    why = (
+    return exact, (
         f"reward: DOUBTFUL. {seen[0].upper()}{seen[1:]} are long texts, and `exact` wants them word for word.\n"
         "# A judge or a function of your own would compare their meaning: docs/rewards.md, docs/extending.md."
     )
-    return Guess({"episode": {"reward": "exact"}}, why)
 
 
 def _most(are: Iterator[bool]) -> bool:
@@ -152,10 +140,9 @@ def _look_at(data: str) -> tuple[list[dict[str, Any]], list[str]]:
     rows = [row for row in islice(open_source(source), ROWS) if not isinstance(row, BadRow)]
     if not rows:
         raise UserError(f"{data} has no row that can be read; `spo data check {data}` says why")
-    columns = {name: None for row in rows for name in row}
-    inner = {
-        f"{name}.{key}": None for row in rows for name, value in row.items() if isinstance(value, dict) for key in value
-    }
+    columns = dict.fromkeys(name for row in rows for name in row)
+    values = (item for row in rows for item in row.items())
+    inner = dict.fromkeys(f"{name}.{key}" for name, value in values if isinstance(value, dict) for key in value)
     return rows, [*columns, *inner]
 
 
@@ -201,9 +188,7 @@ def _heldout(data: str) -> str | None:
     path = Path(data)
     if data in KNOWN_SETS and KNOWN_SETS[data].train_split != KNOWN_SETS[data].heldout_split:
         return data
-    names = {path.with_name(path.name.replace("train", name)) for name in HELDOUT} | {
-        path.with_name(f"{name}{path.suffix}") for name in HELDOUT
-    }
+    names = {path.with_name(one) for name in HELDOUT for one in (path.name.replace("train", name), name + path.suffix)}
     return next((str(one) for one in sorted(names) if path.suffix in FILES and one != path and one.is_file()), None)
 
 
@@ -256,13 +241,13 @@ def _memory(config: Config) -> tuple[dict[str, Any], str]:
             return {"token_budget": BUDGETS[-1]}, f"# token_budget is not measured: {one_line(needs)}."
         peak = needs.rank(ranks).peak
         has_room = peak + (RESERVED if gpus else 0) <= memory
-        if has_room or budget == BUDGETS[-1]:
-            each = f"each of the {len(gpus)} GPUs has" if len(gpus) > 1 else "the GPU has"
-            where = each if gpus else "half the machine's memory is"
-            fits = "" if has_room else ": IT DOES NOT FIT; see docs/gpu.md (Does it fit)"
-            about = f"With this token_budget a rank takes {peak / GB:.1f} GB; {where} {memory / GB:.1f} GB{fits}."
-            return settings, f"# {about}"
-    raise AssertionError
+        if has_room:
+            break
+    each = f"each of the {len(gpus)} GPUs has" if len(gpus) > 1 else "the GPU has"
+    where = each if gpus else "half the machine's memory is"
+    fits = "" if has_room else ": IT DOES NOT FIT; see docs/gpu.md (Does it fit)"
+    about = f"With this token_budget a rank takes {peak / GB:.1f} GB; {where} {memory / GB:.1f} GB{fits}."
+    return settings, f"# {about}"
 
 
 def _section(name: str, keys: Mapping[str, Any], comment: str = "") -> str:

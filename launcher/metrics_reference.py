@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from common.metrics import BATCH, STEP, TIME, Metric
+from common.metrics import BATCH, STEP, TIME
 
 TITLES = {"By batch": BATCH, "By step": STEP, "By time": TIME}
+HEAD = "| metric | unit | meaning | panel of the page |\n|---|---|---|---|\n"
 
 
 def tables() -> dict[str, str]:
     """The table of each section of the page, by its title."""
-    return {title: _table(rows) for title, rows in TITLES.items()}
-
-
-def _table(rows: Sequence[Metric]) -> str:
-    lines = [f"| `{row.name}` | {row.unit} | {row.meaning} | {row.panel} |" for row in rows]
-    return "\n".join(["| metric | unit | meaning | panel of the page |", "|---|---|---|---|", *lines, ""])
+    return {
+        title: HEAD + "".join(f"| `{row.name}` | {row.unit} | {row.meaning} | {row.panel} |\n" for row in rows)
+        for title, rows in TITLES.items()
+    }

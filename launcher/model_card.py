@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.config import Config
 from common.errors import UserError, first_line, one_line
-from launcher.folder.metrics import Metrics
+from launcher.folder.metrics import read_metrics
 
 REWARD, ACCURACY = "validation/reward", "validation/accuracy"
 MOST_ROWS = 12  # evaluations in the table
@@ -15,15 +15,12 @@ CARD = "README.md"
 
 def held_out(run: Path) -> dict[int, float]:
     """The mean held-out reward of each version that the run has evaluated, from its metrics."""
-    metrics = Metrics(run)
-    metrics.update()
-    return metrics.series(REWARD).at()
+    return read_metrics(run).series(REWARD).at()
 
 
 def model_card(config: Config, run: Path, version: int) -> str:
     """The text of the card of a checkpoint's model, as the hub reads it."""
-    metrics = Metrics(run)
-    metrics.update()
+    metrics = read_metrics(run)
     rewards, accuracy = metrics.series(REWARD).at(), metrics.series(ACCURACY).at()
     # A folder's path says nothing to others.
     base = Path(config.model.path).name if Path(config.model.path).is_dir() else config.model.path
@@ -45,9 +42,9 @@ def model_card(config: Config, run: Path, version: int) -> str:
     lines += [f"`{base}`, trained for {version:,} steps with SPO on {', '.join(dict.fromkeys(data))}.", ""]
     if rewards:
         lines += ["## Held-out reward", "", "| step | reward | accuracy |", "|---:|---:|---:|"]
-        lines += [
-            f"| {step:,} | {rewards[step]:.4f} | {_share(accuracy.get(step))} |" for step in _some([*rewards], version)
-        ]
+        for step in _some([*rewards], version):
+            share = f"{accuracy[step]:.1%}" if step in accuracy else ""
+            lines.append(f"| {step:,} | {rewards[step]:.4f} | {share} |")
         lines.append("")
     lines += ["## Settings", "", "| setting | value |", "|---|---|"]
     lines += [f"| {name} | {one_line(str(value))} |" for name, value in settings.items()]
@@ -55,7 +52,7 @@ def model_card(config: Config, run: Path, version: int) -> str:
 
 
 def push(folder: Path, name: str, public: bool) -> str:
-    """Upload a folder as a model of the Hugging Face hub, private unless it exists already; returns its address.
+    """Upload a folder as a model of the Hugging Face hub; returns its address. A new model is private unless `public`.
 
     The token is the one that huggingface_hub finds: `HF_TOKEN`, or that of `hf auth login`.
 
@@ -81,7 +78,3 @@ def _some(steps: list[int], version: int) -> list[int]:
         return steps
     places = {round(i * (len(steps) - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)}
     return [steps[place] for place in sorted(places)]
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"

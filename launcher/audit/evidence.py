@@ -22,19 +22,12 @@ from sampler.values.traits import prompt_traits
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The state from which a run's counts begin: empty, or restored from the run folder after Redis was lost.
+    """The state from which a run's counts begin: empty, or restored from the run folder after Redis was lost."""
 
-    Attributes:
-        version: version of the weights, which is also the number of the first batch.
-        commits: the number of commits that restored it.
-        rows: the tracker's rows, packed, by prompt id.
-        population: the state of the prior, if the run had one.
-    """
-
-    version: int
-    commits: int
-    rows: Mapping[str, bytes]
-    population: bytes | None
+    version: int  # of the weights, which is also the number of the first batch
+    commits: int  # that restored it
+    rows: Mapping[str, bytes]  # of the tracker, packed, by prompt id
+    population: bytes | None  # the state of the prior, if the run had one
 
     @classmethod
     def of(cls, journal: Sequence[JournalEntry]) -> Self:
@@ -50,20 +43,13 @@ class Start:
 
 @dataclass(slots=True)
 class Course:
-    """When each task was sent and counted, by the journal.
+    """When each task was sent and counted, by the journal."""
 
-    Attributes:
-        sent: version of the weights when it was sent first, by task id.
-        counted: index of the commit that counted it, by task id.
-        resent: how often tasks were sent again while they were awaited.
-        wrongly_sent, wrongly_counted: tasks that were sent after their end; counted twice, or without having been sent.
-    """
-
-    sent: dict[str, int] = field(default_factory=dict)
-    counted: dict[str, int] = field(default_factory=dict)
-    resent: int = 0
-    wrongly_sent: list[str] = field(default_factory=list)
-    wrongly_counted: list[str] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)  # version of the weights when it was sent first, by task id
+    counted: dict[str, int] = field(default_factory=dict)  # index of the commit that counted it, by task id
+    resent: int = 0  # how often tasks were sent again while they were awaited
+    wrongly_sent: list[str] = field(default_factory=list)  # after their end
+    wrongly_counted: list[str] = field(default_factory=list)  # twice, or without having been sent
 
     @classmethod
     def of(cls, journal: Sequence[JournalEntry]) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -16,10 +16,6 @@ from sampler.evaluation_metrics import Response, summarize
 
 DIGITS = 5  # decimal places of advantages in training data
 ROUNDED = 1e-7  # relative: metrics have eight digits
-
-
-def whole_lines(run: Evidence) -> str:
-    return some(run.folder.torn)
 
 
 def batch_metrics(run: Evidence) -> str:
@@ -126,10 +122,6 @@ def evaluations_made(run: Evidence) -> str:
     return some([*missing, *run.folder.unfinished])
 
 
-def kept_once(run: Evidence) -> str:
-    return some(twice_in(episode.task_id for episode in run.folder.rollouts))
-
-
 def kept_as_counted(run: Evidence) -> str:
     """A kept episode has the prompt, the version and the reward of the journal."""
     wrong = []
@@ -155,19 +147,15 @@ def kept_all(run: Evidence) -> str:
     every = run.config.episode.rollouts_every
     if not every or "episode.rollouts_every" in run.folder.changed:
         return ""
-    there = {task_id: v for task_id, v in run.course.sent.items() if v >= run.folder.since["rollouts"]}
-    skipped = [
-        task_id
-        for task_id in run.course.counted
-        if is_training(task_id) and task_id in there and task_id not in run.rewards
-    ]
-    chosen = [task_id for task_id in run.rewards if task_id in there and there[task_id] % every == 0]
-    missing = [task_id for task_id in chosen if task_id not in run.kept]
-    without = [task_id for task_id in skipped if task_id not in run.kept]
+    since = run.folder.since["rollouts"]
+    absent = {task_id: v for task_id, v in run.course.sent.items() if v >= since and task_id not in run.kept}
+    missing = [task_id for task_id, v in absent.items() if task_id in run.rewards and v % every == 0]
+    unrewarded = absent.keys() - run.rewards.keys()
+    skipped = [task_id for task_id in run.course.counted if task_id in unrewarded and is_training(task_id)]
     # An ignored result may have been its task's last one, and a task that Redis lost has none. Neither leaves an
     # episode, and the journal does not say which tasks these are.
     no_result = run.total("ignored") + run.total("lost")
-    return some([*missing, *without[no_result:]])
+    return some([*missing, *skipped[no_result:]])
 
 
 def ages(run: Evidence) -> str:
@@ -232,15 +220,15 @@ def advantages(run: Evidence) -> str:
     return some(wrong)
 
 
-LINES = {
-    "every line of the run folder can be read": whole_lines,
+LINES: dict[str, Callable[[Evidence], str]] = {
+    "every line of the run folder can be read": lambda run: some(run.folder.torn),
     "metrics.jsonl has the reward of each batch": batch_metrics,
     "metrics.jsonl has each step of the learner": step_metrics,
     "each token of a step had its teacher's score": scores,
     "each evaluation has each answer once, all of its version": answers_once,
     "each evaluation's figures follow from its answers": evaluation_figures,
     "the last version was evaluated, and no evaluation is left open": evaluations_made,
-    "each training episode is kept once": kept_once,
+    "each training episode is kept once": lambda run: some(twice_in(one.task_id for one in run.folder.rollouts)),
     "kept episodes have the journal's rewards and the tracker's values": kept_as_counted,
     "all episodes that should be kept are there": kept_all,
     "no kept sample was too old for its batch": ages,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from launcher.audit.evidence import Evidence
 from launcher.page.panels.counts import balances
@@ -16,9 +16,8 @@ BY_SCRIPTS = ("counted", "finished", "finished_twice", "superseded", "batches_re
 
 
 def commits(run: Evidence) -> str:
-    sequences = [entry.sequence for entry in run.journal]
-    wrong = (number for number, sequence in enumerate(sequences, 1) if sequence != number)
-    return next((f"in place of commit {number} there is {sequences[number - 1]}" for number in wrong), "")
+    wrong = ((number, entry.sequence) for number, entry in enumerate(run.journal, 1) if entry.sequence != number)
+    return next((f"in place of commit {number} there is {sequence}" for number, sequence in wrong), "")
 
 
 def restoration(run: Evidence) -> str:
@@ -34,16 +33,8 @@ def sendings(run: Evidence) -> str:
     return "" if course.resent == counter else f"{course.resent} were sent again, the counter says {counter}"
 
 
-def countings(run: Evidence) -> str:
-    return some(run.course.wrongly_counted)
-
-
 def awaited(run: Evidence) -> str:
     return some((run.course.sent.keys() - run.course.counted.keys()) ^ set(run.redis.outstanding))
-
-
-def nothing_left(run: Evidence) -> str:
-    return some(run.redis.leftovers) if run.redis.finished else ""
 
 
 def ends(run: Evidence) -> str:
@@ -207,11 +198,11 @@ def twice_in(names: Iterable[str]) -> list[str]:
     return [name for name, times in Counter(names).items() if times > 1]
 
 
-LINES = {
+LINES: dict[str, Callable[[Evidence], str]] = {
     "every commit is in the journal": commits,
     "nothing is counted before a restoration is complete": restoration,
     "each task was sent once, or again while it was awaited": sendings,
-    "each task was counted once": countings,
+    "each task was counted once": lambda run: some(run.course.wrongly_counted),
     "each task that was sent is counted or awaited": awaited,
     "each counted task has one end: a reward, or it was skipped": ends,
     "batches are consecutive": numbers,
@@ -226,5 +217,5 @@ LINES = {
     "the tracker equals a replay of the journal, bit for bit": tracker,
     "the learner trained on the journal's rewards": learned,
     "the learner trained on each sample of a batch": trained_on,
-    "a finished run has left nothing in Redis": nothing_left,
+    "a finished run has left nothing in Redis": lambda run: some(run.redis.leftovers) if run.redis.finished else "",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,14 +31,7 @@ class AuditLine:
 
 
 def audit(config: Config, redis: RedisRecords, log: Any) -> list[AuditLine]:
-    """Every line of the audit of a run.
-
-    Args:
-        redis: read after the run's last process had ended.
-
-    Raises:
-        UserError: the run's data cannot be read.
-    """
+    """Every line of the audit of a run whose processes have ended; raises `UserError` if its data cannot be read."""
     evidence = Evidence(
         config, load_data(config.data, log), redis, read_folder(config.run.folder, config.run.keep_bytes), log
     )
@@ -46,7 +40,7 @@ def audit(config: Config, redis: RedisRecords, log: Any) -> list[AuditLine]:
     if evidence.start.commits:
         begin = f"from version {evidence.start.version} on, where the run continued without its Redis"
         lines[0] = replace(lines[0], note=begin)
-    problem, note = score_again(evidence)
+    problem, note = asyncio.run(score_again(evidence))
     return [*lines, AuditLine(REWARDS, problem, note)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,28 +27,18 @@ EMPTIED = ("tasks", "samples", "batches", "outstanding", "open", "payload:", "pi
 
 @dataclass(frozen=True, slots=True)
 class RedisRecords:
-    """The contents of Redis after the run's last process has ended.
-
-    Attributes:
-        steps: the learner's announcements, in order.
-        read: how many of them the sampler had read when it stopped.
-        outstanding: tasks whose result is awaited.
-        waiting: rewarded samples that are in no batch yet.
-        rows: the tracker's rows, packed, by prompt id.
-        population: the state of the prior; None with the paper's prior, which has none.
-        leftovers: keys of a finished run that should be empty or gone.
-    """
+    """The contents of Redis after the run's last process has ended."""
 
     journal: list[JournalEntry]
-    steps: list[Step]
-    read: int
+    steps: list[Step]  # the learner's announcements, in order
+    read: int  # how many of the steps the sampler had read when it stopped
     counters: dict[str, int]
-    outstanding: list[str]
-    waiting: list[str]
-    rows: dict[str, bytes]
-    population: bytes | None
+    outstanding: list[str]  # tasks whose result is awaited
+    waiting: list[str]  # rewarded samples that are in no batch yet
+    rows: dict[str, bytes]  # of the tracker, packed, by prompt id
+    population: bytes | None  # the state of the prior; None with the paper's prior, which has none
     evaluations: list[dict[str, Any]]
-    leftovers: list[str]
+    leftovers: list[str]  # keys that a finished run should have emptied or deleted
     finished: bool
     early_stop: EarlyStop
 
@@ -80,8 +70,7 @@ def read_redis(broker: Broker) -> RedisRecords:
 def _leftovers(broker: Broker) -> Iterator[str]:
     for name in EMPTIED:
         for key in broker.keys_of(name) if name.endswith(":") else [broker.key(name)]:
-            size = _size(broker, key)
-            if size:
+            if size := _size(broker, key):
                 yield f"{key.removeprefix(broker.key(''))} ({size})"
 
 
@@ -94,91 +83,71 @@ def _size(broker: Broker, key: str) -> int:
 
 
 class KeptEpisode(NamedTuple):
-    """A line of `rollouts/` or `validation_data/`, as far as it is compared with other records.
-
-    Attributes:
-        version: the version in the file's name.
-        reward: None if the task was skipped.
-        versions: versions of its oldest and its newest token; empty if it was skipped.
-        value: the prompt's value when the task was sent, rounded; None in evaluations.
-        rows: the number of its rows of tokens.
-        flaw: how its counts differ from its messages and tokens; empty if they do not.
-        tokens: the sampled tokens of each row; empty if the record has no tokens.
-    """
+    """A line of `rollouts/` or `validation_data/`, as far as it is compared with other records."""
 
     task_id: str
     prompt_id: str
-    version: int
-    reward: float | None
-    versions: tuple[int, ...]
-    value: float | None
+    version: int  # in the file's name
+    reward: float | None  # None if the task was skipped
+    versions: tuple[int, ...]  # of its oldest and its newest token; empty if it was skipped
+    value: float | None  # of the prompt when the task was sent, rounded; None in evaluations
     answer: str
-    rows: int
-    flaw: str = ""
-    tokens: Sequence[SampledTokens] = ()
+    rows: int  # the number of its rows of tokens
+    flaw: str  # how its counts differ from its messages and tokens; empty if they do not
+    tokens: Sequence[SampledTokens]  # of each row; empty if the record has no tokens
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FolderRecords:
-    """The files of a run folder.
-
-    Attributes:
-        rollouts: training episodes, in no order.
-        answers: episodes of complete evaluations, by version.
-        unfinished: files of evaluations that are not complete.
-        trained: lines of training data, by batch.
-        torn: lines that cannot be read: file and number.
-        not_written: versions whose metrics may be lost, because the disk was full.
-        served: versions that the learner has served, in order, read from its timeline.
-        changed: for each setting that was changed, the last step before it took its present value.
-        since: for each folder of episodes and for `metrics`, the version before which files may have been removed
-            (`run.keep_mb`).
-    """
+    """The files of a run folder."""
 
     metrics: Metrics
-    rollouts: list[KeptEpisode] = field(default_factory=list)
-    answers: dict[int, list[KeptEpisode]] = field(default_factory=dict)
-    unfinished: list[str] = field(default_factory=list)
-    trained: dict[int, list[TrainedRow]] = field(default_factory=lambda: defaultdict(list))
-    torn: list[str] = field(default_factory=list)
-    not_written: set[int] = field(default_factory=set)
-    served: list[int] = field(default_factory=list)
-    changed: Mapping[str, int] = field(default_factory=dict)
-    since: dict[str, int] = field(default_factory=dict)
+    rollouts: list[KeptEpisode]  # training episodes, in no order
+    answers: dict[int, list[KeptEpisode]]  # episodes of complete evaluations, by version
+    unfinished: list[str]  # files of evaluations that are not complete
+    trained: dict[int, list[TrainedRow]]  # lines of training data, by batch
+    torn: list[str]  # lines that cannot be read: file and number
+    not_written: set[int]  # versions whose metrics may be lost, because the disk was full
+    served: list[int]  # versions that the learner has served, in order, read from its timeline
+    changed: Mapping[str, int]  # for each setting that was changed, the last step before it took its present value
+    # For each folder of episodes and for `metrics`, the version before which files may have been removed (run.keep_mb).
+    since: Mapping[str, int]
 
 
 def read_folder(folder: Path, keep_bytes: int) -> FolderRecords:
-    changes = RunFolder(folder, folder.name).changes()
-    records = FolderRecords(
-        read_metrics(folder), changed={change["key"]: int(change.get("step") or 0) for change in changes}
-    )
-    if records.metrics.unreadable:
-        records.torn.append(f"{records.metrics.unreadable} of metrics.jsonl")
-    for version, path in episode_files(folder, "rollouts"):
-        records.rollouts += _kept(version, path, records.torn)
-    for version, path in episode_files(folder, "validation_data"):
-        records.answers[version] = list(_kept(version, path, records.torn))
-    records.unfinished = sorted(path.name for path in (folder / "validation_data").glob("*.part"))
+    metrics = read_metrics(folder)
+    torn = [f"{metrics.unreadable} of metrics.jsonl"] if metrics.unreadable else []
+    rollouts = [one for version, path in episode_files(folder, "rollouts") for one in _kept(version, path, torn)]
+    answers = {version: list(_kept(version, path, torn)) for version, path in episode_files(folder, "validation_data")}
+    trained: dict[int, list[TrainedRow]] = defaultdict(list)
     for version, path in episode_files(folder, "training_data"):
         for number, line in lines_of(path):
             try:
-                records.trained[version].append(TrainedRow.of(line))
+                trained[version].append(TrainedRow.of(line))
             except (LookupError, TypeError, ValueError):
-                records.torn.append(f"{path.parent.name}/{path.name}:{number}")
-    for name in ("rollouts", "validation_data", "training_data"):
-        records.since[name] = _oldest(folder, name, keep_bytes)
-    rewards = records.metrics.series("reward/mean", "sampler").versions.tolist()
-    records.since["metrics"] = min(rewards, default=0) if (folder / OLD).exists() else 0
+                torn.append(f"{path.parent.name}/{path.name}:{number}")
+    rewards = metrics.series("reward/mean", "sampler").versions.tolist()
+    since = {name: _oldest(folder, name, keep_bytes) for name in ("rollouts", "validation_data", "training_data")}
+    since["metrics"] = min(rewards, default=0) if (folder / OLD).exists() else 0
     serving = (event for event in read_timelines(folder)[0] if (event.process, event.name) == ("learner", "serve"))
-    records.served = [int(event.details.get("version", 0)) for event in serving]
     log = folder / "logs" / "sampler.log"
-    records.not_written = not_written(log.read_text(errors="replace")) if log.is_file() else set()
-    return records
+    return FolderRecords(
+        metrics=metrics,
+        rollouts=rollouts,
+        answers=answers,
+        unfinished=sorted(path.name for path in (folder / "validation_data").glob("*.part")),
+        trained=trained,
+        torn=torn,
+        not_written=not_written(log.read_text(errors="replace")) if log.is_file() else set(),
+        served=[int(event.details.get("version", 0)) for event in serving],
+        changed={change["key"]: int(change.get("step") or 0) for change in RunFolder(folder, folder.name).changes()},
+        since=since,
+    )
 
 
 def _oldest(folder: Path, name: str, keep_bytes: int) -> int:
     """The oldest version in the folder if older ones may have been removed, because the folder was full; else 0."""
-    files = list(episode_files(folder, name))
+    files = episode_files(folder, name)
     versions = sorted({version for version, _ in files})
     if sum(path.stat().st_size for _, path in files) < keep_bytes // 2:
         return 0
@@ -186,10 +155,10 @@ def _oldest(folder: Path, name: str, keep_bytes: int) -> int:
     return versions[min(1, len(versions) - 1)] if name == "validation_data" else versions[0]
 
 
-def episode_files(folder: Path, name: str) -> Iterator[tuple[int, Path]]:
+def episode_files(folder: Path, name: str) -> list[tuple[int, Path]]:
     """Complete files of a folder with their version, oldest first."""
     named = ((path.name.partition(".")[0], path) for path in (folder / name).glob("*.jsonl"))
-    yield from sorted((int(version), path) for version, path in named if version.isdecimal())
+    return sorted((int(version), path) for version, path in named if version.isdecimal())
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

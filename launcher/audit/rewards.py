@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.config import Config, Source
 from common.config.data import Side
@@ -29,18 +29,8 @@ TURN_LIMITS = (Ending.MAX_ASSISTANT_TURNS, Ending.MAX_USER_TURNS)
 AT_ONCE = 64  # episodes that are scored side by side
 
 
-class Scored(NamedTuple):
-    """The rewards that differ when computed again, and the sources that were skipped, with the reason."""
-
-    problem: str
-    note: str
-
-
-def score_again(run: Evidence) -> Scored:
-    return asyncio.run(_score_again(run))
-
-
-async def _score_again(run: Evidence) -> Scored:
+async def score_again(run: Evidence) -> tuple[str, str]:
+    """Returns the rewards that differ when computed again, and the sources that were skipped, with the reasons."""
     wrong: list[str] = []
     notes: set[str] = set()
     special = special_tokens(run.config.model.path)
@@ -48,13 +38,11 @@ async def _score_again(run: Evidence) -> Scored:
         "train": ("rollouts", run.data.train), "heldout": ("validation_data", run.data.heldout),
     }  # fmt: skip
     for side, (folder, prompts) in sides.items():
-        for source in run.config.data.sources(side) if prompts is not None else ():
-            assert prompts is not None
+        for source in run.config.data.sources(side):
+            assert prompts is not None  # there are held-out sources only with held-out data
             config = run.config.for_source(source)
             try:
-                if reason := _skipped(config, special is None):
-                    notes.add(f"{source.key} skipped: {reason}")
-                    continue
+                _check_known(config, has_tokenizer=special is not None)
                 scorer = Scorer(config)
             except UserError as error:
                 notes.add(f"{source.key} skipped: {error}")
@@ -67,11 +55,11 @@ async def _score_again(run: Evidence) -> Scored:
                     wrong += filter(None, await asyncio.gather(*scored))
             finally:
                 await scorer.close()
-    return Scored(some(wrong), "; ".join(sorted(notes)))
+    return some(wrong), "; ".join(sorted(notes))
 
 
-def _skipped(config: Config, without_tokenizer: bool) -> str:
-    """Why the rewards of a source are not computed again; empty if they are."""
+def _check_known(config: Config, has_tokenizer: bool) -> None:
+    """Raise `UserError` if the rewards of a source cannot be computed again from what is kept on this machine."""
     reward = config.episode.reward
     names = [reward] if isinstance(reward, str) else list(reward)
     elsewhere = [f"{name} {ELSEWHERE[name]}" for name in names if name in ELSEWHERE]
@@ -80,9 +68,10 @@ def _skipped(config: Config, without_tokenizer: bool) -> str:
         seers = [name for name in names if sees_folder(name, options.get(name, {}))]
         elsewhere += [f"{name} may have read the agent's folder, which is gone" for name in seers]
     if elsewhere:
-        return ", ".join(elsewhere)
+        raise UserError(", ".join(elsewhere))
     response = [name for name in names if name not in WITHOUT_RESPONSE]
-    return f"{response[0]} may need the tokenizer of {config.model.path}" if response and without_tokenizer else ""
+    if response and not has_tokenizer:
+        raise UserError(f"{response[0]} may need the tokenizer of {config.model.path}")
 
 
 def _episodes(folder: Path, prompts: PromptSet, source: Source) -> Iterator[tuple[Mapping[str, Any], Any]]:
@@ -145,7 +134,8 @@ async def _check(
             score, answer = await _score(scorer, config, outcome, side)
         except Exception as error:  # whatever a user's reward raises
             return f"{line['task_id']}: {error!r}"[:200]
-        same = _equal({"": score.value, **score.parts}, {"": line["reward"], **line["parts"]})
+        ours, theirs = {"": score.value, **score.parts}, {"": line["reward"], **line["parts"]}
+        same = ours.keys() == theirs.keys() and all(math.isclose(ours[one], theirs[one], rel_tol=1e-9) for one in ours)
         if same and answer == line.get("answer", ""):
             return ""
         found = f"{line['task_id']} has {_shown(line['reward'], line.get('answer'))}, not {_shown(score.value, answer)}"
@@ -164,10 +154,6 @@ async def _score(scorer: Scorer, config: Config, outcome: Outcome, side: Side) -
 
 def _shown(reward: float, answer: str | None) -> str:
     return f"reward {reward:g} and answer {answer[:40]!r}" if answer else f"reward {reward:g}"
-
-
-def _equal(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-    return one.keys() == other.keys() and all(math.isclose(one[name], other[name], rel_tol=1e-9) for name in one)
 
 
 def special_tokens(model: str) -> re.Pattern[str] | None:

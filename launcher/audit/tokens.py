@@ -14,41 +14,27 @@ from common.payload import LOGPROB, TOKEN, Payload, check_payload
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of a row that the model sampled, as the generator and the learner both record them.
+    """The tokens of a row that the model sampled, as the generator and the learner both record them."""
 
-    Attributes:
-        ids: int32 [M].
-        versions: version of the weights that sampled each, int32 [M].
-        logprobs: log pi_rollout, rounded, float64 [M].
-        experts: checksums of each token's experts, int64 [M]; empty without router replay.
-    """
-
-    ids: np.ndarray
-    versions: np.ndarray
-    logprobs: np.ndarray
-    experts: np.ndarray
+    ids: np.ndarray  # int32 [M]
+    versions: np.ndarray  # of the weights that sampled each, int32 [M]
+    logprobs: np.ndarray  # log pi_rollout, rounded, float64 [M]
+    experts: np.ndarray  # checksums of each token's experts, int64 [M]; empty without router replay
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedRow:
-    """A line of `training_data/`: a row, and what the learner computed for its M model tokens.
-
-    Attributes:
-        mini_batch: number of the optimizer step in its batch.
-        advantages: the sampler's, of the sample or of its turns.
-        sampled: the tokens as the learner got them.
-        logprobs: of the policy before the optimizer step, float64 [M].
-        teacher: a teacher's log-probs, float64 [M] or [M, K], NaN for tokens without scores; None without a teacher.
-        values, returns, token_advantages: float64 [M]; None without a critic.
-    """
+    """A line of `training_data/`: a row, and what the learner computed for its M model tokens."""
 
     task_id: str
     row: int
-    mini_batch: int
-    advantages: list[float]
-    sampled: SampledTokens
-    logprobs: np.ndarray
+    mini_batch: int  # number of the optimizer step in its batch
+    advantages: list[float]  # the sampler's, of the sample or of its turns
+    sampled: SampledTokens  # as the learner got them
+    logprobs: np.ndarray  # of the policy before the optimizer step, float64 [M]
+    # A teacher's log-probs, float64 [M] or [M, K], NaN for tokens without scores; None without a teacher.
     teacher: np.ndarray | None
+    # A critic's, float64 [M]; None without a critic.
     values: np.ndarray | None
     returns: np.ndarray | None
     token_advantages: np.ndarray | None
@@ -84,9 +70,8 @@ def flaw_of(line: Mapping[str, Any]) -> str:
     left_out = line.get("left_out", ())
     if line["status"] != "ok" or "everything" in left_out:
         return ""
-    messages = line.get("messages")
     if "text" not in left_out:
-        if not messages:
+        if not line.get("messages"):
             return "no messages"
         if flaw := _flaw_of_messages(line):
             return flaw

@@ -68,8 +68,7 @@ def diagnose(
 ) -> dict[Role, list[Finding]]:
     """The findings about this machine and, with a configuration, about a start; see `spo.doctor`.
 
-    Args:
-        log: receives what the processes would log; None: nothing is logged.
+    `log` receives what the processes would log.
     """
     if settings is not None and redis not in (None, EMBEDDED):
         settings = changed_config(settings, {"broker.url": redis})
@@ -82,24 +81,16 @@ def diagnose(
         if role is None:
             available |= Need.LIBRARIES
             checks += _dry_run_checks(log or logs.to_file("doctor", Path(os.devnull)))
-    findings: dict[Role, list[Finding]] = {}
-    machine = read_machine()
-    for one in [role] if role else STARTED:
-        findings[one] = examine(checks, When.DOCTOR, Context(one, machine, settings, available))
-    return findings
+    machine, roles = read_machine(), [role] if role else STARTED
+    return {one: examine(checks, When.DOCTOR, Context(one, machine, settings, available)) for one in roles}
 
 
 def _dry_run_checks(log: Any) -> list[Check]:
     try:
         from launcher.checks.dry_run import dry_run_checks  # imports what the processes import
     except ImportError as error:
-        missing = error.name
-        return [
-            Check(
-                "start", lambda _: warning(f"not tried, since {missing} is not installed here"), When.DOCTOR,
-                (Role.GENERATOR,),
-            )
-        ]  # fmt: skip
+        line = f"not tried, since {error.name} is not installed here"
+        return [Check("start", lambda _: warning(line), When.DOCTOR, (Role.GENERATOR,))]
     return dry_run_checks(log)
 
 
@@ -127,11 +118,7 @@ LAUNCHER_CHECKS = (
 
 
 def report(findings: Mapping[Role, Sequence[Finding]], *, as_json: bool = False) -> int:
-    """Print the findings; one that several roles share is printed once.
-
-    Returns:
-        The exit code: 2 if there is a problem, else 0.
-    """
+    """Print the findings, those that several roles share once; returns the exit code, 2 if there is a problem."""
     roles = _by_finding(findings)
     counts = {level: sum(finding.level is level for finding in roles) for level in Level}
     if as_json:

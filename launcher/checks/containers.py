@@ -13,14 +13,12 @@ from common.checks.check import Finding, ok, problem, warning
 from common.config import Config, Source
 from common.errors import UserError
 from common.files import own_folder
-from common.process import run_coroutine
 from generator.agents.containers.container import Containers, TaskContainer
 from generator.agents.containers.engine import ContainerFailed
 from generator.agents.containers.grading import GradingTimedOut, files_of, grade
 from generator.rewards.pool import RewardFailed
 from sampler.prompts.harbor import DOCKERFILE, SOLUTION, HarborTasks
 from sampler.prompts.prompt_set import check_rows, read_answer
-from sampler.prompts.row import CheckedRow
 from sampler.prompts.rows import open_source
 
 SAMPLE = 3  # tasks of each source that are played
@@ -30,42 +28,32 @@ PLACE = "solution"  # folder of the solution's files in the container
 FAILURES = (ContainerFailed, RewardFailed)
 
 
-def check_images(config: Config) -> None:
+async def check_images(config: Config) -> None:
     """Raise `UserError` if the image of one of the first tasks is not there."""
-    if not config.uses_containers:
-        return
-
-    async def check() -> None:
-        for source, own in _sources(config):
-            containers = Containers(own, None)
-            try:
-                for row in islice(_usable(source), START_ROWS):
-                    image = containers.image_of(row.row or {})
-                    if not await containers.engine.has_image(image):
-                        raise UserError(
-                            f"{source.key}: there is no image {image!r} for the task of "
-                            f"{open_source(source).where(row.number)}; build it, or let `spo data check` build "
-                            "Harbor's"
-                        )
-            except ContainerFailed as error:
-                raise UserError(f"{source.key}: {error}") from None
-            finally:
-                await containers.close()
-
-    run_coroutine(check())
+    for source, own in _sources(config):
+        containers = Containers(own, None)
+        try:
+            for number, row in islice(_usable(source), START_ROWS):
+                image = containers.image_of(row)
+                if not await containers.engine.has_image(image):
+                    where = open_source(source).where(number)
+                    raise UserError(
+                        f"{source.key}: there is no image {image!r} for the task of {where}; build it, or let "
+                        "`spo data check` build Harbor's"
+                    )
+        except ContainerFailed as error:
+            raise UserError(f"{source.key}: {error}") from None
+        finally:
+            await containers.close()
 
 
-def try_tasks(config: Config, track: Any = None) -> list[Finding]:
+async def try_tasks(config: Config, track: Any = lambda rows, *_: rows) -> list[Finding]:
     """Findings about the tasks of each source whose agent runs in containers; builds the images that are not there.
 
     Args:
         track: shows progress over rows: `track(rows, how many, what)`.
     """
-
-    async def each() -> list[Finding]:
-        return [one for source, own in _sources(config) async for one in _try_source(source, own, track)]
-
-    return run_coroutine(each())
+    return [one for source, own in _sources(config) async for one in _try_source(source, own, track)]
 
 
 async def _try_source(source: Source, own: Config, track: Any) -> AsyncIterator[Finding]:
@@ -73,15 +61,15 @@ async def _try_source(source: Source, own: Config, track: Any) -> AsyncIterator[
     sockets.mkdir(exist_ok=True)
     containers = Containers(own, sockets)
     try:
-        rows = [row for row in _usable(source) if row.row is not None]
-        built, missing = await _build(source, containers, track(rows, len(rows), "images") if track else rows)
+        rows = list(_usable(source))
+        built, missing = await _build(source, containers, track(rows, len(rows), "images"))
         for line in missing:
             yield problem(f"{source.key}: {line}")
         yield ok(f"{source.key}: {built} images built, {len(rows) - len(missing)} of {len(rows)} tasks have theirs")
         if not missing and "container" in own.episode.reward_weights:
             step = max(1, len(rows) // SAMPLE)
-            for row in rows[::step][:SAMPLE]:
-                yield await _played(source, own, containers, row)
+            for number, row in rows[::step][:SAMPLE]:
+                yield await _played(source, own, containers, number, row)
     except ContainerFailed as error:
         yield problem(f"{source.key}: {error}")
     finally:
@@ -91,42 +79,38 @@ async def _try_source(source: Source, own: Config, track: Any) -> AsyncIterator[
 async def _build(source: Source, containers: Containers, rows: Any) -> tuple[int, list[str]]:
     """Build the missing images; returns how many were built, and a line for each that could not be."""
     opened, built, wrong, seen = open_source(source), 0, list[str](), set[str]()
-    for row in rows:
-        image = containers.image_of(row.row)
+    for number, row in rows:
+        image = containers.image_of(row)
         if image in seen or await containers.engine.has_image(image):
             continue
         seen.add(image)
-        where = opened.where(row.number)
-        folder = opened.folders[row.number] if isinstance(opened, HarborTasks) else None
+        where = opened.where(number)
+        folder = opened.folders[number] if isinstance(opened, HarborTasks) else None
         if folder is None or not (folder / DOCKERFILE).is_file():
             wrong.append(f"{where}: there is no image {image!r}; build or pull it")
             continue
         try:
-            await _build_task(containers, image, folder)
+            context = files_of(folder / "environment", "Dockerfile")
+            await containers.engine.build(image, context, os.environ.get("SPO_BUILD_NETWORK"), BUILD_SECONDS)
             built += 1
         except FAILURES as error:
             wrong.append(f"{where}: {error}")
     return built, wrong
 
 
-async def _build_task(containers: Containers, image: str, folder: Path) -> None:
-    context = files_of(folder / "environment", "Dockerfile")
-    await containers.engine.build(image, context, os.environ.get("SPO_BUILD_NETWORK"), BUILD_SECONDS)
-
-
-async def _played(source: Source, own: Config, containers: Containers, row: CheckedRow) -> Finding:
+async def _played(source: Source, own: Config, containers: Containers, number: int, row: dict[str, Any]) -> Finding:
     """Whether a task's tests give the highest reward to its solution, and less to an agent that does nothing."""
     opened, highest = open_source(source), own.sampler.tracker.reward_range[1]
-    where, tests = f"{source.key}: {opened.where(row.number)}", read_answer(row.row or {}, source)
+    where, tests = f"{source.key}: {opened.where(number)}", read_answer(row, source)
     try:
-        async with containers.started(row.row or {}) as idle:
+        async with containers.started(row) as idle:
             nothing = await _reward(idle, tests)
         if nothing >= highest:
             return problem(f"{where}: an agent that does nothing gets {nothing:g}; its tests must fail at first")
-        solution = opened.folders[row.number] / SOLUTION if isinstance(opened, HarborTasks) else None
+        solution = opened.folders[number] / SOLUTION if isinstance(opened, HarborTasks) else None
         if solution is None or not solution.is_file():
             return warning(f"{where}: it has no solution to try; an agent that does nothing gets {nothing:g}")
-        async with containers.started(row.row or {}) as solved:
+        async with containers.started(row) as solved:
             output = await _solve(solved, solution)
             reward = await _reward(solved, tests)
     except FAILURES as error:
@@ -163,10 +147,12 @@ def _sources(config: Config) -> Iterator[tuple[Source, Config]]:
             yield source, own
 
 
-def _usable(source: Source) -> Iterator[CheckedRow]:
-    """The rows that can be used; none if the data cannot be opened, which other checks report."""
+def _usable(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and columns of each row that can be used; none if the data cannot be opened, which other checks report."""
     try:
         rows = open_source(source)
     except UserError:
-        return iter(())
-    return (row for row in check_rows(rows, source) if row.problem is None)
+        return
+    for row in check_rows(rows, source):
+        if row.problem is None and row.row is not None:
+            yield row.number, row.row

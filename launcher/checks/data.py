@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from common.checks.machine import Machine
 from common.config import load_config, parse_config
 from common.config.load import override as set_overrides
 from common.errors import UserError, one_line
-from common.process import Role
+from common.process import Role, run_coroutine
 from common.scripts import OverrideOption
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ app = typer.Typer(
 CONFIGS = (".yaml", ".yml")
 NO_MODEL = "none"  # model.path if neither the command line nor a configuration names a model
 SLOW_ROWS = 256  # of each source, on which a reward of the user's own is tried
+TRIED = ("reward", "tasks")  # names of the checks whose findings are shown
 
 
 @app.callback()
@@ -74,19 +76,15 @@ def check(
         config = parse_config(tree)
     reports: list[SourceReport] = []
     notes: list[str] = []
-    rows = rows_check(
-        tokenizer or (None if config.model.path == NO_MODEL else config.model.path), reports, notes, examples
-    )
+    model = tokenizer or (None if config.model.path == NO_MODEL else config.model.path)
     has_reward = is_config or any(one.startswith("episode.reward") for one in override or ())
     checks = [
         *CHECKS,
-        rows,
+        Check("rows", partial(_rows, model, reports, notes, examples), When.DATA, (Role.SAMPLER,), Need.CONFIG),
         *([Check("reward", _reward, When.DATA, (Role.SAMPLER,), Need.CONFIG)] if has_reward else []),
         Check("tasks", _tasks, When.DATA, (Role.SAMPLER,), Need.CONFIG),
     ]
     findings = examine(checks, When.DATA, Context(Role.SAMPLER, Machine(), config))
-    rewards = [finding for finding in findings if finding.name == "reward"]
-    tasks = [finding for finding in findings if finding.name == "tasks"]
     note = notes[-1] if notes else ""
     trained = set().union(*(report.ids for report in reports if report.key.startswith("data.train")))
     heldout = [report.ids for report in reports if report.key.startswith("data.heldout")]
@@ -94,21 +92,23 @@ def check(
     if as_json:
         sources = [_plain(report) for report in reports]
         result = {"sources": sources, "heldout_also_trained_on": shared, "tokens_not_counted": note}
-        result["reward"] = [{"level": finding.level.value, "line": finding.line} for finding in rewards]
-        result["tasks"] = [{"level": finding.level.value, "line": finding.line} for finding in tasks]
+        for name in TRIED:
+            result[name] = [{"level": one.level.value, "line": one.line} for one in findings if one.name == name]
         sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     else:
         limit = config.data.max_prompt_tokens
         text = [line for report in reports for line in lines(report, limit)]
         text += [f"tokens are not counted: {note}"] if note else []
         text += [f"{shared:,} held-out prompts are also trained on"] if shared else []
-        text += [f"{finding.name}: {one_line(finding.line)}" for finding in (*rewards, *tasks)]
+        text += [f"{finding.name}: {one_line(finding.line)}" for finding in findings if finding.name in TRIED]
         sys.stdout.write("\n".join(text) + "\n")
     refuse_problems(findings)
 
 
-def rows_check(model: str | None, reports: list[SourceReport], notes: list[str], examples: int = 1) -> Check:
-    """The check that reads every row; a source without a usable row is a problem.
+def _rows(
+    model: str | None, reports: list[SourceReport], notes: list[str], examples: int, context: Context
+) -> Iterator[Finding]:
+    """Read every row; a source without a usable row is a problem.
 
     Args:
         model: its tokenizer counts the tokens.
@@ -119,27 +119,24 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str],
     from generator.chat.token_text import load_tokenizer
     from launcher.checks.rows import PromptEncoder, report_source
 
-    def find(context: Context) -> Iterator[Finding]:
-        config, tokenizer = context.config, None
+    config, tokenizer = context.config, None
+    try:
+        if model is None:
+            raise UserError("no model is named (--tokenizer)")
+        tokenizer = load_tokenizer(model, config.model.trust_remote_code)
+    except UserError as error:
+        notes.append(str(error))
+    for source in config.data.all_sources():
+        encode = None
         try:
-            if model is None:
-                raise UserError("no model is named (--tokenizer)")
-            tokenizer = load_tokenizer(model, config.model.trust_remote_code)
-        except UserError as error:
-            notes.append(str(error))
-        for source in config.data.all_sources():
-            encode = None
-            try:
-                encode = PromptEncoder(config, source, tokenizer) if tokenizer is not None else None
-            except UserError as error:  # of the template, or of the tools
-                notes.append(f"{source.key}: {error}")
-                yield problem(notes[-1])
-            report = report_source(source, config.data.max_prompt_tokens, encode, _track, examples)
-            reports.append(report)
-            line = f"{report.key}: {report.data}"
-            yield problem(f"{line}: {report.problem}") if report.problem else ok(line)
-
-    return Check("rows", find, When.DATA, (Role.SAMPLER,), Need.CONFIG)
+            encode = PromptEncoder(config, source, tokenizer) if tokenizer is not None else None
+        except UserError as error:  # of the template, or of the tools
+            notes.append(f"{source.key}: {error}")
+            yield problem(notes[-1])
+        report = report_source(source, config.data.max_prompt_tokens, encode, _track, examples)
+        reports.append(report)
+        line = f"{report.key}: {report.data}"
+        yield problem(f"{line}: {report.problem}") if report.problem else ok(line)
 
 
 def _reward(context: Context) -> Iterator[Finding]:
@@ -149,7 +146,7 @@ def _reward(context: Context) -> Iterator[Finding]:
     except ImportError as error:
         yield warning(f"not tried, since {error.name} is not installed here")
         return
-    yield from try_sources(context.config, SLOW_ROWS, all_if_quick=True, track=_track)
+    yield from run_coroutine(try_sources(context.config, SLOW_ROWS, all_if_quick=True, track=_track))
 
 
 def _tasks(context: Context) -> Iterator[Finding]:
@@ -157,7 +154,7 @@ def _tasks(context: Context) -> Iterator[Finding]:
     if context.config.uses_containers:
         from launcher.checks.containers import try_tasks  # needs packages of the generator
 
-        yield from try_tasks(context.config, _track)
+        yield from run_coroutine(try_tasks(context.config, _track))
 
 
 def _track(rows: Iterable[Any], total: int, what: str) -> Iterator[Any]:

@@ -27,7 +27,7 @@ from generator.users import conversation
 from launcher.checks.rewards import score_empty
 from launcher.checks.vocabulary import vocabularies
 from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
-from sampler.prompts.prompt_set import Prompt, PromptSet, RunData, load_data, too_few
+from sampler.prompts.prompt_set import PromptSet, RunData, load_data, too_few
 from sampler.state import SamplerState
 from sampler.values.kinds import KINDS
 from sampler.values.scores import apply_initial_values
@@ -39,19 +39,12 @@ PROMPTS = 64  # prompts of each source for which an episode is started
 def dry_run(config: Config, choice: Choice, log: Any) -> dict[Role, list[Finding]]:
     """The findings of each process about the configuration; a problem is one that would end the process."""
     checks = [*CHECKS, *dry_run_checks(log, choice)]
-    findings: dict[Role, list[Finding]] = {}
-    machine = read_machine()
-    for role in STARTED:
-        findings[role] = examine(checks, When.DRY_RUN, Context(role, machine, config, Need.CONFIG | Need.LIBRARIES))
-    return findings
+    machine, needs = read_machine(), Need.CONFIG | Need.LIBRARIES
+    return {role: examine(checks, When.DRY_RUN, Context(role, machine, config, needs)) for role in STARTED}
 
 
 def dry_run_checks(log: Any, choice: Choice = NOTHING_ASKED) -> list[Check]:
-    """The checks that load what the processes load; the sampler's come first, since the others use its data.
-
-    Args:
-        choice: the GPUs that the command line asks for.
-    """
+    """The checks that load what the processes load; the sampler's come first, since the others use its data."""
     loaded: list[RunData] = []
 
     def layout(context: Context) -> Iterator[Finding]:
@@ -131,7 +124,8 @@ async def _begin(runner: TaskRunner, prompts: PromptSet, kind: Kind) -> int:
         lost, reason = 0, ""
         for i in range(start, min(start + PROMPTS, end)):
             try:
-                lengths.append(await _begin_one(runner, _task(prompts, i, kind), score=i == start))
+                task = prompts.task(i, f"dry-run-{i}", kind=kind)
+                lengths.append(await _begin_one(runner, task, score=i == start))
             except UnusablePrompt as error:
                 lost += isinstance(error, PromptNotSeen)
                 reason = reason or f"{prompts.where(i)}: {error}"
@@ -151,8 +145,7 @@ async def _begin_one(runner: TaskRunner, task: Task, score: bool) -> int:
         async with conversation(parts.user, task.task_id, **details):
             pass
     if score:
-        prompt, side = Prompt(task.prompt, task.answer, task.row), "heldout" if task.kind == "eval" else "train"
-        await score_empty(parts.scorer, parts.episode, prompt, side)
+        await score_empty(parts.scorer, parts.episode, task)
     return episode.length
 
 
@@ -164,19 +157,6 @@ def _names(run_parts: RunParts) -> str:
         names += [f"user {parts.episode.user}"] if parts.user else []
         names += [f"reward {name}" for name in parts.episode.reward_weights]
     return ", ".join(dict.fromkeys(names))
-
-
-def _task(prompts: PromptSet, i: int, kind: Kind) -> Task:
-    prompt = prompts[i]
-    return Task(
-        task_id=f"dry-run-{i}",
-        prompt_id=prompts.ids[i],
-        kind=kind,
-        prompt=prompt.prompt,
-        answer=prompt.answer,
-        row=prompt.row,
-        source=prompts.source(i),
-    )
 
 
 def _engine(context: Context) -> Finding:

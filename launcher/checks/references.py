@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -43,25 +43,15 @@ EITHER = "this is right only if the reward ignores the reference (then set data.
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores of the answers that were tried on one row.
+    """The scores of the answers that were tried on one row."""
 
-    Attributes:
-        where: the row's name in messages.
-        reference: the row's reference as messages show it.
-        empty: the score of an empty answer.
-        right: the highest score of an answer made of the row's reference.
-        wrong: the score of another row's reference in the form of `right`; None if all references are the same.
-        least: the lowest of these scores.
-        failure: the reward's error on an answer in another form, with that answer; empty if there was none.
-    """
-
-    where: str
-    reference: str
-    empty: float
-    right: float
-    wrong: float | None
-    least: float
-    failure: str
+    where: str  # the row's name in messages
+    reference: str  # as messages show it
+    empty: float  # score of an empty answer
+    right: float  # highest score of an answer made of the row's reference
+    wrong: float | None  # score of another row's reference in the form of `right`; None if all references are the same
+    least: float  # lowest of these scores
+    failure: str  # the reward's error on an answer in another form, with that answer; empty if there was none
 
     @property
     def shown(self) -> str:
@@ -70,33 +60,21 @@ class Scores:
 
 @dataclass(slots=True)
 class Trial:
-    """The results of trying a reward on rows.
+    """The results of trying a reward on rows."""
 
-    Attributes:
-        is_known: the reward is built in and compares answers, so it reads one of the `FORMS`.
-        right_from: the lowest reward with which an answer counts as right.
-        rows: the number of rows tried.
-        raised: the reward's error, by row.
-        scores: the scores of the rows whose references were compared.
-    """
-
-    is_known: bool
-    right_from: float
-    rows: int = 0
-    raised: dict[str, str] = field(default_factory=dict)
-    scores: list[Scores] = field(default_factory=list)
+    is_known: bool  # the reward is built in and compares answers, so it reads one of the `FORMS`
+    right_from: float  # lowest reward with which an answer counts as right
+    rows: int = 0  # number of rows tried
+    raised: dict[str, str] = field(default_factory=dict)  # the reward's error, by row
+    scores: list[Scores] = field(default_factory=list)  # of the rows whose references were compared
 
     def findings(self, key: str) -> Iterator[Finding]:
-        """Findings: a problem if most rows show it and no other form of answer could explain it, else a warning.
-
-        Args:
-            key: of the source in the configuration.
-        """
+        """Findings: a problem if most rows show it and no other form of answer could explain it, else a warning."""
         if self.raised:
-            (first, reason), *_ = self.raised.items()
-            others = _named(list(self.raised)[1:])
-            line = f"{key}: the reward fails on {self._share(self.raised)}; {first}: {reason}"
-            yield self._finding(self.raised, f"{line}{f'; also on {others}' if others else ''}")
+            first, *others = self.raised
+            also = f"; also on {_named(others)}" if others else ""
+            line = f"{key}: the reward fails on {self._share(self.raised)}; {first}: {self.raised[first]}{also}"
+            yield self._finding(self.raised, line)
         # A reward that is the same for every answer may be intended.
         silent = [row for row in self.scores if row.least < row.empty and self.right_from <= row.empty]
         if silent:
@@ -132,13 +110,13 @@ class Trial:
     def _rows(self, rows: Sequence[Scores]) -> str:
         return f"{self._share(rows)}: {_named([row.shown for row in rows])}"
 
-    def _share(self, rows: Sequence[object] | Mapping[str, str]) -> str:
+    def _share(self, rows: Collection[object]) -> str:
         return f"{len(rows):,} of {self.rows:,} rows tried"
 
-    def _are_most(self, rows: Sequence[object] | Mapping[str, str]) -> bool:
+    def _are_most(self, rows: Collection[object]) -> bool:
         return 2 * len(rows) > self.rows
 
-    def _finding(self, rows: Sequence[object] | Mapping[str, str], line: str) -> Finding:
+    def _finding(self, rows: Collection[object], line: str) -> Finding:
         return problem(line) if self._are_most(rows) else warning(line)
 
 
@@ -167,11 +145,7 @@ def compares_only(episode: EpisodeConfig) -> bool:
 
 
 async def try_references(scorer: Scorer, config: Config, rows: Iterable[tuple[str, Prompt]]) -> Trial:
-    """Score for each row an empty answer, answers made of its reference, and one made of another row's reference.
-
-    Args:
-        config: as `Config.for_source` makes it.
-    """
+    """Score for each row an empty answer, answers made of its reference, and one made of another row's reference."""
     trial = Trial(compares_only(config.episode), config.right_from)
     forms = _forms(config.episode)
     remaining = iter(rows)

@@ -14,15 +14,16 @@ from common.config import Config, EpisodeConfig
 from common.config.data import Source
 from common.errors import UserError
 from common.log import get_logger
+from common.messages import Task
 from common.process import run_coroutine
 from generator.agents.containers.container import check_containers
 from generator.agents.environment import check_environments
 from generator.agents.sandboxed import check_agents
 from generator.episode.parts import SharedParts
 from generator.rewards import Outcome, Scorer
-from generator.rewards.pool import RewardFailed, WorkerDied
+from generator.rewards.pool import RewardFailed
 from launcher.checks.containers import check_images
-from launcher.checks.references import START_ROWS, can_be_tried, compares_only, not_tried, try_references
+from launcher.checks.references import FAILURES, START_ROWS, can_be_tried, compares_only, not_tried, try_references
 from launcher.checks.vocabulary import check_vocabularies
 from sampler.advantages import load_advantage
 from sampler.prompts.prompt_set import Prompt, SourcePrompts, check_rows
@@ -39,8 +40,8 @@ def check_with_rewards(config: Config) -> None:
     check_parts(config)
     run_coroutine(check_environments(config, get_logger()))
     run_coroutine(check_containers(config, get_logger()))
-    check_images(config)
-    findings = try_sources(config, START_ROWS)
+    run_coroutine(check_images(config))
+    findings = run_coroutine(try_sources(config, START_ROWS))
     refuse_problems(findings)
     for finding in findings:
         (get_logger().info if finding.level is Level.OK else get_logger().warning)(finding.line)
@@ -53,7 +54,9 @@ def check_parts(config: Config) -> None:
     load_criterion(config.sampler.selection)
 
 
-def try_sources(config: Config, rows: int, all_if_quick: bool = False, track: Any = None) -> list[Finding]:
+async def try_sources(
+    config: Config, rows: int, all_if_quick: bool = False, track: Any = lambda rows, *_: rows
+) -> list[Finding]:
     """Findings about the rewards of each source, tried on its references.
 
     Args:
@@ -64,10 +67,6 @@ def try_sources(config: Config, rows: int, all_if_quick: bool = False, track: An
     Raises:
         UserError: a reward cannot be made.
     """
-    return run_coroutine(_try_sources(config, rows, all_if_quick, track or (lambda some, *_: some)))
-
-
-async def _try_sources(config: Config, rows: int, all_if_quick: bool, track: Any) -> list[Finding]:
     shared = SharedParts(config.sandbox)
     findings: list[Finding] = []
     try:
@@ -88,18 +87,15 @@ async def _try_sources(config: Config, rows: int, all_if_quick: bool, track: Any
     return findings
 
 
-async def score_empty(scorer: Scorer, episode: EpisodeConfig, prompt: Prompt, side: str) -> None:
-    """Score an empty response; `UNTRIED` rewards are left out.
-
-    Raises:
-        UserError: a reward fails, for example because it cannot read the row.
-    """
+async def score_empty(scorer: Scorer, episode: EpisodeConfig, task: Task) -> None:
+    """Score an empty response unless an `UNTRIED` reward has a part in it; raises `UserError` if a reward fails."""
     if not can_be_tried(episode):
         return
     limit = episode.max_response_tokens
     try:
-        await scorer.score(Outcome("", answer=prompt.answer, row=prompt.row, prompt=prompt.prompt, limit=limit))
-    except (RewardFailed, WorkerDied, TimeoutError, ValueError) as error:
+        await scorer.score(Outcome("", answer=task.answer, row=task.row, prompt=task.prompt, limit=limit))
+    except FAILURES as error:
+        side = "heldout" if task.kind == "eval" else "train"
         where = f"on the first row of data.{side} with an empty response"
         if isinstance(error, RewardFailed):
             raise UserError(str(error).replace(": ", f" fails {where}: ", 1)) from None

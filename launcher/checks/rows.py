@@ -52,51 +52,34 @@ class Occurrences:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A usable row.
-
-    Attributes:
-        prompt: as the model sees it, decoded; without a tokenizer, as it is in the data.
-        answer: the reference; empty if there is none.
-    """
+    """A usable row."""
 
     where: str
-    prompt: str
-    answer: str
+    prompt: str  # as the model sees it, decoded; without a tokenizer, as it is in the data
+    answer: str  # the reference; empty if there is none
 
 
 @dataclass(slots=True)
 class SourceReport:
-    """The report on one source.
+    """The report on one source."""
 
-    Attributes:
-        key, data: the source's key in the configuration, and what is read.
-        problem: why no row can be used; empty if some can.
-        problems: how many rows cannot be used, by kind: `unreadable`, `prompt`, `answer`, `id`, `duplicate`,
-            `template`.
-        reasons: the same by error message.
-        answers: usable rows by the kind of their answer.
-        columns: how many rows have each column.
-        too_long: prompts with more tokens than `data.max_prompt_tokens`; None if tokens are not counted.
-        examples: the first usable rows.
-        hints: what was probably not meant, with the setting that helps.
-        ids: of the usable rows: id column, id, hash of the prompt; column and hash are None if the id is the hash.
-    """
-
-    key: str
-    data: str
-    problem: str = ""
+    key: str  # of the source in the configuration
+    data: str  # what is read
+    problem: str = ""  # why no row can be used; empty if some can
     rows: int = 0
     usable: int = 0
+    # How many rows cannot be used, by kind: `unreadable`, `prompt`, `answer`, `id`, `duplicate`, `template`.
     problems: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, Occurrences] = field(default_factory=dict)
-    answers: dict[str, Occurrences] = field(default_factory=dict)
-    columns: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, Occurrences] = field(default_factory=dict)  # the same by error message
+    answers: dict[str, Occurrences] = field(default_factory=dict)  # usable rows by the kind of their answer
+    columns: dict[str, int] = field(default_factory=dict)  # how many rows have each column
     characters: Lengths | None = None
     tokens: Lengths | None = None
-    too_long: int | None = None
+    too_long: int | None = None  # prompts with more than `data.max_prompt_tokens`; None if tokens are not counted
+    # Of the usable rows: id column, id, hash of the prompt; column and hash are None if the id is the hash.
     ids: set[tuple[str | None, str, str | None]] = field(default_factory=set)
-    hints: list[str] = field(default_factory=list)
-    examples: list[Example] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)  # what was probably not meant, with the setting that helps
+    examples: list[Example] = field(default_factory=list)  # the first usable rows
 
     @property
     def mixed(self) -> bool:
@@ -106,17 +89,11 @@ class SourceReport:
 
 @dataclass
 class Rendered:
-    """Counts of prompts that were rendered.
+    """Counts of prompts that were rendered."""
 
-    Attributes:
-        lengths: tokens of each prompt that the model sees whole.
-        lost: the number of prompts that the model does not see whole.
-        first: row and reason of the first of these.
-    """
-
-    lengths: list[int] = field(default_factory=list)
-    lost: int = 0
-    first: str = ""
+    lengths: list[int] = field(default_factory=list)  # tokens of each prompt that the model sees whole
+    lost: int = 0  # number of prompts that the model does not see whole
+    first: str = ""  # row and reason of the first lost prompt
 
     def rows(self, rows: Rows, source: Source, encode: PromptEncoder | None) -> Iterator[CheckedRow]:
         """Every row of a source, counted; a prompt that the model would not see whole is a problem of its row."""
@@ -131,11 +108,7 @@ class Rendered:
             yield row
 
     def problem(self, limit: int) -> str:
-        """Why the source cannot be used; empty if it can.
-
-        Args:
-            limit: `data.max_prompt_tokens`.
-        """
+        """Why the source cannot be used with `data.max_prompt_tokens` = `limit`; empty if it can."""
         shown = len(self.lengths)
         if self.lost > shown:
             return f"the model would not see {self.lost} of {self.lost + shown} prompts as they are ({self.first})"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from common.config import Config, dump_config
@@ -15,17 +13,9 @@ from launcher.checks.rewards import check_with_rewards
 
 
 def check_before_start(config: Config) -> None:
-    """Check a run on this machine; raises `UserError`."""
-    with _prompts_checked(config):
-        check_with_rewards(config)
+    """Check a run on this machine; raises `UserError`.
 
-
-@contextmanager
-def _prompts_checked(config: Config) -> Iterator[None]:
-    """Check the prompts in another process while the block runs, so that its libraries do not stay in memory here.
-
-    Raises:
-        UserError: at the end of the block; see `check_first_prompts`.
+    Another process checks the prompts meanwhile, so that its libraries do not stay in memory here.
     """
     with tempfile.TemporaryDirectory(prefix="spo-check-") as folder:
         file = Path(folder) / "config.yaml"
@@ -33,7 +23,7 @@ def _prompts_checked(config: Config) -> Iterator[None]:
         command = [sys.executable, "-P", "-m", "launcher.checks.prompts", str(file)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
-                yield
+                check_with_rewards(config)
                 _, problems = process.communicate()
             finally:
                 process.kill()

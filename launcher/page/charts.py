@@ -15,6 +15,8 @@ MOST_POINTS = 600  # of a line; a longer one is drawn by the lowest and the high
 MOST_MEANS = 160  # points of a line over time; a longer one is drawn by means, in a band from lowest to highest
 MOST_BINS = 60
 SMOOTHED = 10  # steps over which a noisy line is averaged
+NO_STEP = "The learner has not finished a step yet."
+NO_BATCH = "No batch has been closed yet."
 Chart = dict[str, Any]
 Line = dict[str, Any]
 
@@ -75,11 +77,7 @@ def lines(
 
 
 def bars(name: str, title: str, histogram: Distribution | None, unit: str = "", scale: float = 1.0) -> Chart:
-    """A histogram, in bins of equal width.
-
-    Args:
-        scale: the edges are divided by it; 100 if they are in percent.
-    """
+    """A histogram, in bins of equal width; its edges are divided by `scale`, 100 if they are in percent."""
     made: Chart = {"kind": "bars", "name": name, "title": title, "unit": unit, "missing": "", "bars": []}
     if histogram is not None and histogram.counts.sum() > 0:
         edges, counts = rebinned(histogram)
@@ -132,6 +130,12 @@ def number(value: float) -> float | int | None:
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+
+
+def newest(metrics: Metrics, name: str, process: str) -> float | int | None:
+    """The newest value of a metric, rounded; None if the process does not measure it."""
+    value = metrics.last(name, process)
+    return None if value is None else number(value)
 
 
 def _over_time(label: str, series: Series, start: float) -> Line:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
@@ -89,31 +89,24 @@ def shown(value: Any, depth: int = 8) -> Any:
 
 
 def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
-    """Text, log-prob and version of each token; None if no tokens were kept or the record is inconsistent.
+    """Text, log-prob, version and turn of each token; None if no tokens were kept or the record is inconsistent.
 
-    Tokens that the model did not sample have None as log-prob and version.
+    Log-prob, version and turn are None for tokens that the model did not sample.
     """
     try:
         ids = [int(token) for token in record["token_ids"]]
-        logprobs: list[float | None] = [None] * len(ids)
-        versions: list[int | None] = [None] * len(ids)
-        turns: list[int | None] = [None] * len(ids)
-        sampled = sampled_positions(record)
-        spans = [version for version, start, end in record["version_spans"] for _ in range(start, end)]
-        for i, logprob, version in zip(sampled, record["logprobs"], spans, strict=True):
-            logprobs[i], versions[i] = logprob, version
-        for turn, (start, end) in enumerate(record["model_spans"]):
-            turns[start:end] = [turn] * (end - start)
+        versions = [version for version, start, end in record["version_spans"] for _ in range(start, end)]
+        turns = [turn for turn, (start, end) in enumerate(record["model_spans"]) for _ in range(start, end)]
+        columns = {"logprobs": record["logprobs"], "versions": versions, "turns": turns}
+        by_token = {name: _by_token(record, values) for name, values in columns.items()}
         rows = row_starts(record)
     except (LookupError, TypeError, ValueError):
         return None
     decode = decoder(model) if model else None
     return {
-        "texts": list(_texts(ids[:MOST_TOKENS], decode)),
+        "texts": [visible(decode(token)) if decode else f"{token} " for token in ids[:MOST_TOKENS]],
         "ids": ids[:MOST_TOKENS],
-        "logprobs": logprobs[:MOST_TOKENS],
-        "versions": versions[:MOST_TOKENS],
-        "turns": turns[:MOST_TOKENS],
+        **by_token,
         "rows": rows,
         "left_out": max(0, len(ids) - MOST_TOKENS),
         "decoded": decode is not None,
@@ -191,46 +184,36 @@ def _request_line(request: dict[str, Any]) -> str:
 def trained_view(record: dict[str, Any], trained: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Advantages by turn, ratio and entropy of each token [T]; None if the learner's records do not fit the tokens.
 
-    With a critic, the view has each token's advantage too, and the advantages by turn are the tracker's.
-
-    The ratio is the token's probability under the policy just before the optimizer step that trained on it, divided by
-    its probability when it was sampled.
+    With a critic, the view has each token's advantage too, and the advantages by turn are the tracker's. The ratio is
+    the token's probability under the policy just before the optimizer step that trained on it, divided by its
+    probability when it was sampled.
     """
     try:
-        spans, length = record["model_spans"], len(record["token_ids"])
-        own: dict[str, Any] = {}
-        ratios: list[float | None] = [None] * length
-        entropies: list[float | None] = [None] * length
-        sampled = sampled_positions(record)
         rows = sorted(trained, key=lambda row: int(row.get("row", 0)))
-        logprobs, entropy_of = ([one for row in rows for one in row[name]] for name in ("logprobs", "entropies"))
-        columns = (record["logprobs"], logprobs, entropy_of)
-        for i, rollout, current, entropy in zip(sampled, *columns, strict=True):
-            ratios[i] = _finite(math.exp(min(current - rollout, MOST_LOG_RATIO)))
-            entropies[i] = _finite(entropy)
-        if "token_advantages" in rows[0]:
-            of_tokens: list[float | None] = [None] * length
-            learned = [one for row in rows for one in row["token_advantages"]]
-            for i, advantage in zip(sampled, learned, strict=True):
-                of_tokens[i] = _finite(advantage)
-            own["token_advantages"] = of_tokens[:MOST_TOKENS]
+        names = ["logprobs", "entropies", *(["token_advantages"] if "token_advantages" in rows[0] else [])]
+        columns = {name: [one for row in rows for one in row[name]] for name in names}
+        rollout = zip(record["logprobs"], columns.pop("logprobs"), strict=True)
+        columns["ratios"] = [math.exp(min(current - sampled, MOST_LOG_RATIO)) for sampled, current in rollout]
+        by_token = {name: _by_token(record, map(_finite, values)) for name, values in columns.items()}
         advantages = [_finite(advantage) for advantage in rows[0]["advantages"]]
-        if len(advantages) not in (1, len(spans)):
+        if len(advantages) not in (1, len(record["model_spans"])):
             return None
         facts = {"version": int(rows[0]["version"]), "mini_batch": int(rows[0]["mini_batch"])}
     except (LookupError, TypeError, ValueError):
         return None
-    by_token = {"ratios": ratios[:MOST_TOKENS], "entropies": entropies[:MOST_TOKENS]}
-    return {**facts, "advantages": advantages, **by_token, **own}
+    return {**facts, "advantages": advantages, **by_token}
+
+
+def _by_token(record: dict[str, Any], values: Iterable[Any]) -> list[Any]:
+    """The values of the sampled tokens at their positions, None at the other tokens; of the first `MOST_TOKENS`."""
+    by_token: list[Any] = [None] * len(record["token_ids"])
+    for i, value in zip(sampled_positions(record), values, strict=True):
+        by_token[i] = value
+    return by_token[:MOST_TOKENS]
 
 
 def _finite(value: float) -> float | None:
     return round(value, 5) if math.isfinite(value) else None
-
-
-def _texts(ids: list[int], decode: Callable[[int], str] | None) -> Iterator[str]:
-    for token in ids:
-        yield visible(decode(token)) if decode else f"{token} "
 
 
 @lru_cache(4)

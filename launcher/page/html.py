@@ -21,26 +21,22 @@ MODULES = (
 
 
 def page_html(title: str = "SPO runs", data: dict[str, Any] | None = None) -> str:
-    """The HTML text of the page.
-
-    Args:
-        data: everything that a server would answer; without it the page asks the server it came from.
-    """
+    """The HTML text of the page; without `data`, all that a server would answer, it asks the server it came from."""
     policy, data_block = "", ""
     if data is not None:
         # Without `<`, the data cannot close the script element.
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
         data_block = f'<script type="application/json" id="data">{text}</script>'
         policy = f'<meta http-equiv="Content-Security-Policy" content="{content_policy()}">'
-    parts = {"title": html.escape(title), "policy": policy, "data": data_block, "icon": _icon(), **_sources()}
+    icon = f"data:image/svg+xml;base64,{_base64((STATIC / 'icon.svg').read_bytes())}"
+    parts = {"title": html.escape(title), "policy": policy, "data": data_block, "icon": icon, **_sources()}
     template = (STATIC / "index.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def content_policy(connect: str = "'none'") -> str:
     """A Content-Security-Policy that allows only the page's own scripts and styles, by their hashes."""
-    sources = _sources()
-    hashes = {name: f"'sha256-{_hash(sources[name])}'" for name in ("style", "early", "uplot", "script")}
+    hashes = {name: f"'sha256-{_base64(hashlib.sha256(text.encode()).digest())}'" for name, text in _sources().items()}
     scripts = " ".join(hashes[name] for name in ("early", "uplot", "script"))
     return (
         f"default-src 'none'; script-src {scripts}; style-src {hashes['style']}; connect-src {connect}; "
@@ -57,13 +53,9 @@ def _sources() -> dict[str, str]:
     return {"style": style, "early": early, "uplot": uplot, "script": script}
 
 
-def _icon() -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
-
-
 def _read(name: str) -> str:
     return (STATIC / name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

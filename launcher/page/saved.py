@@ -22,14 +22,7 @@ EPISODE_BYTES = 6 << 20  # approximate size of the episodes of all runs in a fil
 
 
 def save(path: Path, title: str, runs: Sequence[Run], comparison: dict[str, Any] | None = None) -> None:
-    """Write the page of some runs.
-
-    Args:
-        comparison: a panel about all of these runs.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write the page of some runs, with a panel that compares them; raises `UserError` if it cannot be written."""
     text = page_html(title, saved_data(runs, comparison))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,7 @@ from common.errors import UserError
 from launcher.tasks import agent, arithmetic, code, corrector, dialogue, gym
 from launcher.tasks.task import QuickstartTask
 
-_ALL = (arithmetic.TASK, agent.TASK, code.TASK, corrector.TASK, dialogue.TASK, gym.TASK)
-TASKS = {task.name: task for task in _ALL}
+TASKS = {module.TASK.name: module.TASK for module in (arithmetic, agent, code, corrector, dialogue, gym)}
 DEFAULT = arithmetic.TASK
 
 

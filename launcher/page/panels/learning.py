@@ -34,7 +34,8 @@ def summary_panel(run: Run, evaluated: list[Evaluation]) -> dict[str, Any]:
     sampled = sum(accumulated(metrics.timeline("generator/tokens", name)) for name in metrics.processes())
     seconds = total_seconds(metrics, run.phases())
     rows: list[list[str]] = [
-        *_learned(evaluated, metrics),
+        *_accuracy_rows(evaluated, metrics),
+        *_reward_rows(evaluated),
         ["steps", f"{run.step:,}{f' of {of_all:,}' if isinstance(of_all := run.values.get('run.steps'), int) else ''}"],
         ["samples", count(counters["rewarded"]) if "rewarded" in counters else "–"],
         ["samples of evaluations", count(counters["evaluated"]) if counters.get("evaluated") else "–"],
@@ -127,10 +128,6 @@ def _curve_of(metrics: Metrics, evaluated: list[Evaluation], what: str) -> dict[
     versions = np.array([evaluation.version for evaluation in evaluated], float)
     bands = np.array([getattr(evaluation, what)() for evaluation in evaluated]).T
     return curve("all", *(Curve(versions, side) for side in bands))
-
-
-def _learned(evaluated: list[Evaluation], metrics: Metrics) -> list[list[str]]:
-    return [*_accuracy_rows(evaluated, metrics), *_reward_rows(evaluated)]
 
 
 def _reward_rows(evaluated: list[Evaluation]) -> list[list[str]]:

@@ -11,9 +11,8 @@ from launcher.folder.metrics import Metrics
 from launcher.folder.run import Run
 from launcher.folder.statistics import Curve, smoothed
 from launcher.folder.time_budget import LEARNER, bottleneck, duration, generator_times, learner_seconds
-from launcher.page.charts import SMOOTHED, Chart, curve, lines, number, over_time, panel, steps, table
+from launcher.page.charts import NO_STEP, SMOOTHED, Chart, curve, lines, newest, number, over_time, panel, steps, table
 
-NO_STEP = "The learner has not finished a step yet."
 NO_ANSWER = "No generator has answered a task yet."
 # Listed for each process that measures them.
 PROCESS_METRICS = ("process/cpu_seconds", "process/memory_mb", "generator/tokens_per_second", "generator/episodes")
@@ -82,7 +81,7 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     rows = [
         [
             name, number(max(0.0, silence[name])) if is_live else None, metrics.last_version(name),
-            *(_newest(metrics, name, figure) for figure in PROCESS_METRICS),
+            *(newest(metrics, figure, name) for figure in PROCESS_METRICS),
         ]
         for name in names
     ]  # fmt: skip
@@ -95,12 +94,6 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     quiet = [name for name in silence if silence[name] > SILENT and "process/memory_mb" in metrics.names(name)]
     words = " ".join(f"{name} has been silent for {silence[name]:,.0f} s." for name in quiet)
     return panel("processes", "Processes", charts, words, "No process has written anything yet.")
-
-
-def _newest(metrics: Metrics, process: str, figure: str) -> float | int | None:
-    """The newest value of a figure; None if the process does not measure it."""
-    value = metrics.last(figure, process)
-    return None if value is None else number(value)
 
 
 def learner_rate(metrics: Metrics) -> Curve:

@@ -12,9 +12,8 @@ from launcher.folder.metrics import Metrics
 from launcher.folder.query import prompt_texts
 from launcher.folder.statistics import finite
 from launcher.folder.tracker import newest_tracker
-from launcher.page.charts import bars, curve, lines, number, panel, steps, table
+from launcher.page.charts import NO_BATCH, bars, curve, lines, number, panel, steps, table
 
-NO_BATCH = "No batch has been closed yet."
 REWARD_IN_BIN = "tracker/reward_where_value_is_0."
 LISTED = 12  # prompts drawn most, and as many drawn least
 

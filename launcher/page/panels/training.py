@@ -8,15 +8,13 @@ import numpy as np
 
 from launcher.folder.episodes import SET_ASIDE, EpisodeIndex
 from launcher.folder.metrics import Metrics
-from launcher.page.charts import Line, bars, lines, noisy, number, panel, steps, table
+from launcher.page.charts import NO_BATCH, NO_STEP, Line, bars, lines, newest, noisy, panel, steps, table
 
 AGES = {"age_0": "0", "age_1": "1", "age_2": "2", "age_3_4": "3–4", "age_5_plus": "5 and more"}
 BY_AGE = {
     "fraction": "share of tokens", "k3_kl": "KL", "ratio_mean": "mean ratio", "truncated_fraction": "truncated",
     "weight_mean": "mean weight", "masked_fraction": "masked", "eff_sample_size": "effective sample size",
 }  # fmt: skip
-NO_STEP = "The learner has not finished a step yet."
-NO_BATCH = "No batch has been closed yet."
 MOST_REASONS = 50
 
 
@@ -40,12 +38,8 @@ def correction_panel(metrics: Metrics) -> dict[str, Any]:
         labels = {f"age {words}": f"rollout_corr/{age}/{figure}" for age, words in AGES.items()}
         return steps(metrics, labels, "learner")
 
-    def newest(age: str, figure: str) -> float | int | None:
-        value = metrics.last(f"rollout_corr/{age}/{figure}", "learner")
-        return None if value is None else number(value)
-
     rows = [
-        [words, *(newest(age, figure) for figure in BY_AGE)]
+        [words, *(newest(metrics, f"rollout_corr/{age}/{figure}", "learner") for figure in BY_AGE)]
         for age, words in AGES.items()
         if metrics.last(f"rollout_corr/{age}/k3_kl", "learner") is not None
     ]

@@ -5,8 +5,8 @@ import { h, replace, withUnit, clock, decimals, number } from "./dom.js";
 const HEIGHT = 190;
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3], [1, 2], [12, 4]];
 export const COLOURS = 8;
+const FROM_ZERO = ["share", "tokens", "tokens/s", "s", "MB", "GB", "W", "versions"]; // units whose axis begins at 0
 const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 1e4, 1e5];
-const X_NAMES = { step: "step", time: "time", value: "value" };
 const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, ...[1, 2, 5, 10, 20, 50, 100].map((days) => 86400 * days)];
 
 function css(name) {
@@ -55,7 +55,7 @@ function axes(kind, unit) {
 function yRange(unit, isHistogram) {
   return (_, low, high) => {
     if (low === null || low === undefined) return [0, 1];
-    if (isHistogram || unit === "share" || unit === "tokens/s" || unit === "s" || unit === "MB" || unit === "GB" || unit === "W" || unit === "versions" || unit === "tokens") {
+    if (isHistogram || FROM_ZERO.includes(unit)) {
       const top = unit === "share" && high > 0.5 && high <= 1 ? 1 : high * 1.08 || 1;
       return [Math.min(0, low), top];
     }
@@ -80,7 +80,7 @@ export class LineChart {
     const lines = chart.lines;
     // Runs and lines have different steps, which are joined into one column.
     const tables = lines.map((line) => [line.x, line.y, ...(line.low ? [line.low, line.high] : [])]);
-    if (chart.x === "value" && chart.diagonal) tables.push([[0, 1], [0, 1]]);
+    if (chart.x === "value") tables.push([[0, 1], [0, 1]]);
     const data = window.uPlot.join(tables);
     const shape = `${lines.map((line) => [line.label, line.colour, Boolean(line.low)]).join()}|${chart.x}|${chart.unit}`;
     if (this.plot && shape === this.shape) {
@@ -94,7 +94,7 @@ export class LineChart {
 
   build(data) {
     this.plot?.destroy();
-    const { lines, x, unit, diagonal } = this.chart;
+    const { lines, x, unit } = this.chart;
     const series = [{}];
     const bands = [];
     this.columns = [];
@@ -108,7 +108,8 @@ export class LineChart {
         bands.push({ series: [series.length - 1, series.length - 2], fill: `${stroke}2e` });
       }
     }
-    if (diagonal) series.push({ stroke: css("--muted"), width: 1, dash: [4, 4], spanGaps: true, points: { show: false } });
+    // The diagonal of a calibration chart.
+    if (x === "value") series.push({ stroke: css("--muted"), width: 1, dash: [4, 4], spanGaps: true, points: { show: false } });
     const options = {
       width: Math.max(this.place.clientWidth, 120),
       height: HEIGHT,
@@ -116,7 +117,7 @@ export class LineChart {
       legend: { show: false },
       cursor: { y: false, points: { size: 6 }, sync: { key: x, setSeries: false } },
       scales: { x: { time: false, ...(x === "value" ? { range: [0, 1] } : {}) }, y: x === "value" ? { range: [0, 1] } : { range: yRange(unit, false) } },
-      axes: axes(x === "value" ? "value" : x, unit),
+      axes: axes(x, unit),
       series,
       bands,
       hooks: { setCursor: [(plot) => this.drawLegend(plot.cursor.idx)], draw: [(plot) => this.drawChanges(plot)] },
@@ -148,7 +149,7 @@ export class LineChart {
     });
     if (hasCursor) {
       const value = this.plot.data[0][at];
-      items.unshift(h("li", { class: "at" }, `${X_NAMES[x]} ${x === "time" ? clock(value) : number(value)}`));
+      items.unshift(h("li", { class: "at" }, `${x} ${x === "time" ? clock(value) : number(value)}`));
     }
     replace(this.legend, items);
   }

@@ -77,8 +77,8 @@ function test(rows, query) {
   const low = (text) => String(text ?? "").toLowerCase();
   const isId = rows.some((row) => row.prompt_id === query.prompt);
   const isReason = rows.some((row) => low(row.reason) === low(query.reason));
-  const version = versions("version", query.version);
-  const rewards = comparisons("reward", query.reward);
+  const version = versions(query.version);
+  const rewards = comparisons(query.reward);
   return (row) =>
     (!query.kind || (query.kind === "train" ? !row.flags.includes("eval") : FLAGS_OF[query.kind].some((flag) => row.flags.includes(flag)))) &&
     (!query.reward || (row.reward !== null && rewards.every(([compare, bound]) => compare(row.reward, bound)))) &&
@@ -89,16 +89,16 @@ function test(rows, query) {
     (!query.text || low(JSON.stringify(row)).includes(low(JSON.stringify(query.text).slice(1, -1))));
 }
 
-function comparisons(name, text) {
+function comparisons(text) {
   return (text ? text.split(",") : []).map((part) => {
     const match = /^\s*(<=|>=|==|=|!=|<|>)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*$/i.exec(part);
-    if (!match) throw new Error(`${name} '${text}' is not a comparison; write for example '<0.5', '>=1' or 0 (in quotes)`);
+    if (!match) throw new Error(`reward '${text}' is not a comparison; write for example '<0.5', '>=1' or 0 (in quotes)`);
     return [COMPARE[match[1] ?? "="], Number(match[2])];
   });
 }
 
-function versions(name, text) {
+function versions(text) {
   const match = /^(\d{1,9})(?:-(\d{1,9}))?$/.exec(text);
-  if (text && !match) throw new Error(`${name} '${text}' is neither a version nor a range; write for example 20 or 10-30`);
+  if (text && !match) throw new Error(`version '${text}' is neither a version nor a range; write for example 20 or 10-30`);
   return match && [Number(match[1]), Number(match[2] ?? match[1])];
 }

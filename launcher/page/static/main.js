@@ -17,9 +17,14 @@ const panels = new Panels(byId("charts"), (run, prompt) => {
 });
 const episodes = new Episodes(byId("episodes"));
 
+// The existing runs that the address names.
+function namedRuns() {
+  return shown("charts").getAll("run").filter((name) => state.runs.some((run) => run.name === name));
+}
+
 // Shows what the address names; a bare view is shown as it was left.
 function show() {
-  const runs = shown("charts").getAll("run").filter((name) => state.runs.some((run) => run.name === name));
+  const runs = namedRuns();
   if (runs.length && state.chosen !== null) state.chosen = new Set(runs);
   if (view() === "episodes") episodes.go(shown("episodes"));
   for (const name of ["charts", "episodes"]) {
@@ -49,7 +54,7 @@ async function onStatus(message) {
   state.runs = message.runs;
   if (state.chosen === null) {
     const first = isSaved || state.runs.length <= MOST_AT_FIRST ? state.runs : state.runs.slice(0, 1);
-    const named = shown("charts").getAll("run").filter((name) => state.runs.some((run) => run.name === name));
+    const named = namedRuns();
     state.chosen = new Set(named.length ? named : first.map((run) => run.name));
   }
   if (restarted) state.stamps.clear();
@@ -98,7 +103,7 @@ function drawRuns() {
     const on = state.chosen.has(run.name);
     const steps = run.steps ? ` / ${number(run.steps)}` : "";
     const bar = h("progress", { max: run.steps || 1, value: Math.min(run.step, run.steps || 1), "aria-label": "steps" });
-    const card = h(
+    return h(
       several ? "button" : "div",
       { class: `run c${colourOf(run.name)}`, "data-run": run.name, title: run.path, ...(several ? { type: "button", "aria-pressed": String(on), onclick: () => toggle(run.name) } : {}) },
       h("span", { class: "swatch" }),
@@ -113,7 +118,6 @@ function drawRuns() {
       run.ended_with ? h("span", { class: run.state === "finished" ? "note" : "note error" }, `ended with: ${run.ended_with}`) : null,
       run.notes.length ? h("span", { class: "note" }, run.notes.join("; ")) : null,
     );
-    return card;
   }));
   if (focused) byId("runs").querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
 }

@@ -46,6 +46,4 @@ export class Pairs {
       h("p", { class: "note" }, `reward ${number(facts.reward)}${mean}; ended by ${facts.reason}, ${number(facts.model_tokens ?? 0)} tokens sampled`),
       turns(episode));
   }
-
-  repaint() {}
 }

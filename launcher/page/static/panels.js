@@ -152,7 +152,7 @@ export class Panels {
     const chart = card.parts[0].chart;
     const parts = card.parts.map((part) => ({ ...part.chart, run: part.run, colour: part.colour }));
     const changes = card.parts.flatMap((part) => (chart.x === "step" ? part.changes ?? [] : []).map((change) => ({ ...change, colour: part.colour, words: card.parts.length > 1 ? `${part.run}, ${change.words}` : change.words })));
-    if (card.kind === "lines") card.drawing.draw({ ...chart, lines: strokes(parts), diagonal: chart.x === "value", changes });
+    if (card.kind === "lines") card.drawing.draw({ ...chart, lines: strokes(parts), changes });
     else if (card.kind === "bars") card.drawing.draw({ ...chart, parts: parts.map((part) => ({ ...part, colour: parts.length > 1 ? part.colour : 0 })) });
     else card.drawing.draw(parts);
     card.element.dataset.drawn = "yes";
@@ -163,6 +163,6 @@ export class Panels {
   }
 
   repaint() {
-    for (const section of this.sections.values()) for (const card of section.byName.values()) card.drawing?.repaint();
+    for (const card of this.cards()) card.drawing?.repaint?.();
   }
 }

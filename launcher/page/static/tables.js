@@ -63,6 +63,4 @@ export class Table {
     const name = isNumber ? "number" : String(value ?? "").length < 20 ? "word" : null;
     return h("td", { class: name }, isNumber ? number(value) : (value ?? "–"));
   }
-
-  repaint() {}
 }

@@ -387,9 +387,9 @@ def test_the_data_check_builds_images_and_plays_tasks(tmp_path, monkeypatch, beh
         monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.path}")
         settings = harbor_config(tmp_path / "tasks")
         with pytest.raises(UserError, match="there is no image 'spo-harbor/a:.*`spo data check`"):
-            check_images(settings)
-        built, played = try_tasks(settings)
-        check_images(settings)
+            asyncio.run(check_images(settings))
+        built, played = asyncio.run(try_tasks(settings))
+        asyncio.run(check_images(settings))
         assert "1 images built, 1 of 1 tasks" in built.line
         assert (engine.built[0]["files"], engine.boxes) == ({"Dockerfile": b"FROM scratch\n"}, {})
     assert played.level == level
@@ -401,6 +401,6 @@ def test_an_image_that_does_not_build_is_named_with_its_last_words(tmp_path, mon
     log = b'{"stream": "Step 2/2 : RUN make"}\n{"error": "make: not found"}\n'
     with stand_in(tmp_path, faults={"POST /build": lambda handler, _: raw(handler, log)}) as engine:
         monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.path}")
-        wrong, _ = try_tasks(harbor_config(tmp_path / "tasks"))
+        wrong, _ = asyncio.run(try_tasks(harbor_config(tmp_path / "tasks")))
     assert wrong.level == "problem"
     assert re.search(r"tasks/a: spo-harbor/a:\w+ does not build: make: not found \(after: Step 2/2", wrong.line)

@@ -13,7 +13,7 @@ import pytest
 from common.messages import Task
 from launcher.agent import lines_of, played
 from launcher.audit.evidence import Evidence
-from launcher.audit.rewards import Scored, score_again
+from launcher.audit.rewards import score_again
 from launcher.audit.tokens import flaw_of
 from sampler.prompts.prompt_set import load_data
 from tests.support.agents import agent_config, agent_tasks, kept_line
@@ -93,12 +93,13 @@ def agents_run(folder: Path, kind: str, episode: dict[str, Any], row: dict[str, 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_what_an_agent_gave_is_scored_again(tmp_path: Path, agent: str, kind: str) -> None:
     run, path = agents_run(tmp_path, kind, *AGENTS[agent])
-    assert score_again(run) == Scored("", "")
+    assert asyncio.run(score_again(run)) == ("", "")
     episode = json.loads(path.read_text())
     assert flaw_of(episode) == ""
     for change in ({"reward": 0.8}, {"scored": {}}):
         path.write_text(json.dumps(episode | change) + "\n")
-        assert score_again(run).problem.startswith("1: t ")
+        problem, _ = asyncio.run(score_again(run))
+        assert problem.startswith("1: t ")
 
 
 @pytest.mark.parametrize(
@@ -129,4 +130,4 @@ def test_a_reward_that_read_an_agents_files_is_not_computed_again(tmp_path: Path
     run, _ = agents_run(tmp_path, "train", {"reward": reward, "reward_workers": 1}, {"asks": ["2"], "files": "x"})
     for source in ("data.train", "data.heldout"):
         skipped = f"{source} skipped: {reward} may have read the agent's folder, which is gone"
-        assert skipped in score_again(run).note.split("; ")
+        assert skipped in asyncio.run(score_again(run))[1].split("; ")

@@ -66,6 +66,11 @@ def test_only_the_page_s_own_scripts_and_styles_may_run(page: TestClient) -> Non
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+@pytest.mark.parametrize("state", ["running", "stopped"])
+def test_a_run_that_is_not_finished_stands_out_by_its_colour(page: TestClient, state: str) -> None:
+    assert f".state.{state} {{" in page.get("/").text
+
+
 def test_it_only_reads_and_serves_no_file_and_no_other_run(page: TestClient) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         assert {page.request(method, path).status_code for path in ("/", "/api/panels?run=mine")} == {405}

@@ -199,14 +199,14 @@ def seeds(tmp_path: Path, gains: dict[str, float], **sections: Any) -> list[Run]
 
 
 def labels(comparison: Comparison) -> list[tuple[str, int]]:
-    return [(line.group.label, len(line.group.runs)) for line in comparison.lines]
+    return [(line.label, len(line.runs)) for line in comparison.lines]
 
 
 def test_runs_that_differ_only_in_their_seed_are_one_line(tmp_path: Path) -> None:
     runs = seeds(tmp_path, {"a": 0.1, "b": 0.05, "c": 0.12})
     comparison = compared(runs, [], None)
     (line,) = comparison.lines
-    assert (len(line.group.runs), comparison.differing, comparison.warnings) == (3, {}, [])
+    assert (len(line.runs), comparison.differing, comparison.warnings) == (3, {}, [])
     assert line.title == "a to c (3 runs)"
     # The mean of the last ten batches, of which there are six: 0.2 + gain * (1 + ... + 6) / 6.
     figures = line.figures
