@@ -52,7 +52,6 @@ class CallFormat(Protocol):
         Runs on the event loop for short turns, in a thread for long ones, and so must be linear in the text.
         Calls after the first one beyond `MAX_CALLS` are neither read nor run.
         """
-        ...
 
 
 class Hermes:
