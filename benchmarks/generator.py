@@ -130,9 +130,18 @@ async def _pauses(engine: Any, config: Config) -> list[float]:
 
 async def bare(config: Config, waves: int) -> dict[str, float]:
     """The rate of an `AsyncLLM` as vLLM starts it, in tokens per second (see `_rate`), and its start in seconds."""
+    began = time.perf_counter()
+    llm, one = bare_llm(config, RESPONSE)
+    start = time.perf_counter() - began
+    rate = await _rate(one, config.generator.most_episodes, waves)
+    llm.shutdown()
+    return {"rate": rate, "start": start}
+
+
+def bare_llm(config: Config, response: int) -> tuple[Any, Callable[[list[int]], Awaitable[int]]]:
+    """An `AsyncLLM` as vLLM starts it, and a function that samples `response` tokens for a prompt and counts them."""
     from generator.engine.arguments import engine_arguments, prepare_environment
 
-    began = time.perf_counter()
     prepare_environment(config)
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -141,8 +150,7 @@ async def bare(config: Config, waves: int) -> dict[str, float]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config)))
-    start = time.perf_counter() - began
-    params = SamplingParams(max_tokens=RESPONSE, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+    params = SamplingParams(max_tokens=response, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
     names = iter(range(10**9))
 
     async def one(prompt: list[int]) -> int:
@@ -150,9 +158,7 @@ async def bare(config: Config, waves: int) -> dict[str, float]:
             tokens = len(output.outputs[0].token_ids)
         return tokens
 
-    rate = await _rate(one, config.generator.most_episodes, waves)
-    llm.shutdown()
-    return {"rate": rate, "start": start}
+    return llm, one
 
 
 async def _rate(one: Callable[[list[int]], Awaitable[int]], concurrency: int, waves: int) -> float:

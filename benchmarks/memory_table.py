@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks import options
+from benchmarks.tables import line, table
 from common.errors import reports_user_errors
 from learner.memory_model import (
     Micro,
@@ -129,15 +130,14 @@ def row(layout: RankLayout, memory: RankMemory) -> str:
     ranks, micro = f"{layout.zero.stage}, {layout.zero.ranks}", layout.micro
     name = f"{layout.name}, {layout.critic}" if layout.critic else layout.name
     what = [name, ranks, str(micro.sequence_parallel), f"{micro.tokens:,}", checkpointing]
-    return " | ".join(["", *what, *figures, f"{room:.1f} free" if room >= 0 else "no", ""]).strip()
+    return line([*what, *figures, f"{room:.1f} free" if room >= 0 else "no"])
 
 
 @reports_user_errors
 def main() -> None:
     options.Parser(__doc__).parse_args()
     columns = ("model", "ZeRO stage, ranks", "sequence_parallel", "tokens", "checkpointing", *HEADINGS)
-    print(f"| {' | '.join(columns)} | in {CARD_GB:.0f} GB |")
-    print("|---" * (len(columns) + 1) + "|")
+    print(table([*columns, f"in {CARD_GB:.0f} GB"], []))
     wrong = []
     for layout in LAYOUTS:
         memory = layout.memory

@@ -20,12 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import redis
 import yaml
 
 from benchmarks import options
-from benchmarks.generator import RESPONSE, save_model
-from benchmarks.streams import wait_for_redis
+from benchmarks.generator import RESPONSE, bare_llm, save_model
+from benchmarks.streams import redis_server
 from benchmarks.turns import cpu_seconds, measured_by
 from common.config import Config, load_config
 from common.errors import reports_user_errors
@@ -33,7 +32,6 @@ from common.messages import Task
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
-from launcher.run.embedded_redis import find_redis_server
 from tests.support.ports import free_port
 
 RUN = "benchmark"
@@ -122,74 +120,50 @@ def _inside(path: Path, seconds: float) -> tuple[float, float]:
     from learner.publish.weight_server import WeightServer
 
     config = load_config(path)
-    port = config.broker.url.rsplit(":", 1)[1].split("/")[0]
-    arguments = ["--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes", "--dir", str(path.parent)]
-    server = subprocess.Popen([find_redis_server(), *arguments], stdout=subprocess.DEVNULL)
-    client = redis.Redis.from_url(config.broker.url)
-    wait_for_redis(client)
-    client.flushall()
-    broker = Broker(client, RUN)
-    weights = WeightServer(config.learner.weights)
-    weights.serve(
-        weights.copy(0, AutoModelForCausalLM.from_pretrained(config.model.path).named_parameters(), "float32")
-    )
-    BatchInbox(broker).acquire().set_address(weights.endpoint())
-    ledger = SamplerLedger(broker)
-    ledger.acquire()
-    generator = subprocess.Popen([sys.executable, "-m", "generator.cli", "--config", str(path)])
-    try:
-        waves = Waves(psutil.Process(generator.pid), config.generator.most_episodes, seconds)
-        sent, missing = 0, 4 * config.generator.most_episodes
-        while waves.result is None:
-            headers = ledger.read(256, 200) if sent else []
-            for _, header in headers:
-                waves.add(header.model_tokens)
-            missing += len(headers)
-            new = [Task(task_id=f"t{sent + i}", prompt_id=f"p{i}", prompt=f"{i}?") for i in range(missing)]
-            sent, missing = sent + len(new), 0
-            ledger.commit(
-                Commit(
-                    counted=[entry_id for entry_id, _ in headers],
-                    unlink=[header.task_id for _, header in headers],
-                    dispatch=[(task, b"") for task in new],
+    port = int(config.broker.url.rsplit(":", 1)[1].split("/")[0])
+    model = AutoModelForCausalLM.from_pretrained(config.model.path)
+    with redis_server(path.parent, port) as client:
+        client.flushall()  # its file has the data of the round before
+        broker = Broker(client, RUN)
+        weights = WeightServer(config.learner.weights)
+        weights.serve(weights.copy(0, model.named_parameters(), "float32"))
+        BatchInbox(broker).acquire().set_address(weights.endpoint())
+        ledger = SamplerLedger(broker)
+        ledger.acquire()
+        generator = subprocess.Popen([sys.executable, "-m", "generator.cli", "--config", str(path)])
+        try:
+            waves = Waves(psutil.Process(generator.pid), config.generator.most_episodes, seconds)
+            sent, missing = 0, 4 * config.generator.most_episodes
+            while waves.result is None:
+                headers = ledger.read(256, 200) if sent else []
+                for _, header in headers:
+                    waves.add(header.model_tokens)
+                missing += len(headers)
+                new = [Task(task_id=f"t{sent + i}", prompt_id=f"p{i}", prompt=f"{i}?") for i in range(missing)]
+                sent, missing = sent + len(new), 0
+                ledger.commit(
+                    Commit(
+                        counted=[entry_id for entry_id, _ in headers],
+                        unlink=[header.task_id for _, header in headers],
+                        dispatch=[(task, b"") for task in new],
+                    )
                 )
-            )
-        return waves.result
-    finally:
-        generator.terminate()
-        generator.wait(timeout=30)
-        weights.close()
-        server.kill()
-        server.wait()
+            return waves.result
+        finally:
+            generator.terminate()
+            generator.wait(timeout=30)
+            weights.close()
 
 
 async def _bare(config: Config, seconds: float) -> tuple[float, float]:
     """Tokens a second, and CPU time a token, of AsyncLLM with as many requests in flight as there are episodes."""
-    from generator.engine.arguments import engine_arguments, prepare_environment
-
-    prepare_environment(config)
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.inputs import TokensPrompt
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config)))
-    params = SamplingParams(
-        max_tokens=config.episode.max_response_tokens,
-        logprobs=0,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        detokenize=False,
-    )
+    llm, one = bare_llm(config, config.episode.max_response_tokens)
     prompt = llm.get_tokenizer().encode("<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n")
     waves = Waves(psutil.Process(), config.generator.most_episodes, seconds)
-    names = iter(range(10**9))
 
     async def stream() -> None:
         while waves.result is None:
-            async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt), params, str(next(names))):
-                tokens = len(output.outputs[0].token_ids)
-            waves.add(tokens)
+            waves.add(await one(prompt))
 
     streams = [asyncio.create_task(stream()) for _ in range(config.generator.most_episodes)]
     await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)

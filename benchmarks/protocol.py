@@ -9,11 +9,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +20,7 @@ import redis
 import structlog
 
 from benchmarks import options
-from benchmarks.streams import wait_for_redis
+from benchmarks.streams import redis_server
 from benchmarks.turns import compared, spent
 from common.config import Config, parse_config
 from common.errors import reports_user_errors
@@ -31,7 +29,6 @@ from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import Delivery, Finished, TaskInbox
-from launcher.run.embedded_redis import find_redis_server
 from sampler.loop import Sampler
 from sampler.prompts.prompt_set import RunData, load_data
 from tests.support.ports import free_port
@@ -41,21 +38,6 @@ COUNTED, ROUNDS = 512, 5  # samples of one round, and rounds
 LEAST = 8 * BATCH  # tasks in flight, so that there are enough for all rounds
 DEAD_AFTER, HEARTBEAT = 10.0, 1.0  # the defaults of a run
 LOG = structlog.wrap_logger(structlog.PrintLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-
-
-@contextmanager
-def redis_server(folder: Path) -> Iterator[redis.Redis]:
-    """A server whose append-only file is synced every second."""
-    port = free_port()
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "yes"]
-    server = subprocess.Popen([find_redis_server(), *arguments, "--appendfsync", "everysec"], stdout=subprocess.DEVNULL)
-    client = redis.Redis(port=port)
-    try:
-        wait_for_redis(client)
-        yield client
-    finally:
-        server.kill()
-        server.wait()
 
 
 class Scale:
@@ -176,7 +158,7 @@ def _header(delivery: Delivery) -> SampleHeader:
 
 def measured(prompts: int, in_flight: int, generators: int) -> dict[str, float]:
     """The figures of the checkout that is imported here."""
-    with tempfile.TemporaryDirectory() as name, redis_server(Path(name)) as client:
+    with tempfile.TemporaryDirectory() as name, redis_server(Path(name), free_port()) as client:
         return Scale(client, Path(name), prompts, in_flight, generators).measure()
 
 

@@ -23,6 +23,7 @@ import yaml
 
 from benchmarks import options
 from benchmarks.head_to_head.runs import check_trl
+from benchmarks.tables import table
 from common.errors import reports_user_errors
 from common.payload import json_line
 from learner.batch.demonstrations import Demonstrations
@@ -115,10 +116,8 @@ def side(steps: Sequence[dict[str, float]], tokens: Sequence[int]) -> Side:
 def report(spo: Side, trl: Side | None) -> str:
     """The table, as Markdown."""
     others = trl.losses if trl is not None else [float("nan")] * len(spo.losses)
-    lines = ["| step | `spo sft` | TRL |", "|---|---|---|"]
-    lines += [
-        f"| {n} | {own:.5f} | {other:.5f} |" for n, (own, other) in enumerate(zip(spo.losses, others, strict=True), 1)
-    ]
+    pairs = enumerate(zip(spo.losses, others, strict=True), 1)
+    lines = [table(["step", "`spo sft`", "TRL"], [(str(n), f"{own:.5f}", f"{other:.5f}") for n, (own, other) in pairs])]
     lines += ["", f"spo sft: {spo.speed:,.0f} tokens/s"]
     if trl is not None:
         apart = max(abs(own - other) for own, other in zip(spo.losses, trl.losses, strict=True))

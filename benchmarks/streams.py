@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -125,6 +127,20 @@ def _prepare(folder: Path, steps: int, batch_size: int) -> tuple[Path, str]:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path, url
+
+
+@contextmanager
+def redis_server(folder: Path, port: int) -> Iterator[redis.Redis]:
+    """A server whose append-only file is synced every second."""
+    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "yes"]
+    server = subprocess.Popen([find_redis_server(), *arguments, "--appendfsync", "everysec"], stdout=subprocess.DEVNULL)
+    client = redis.Redis(port=port)
+    try:
+        wait_for_redis(client)
+        yield client
+    finally:
+        server.kill()
+        server.wait()
 
 
 def wait_for_redis(client: redis.Redis) -> None:

@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 MAX_BYTES = 1 << 20  # of one answer; a chat reply is short
 LONGEST_PAUSE = 30.0  # seconds between attempts, even if the server asks for more
-RETRIED = frozenset({408, 409, 425, 429})  # and every 5xx but the next
-NOT_IMPLEMENTED = 501  # no attempt will be answered otherwise
+RETRIED = frozenset({408, 409, 425, 429})  # and every 5xx except `NOT_IMPLEMENTED`
+NOT_IMPLEMENTED = 501  # another attempt would get the same answer
 
 
 class ChatUnavailable(Exception):

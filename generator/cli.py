@@ -113,7 +113,7 @@ async def _serve(config: Config, name: str) -> int:
             teachers = await start_servers(config, presence, log)
             inbox = TaskInbox(broker, name)
             services = Services(broker, inbox, presence, engine, weights, parts, metrics, log, endpoint, teachers)
-            await serve(Generator(config, services), broker, log)
+            await serve(Generator(config, services), broker)
             code = 0
         except UserError:
             code = 2  # `entry_point` prints it

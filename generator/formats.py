@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -52,7 +52,6 @@ class CallFormat(Protocol):
         Runs on the event loop for short turns, in a thread for long ones, and so must be linear in the text.
         Calls after the first one beyond `MAX_CALLS` are neither read nor run.
         """
-        ...
 
 
 class Hermes:
@@ -67,31 +66,28 @@ class Hermes:
         Tags inside the JSON's own strings belong to the JSON. Of nested tags the innermost counts. A call whose
         closing tag is missing counts if its JSON is complete; otherwise it is not a call.
         """
-        return list(_json_calls(text))
-
-
-def _json_calls(text: str) -> Iterator[ToolCall]:
-    position = count = close = 0
-    for _ in range(MAX_TAGS):
-        start = text.find(CALL, position)
-        if start < 0 or count > MAX_CALLS:
-            return
-        position = _after_space(text, start + len(CALL))
-        value, end = _json_at(text, position)
-        following = _after_space(text, end)
-        if value is not None and (following == len(text) or text.startswith((CALL_END, CALL), following)):
-            count += 1
-            yield _json_call(value)
-            position = end
-            continue
-        if 0 <= close < position:
-            close = text.find(CALL_END, position)
-        # A tag without a closing tag of its own, or around another call, is plain text.
-        if close >= 0 and text.find(CALL, position, close) < 0:
-            count += 1
-            long = close - position > MAX_CALL
-            yield ToolCall("", error=f"error: the tool call is longer than {MAX_CALL} characters" if long else NOT_JSON)
-            position = close
+        calls: list[ToolCall] = []
+        position = close = 0
+        for _ in range(MAX_TAGS):
+            start = text.find(CALL, position)
+            if start < 0 or len(calls) > MAX_CALLS:
+                break
+            position = _after_space(text, start + len(CALL))
+            value, end = _json_at(text, position)
+            following = _after_space(text, end)
+            if value is not None and (following == len(text) or text.startswith((CALL_END, CALL), following)):
+                calls.append(_json_call(value))
+                position = end
+                continue
+            if 0 <= close < position:
+                close = text.find(CALL_END, position)
+            # A tag without a closing tag of its own, or around another call, is plain text.
+            if close >= 0 and text.find(CALL, position, close) < 0:
+                is_long = close - position > MAX_CALL
+                error = f"error: the tool call is longer than {MAX_CALL} characters" if is_long else NOT_JSON
+                calls.append(ToolCall("", error=error))
+                position = close
+        return calls
 
 
 def without_thinking(text: str, opened: bool = False) -> str:

@@ -41,9 +41,8 @@ class LeasedTask:
     """A task leased by this generator, until its result is stored or the task is returned.
 
     Attributes:
-        delivery: the task, and which attempt this is.
-        job: runs the task's episode, then puts its result into the queue; after a failure it waits and requeues the
-            task.
+        delivery: the task, and the number of its attempt.
+        job: runs the task's episode and queues its result; after a failure it waits and requeues the task.
         takes_slot: false while it backs off after a failure.
         taken_over: another generator has the task, or its result is no longer wanted; only the job must still end.
         previous: the previous response to the same prompt, if drift is measured on it (mode `rescore`).
@@ -329,7 +328,8 @@ class Generator:
             self.slots.look(self.slots_taken, self.metrics.episodes - ended)
             self.slot_freed.set()  # there may be more
             ended = self.metrics.episodes
-            status = self.metrics.status(self.slots_taken, self.slots.limit, self._waiting(), self._scoring())
+            scoring = sum(lease.awaits_scores for lease in self.leased)
+            status = self.metrics.status(self.slots_taken, self.slots.limit, self._waiting(), scoring)
             if self.endpoint is not None:
                 status["refused"] = status["metrics"]["generator/refused"] = self.endpoint.refused
             self.presence.status(**status)
@@ -355,10 +355,6 @@ class Generator:
         """Tasks that have a slot and await newer weights."""
         return sum(lease.awaits_weights for lease in self.leased)
 
-    def _scoring(self) -> int:
-        """Tasks whose episode waits for its teacher's scores."""
-        return sum(lease.awaits_scores for lease in self.leased)
-
     async def _watch_learner(self) -> None:
         """Report when the learner is gone and nothing is left to do without it."""
         while True:
@@ -367,7 +363,7 @@ class Generator:
             await asyncio.sleep(self.config.broker.heartbeat)
 
 
-async def serve(generator: Generator, broker: Broker, log: Any) -> None:
+async def serve(generator: Generator, broker: Broker) -> None:
     """Run a generator until it ends or the process is asked to stop (SIGTERM, Ctrl-C); raises like `Generator.run`.
 
     The process exits with an error if its event loop is blocked for too long.
@@ -386,7 +382,7 @@ async def serve(generator: Generator, broker: Broker, log: Any) -> None:
     except UserError:
         raise  # `entry_point` prints it
     except Exception as error:
-        log.error("failed", error=f"{type(error).__name__}: {error}")
+        generator.log.error("failed", error=f"{type(error).__name__}: {error}")
         raise
     finally:
         watching.cancel()

@@ -19,13 +19,12 @@ class GeneratorMetrics:
     """Episodes, and the time spent on new weights: counts since the start, and rates over the last `WINDOW`.
 
     Args:
-        engine: the counts of the engine, which it goes on adding to.
+        engine: the engine's counts, which it continues to increase.
         gpus: number of GPUs of the engine.
     """
 
-    def __init__(self, timeline: Timeline | None = None, engine: EngineCounts | None = None, gpus: int = 0) -> None:
-        self.timeline = timeline or Timeline(None, "")
-        self._engine, self._gpus = engine or EngineCounts(), gpus
+    def __init__(self, timeline: Timeline, engine: EngineCounts, gpus: int) -> None:
+        self.timeline, self._engine, self._gpus = timeline, engine, gpus
         self.updates = 0
         self.pull_seconds = self.pause_seconds = 0.0
         self._started = time.monotonic()
@@ -62,13 +61,13 @@ class GeneratorMetrics:
         self.pull_seconds = pulled
         self.pause_seconds += pause
 
-    def status(self, slots: int, concurrency: int, awaiting_weights: int, awaiting_scores: int = 0) -> dict[str, Any]:
+    def status(self, slots: int, concurrency: int, awaiting_weights: int, awaiting_scores: int) -> dict[str, Any]:
         """Return the status to display, with `metrics` for `metrics.jsonl`; seconds and counts are since the start.
 
         Args:
             slots: tasks being answered now.
             concurrency: how many there may be.
-            awaiting_weights: those of them that wait for newer weights.
+            awaiting_weights: how many of `slots` wait for newer weights.
             awaiting_scores: further tasks, whose episodes wait for their teacher's scores.
         """
         now, updates = time.monotonic(), max(self.updates, 1)

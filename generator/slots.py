@@ -7,7 +7,7 @@ trying.
 
 from __future__ import annotations
 
-from typing import Any
+from generator.engine.engine import Engine
 
 AUTO = "auto"
 FULL = 0.9  # above this share of the cache there are too many episodes, since running ones still grow
@@ -17,18 +17,14 @@ SETTLED = 2  # completions to wait for, as a multiple of the limit, so that runn
 
 
 class Cache:
-    """vLLM's cache of keys and values, in tokens.
+    """vLLM's cache of keys and values, in tokens."""
 
-    Args:
-        engine: an `Engine`.
-    """
-
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that it holds."""
+        """Number of tokens that fit into it."""
         cache = self._engine.llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
@@ -47,15 +43,12 @@ class Cache:
 class Slots:
     """The number of episodes that run at once.
 
-    With `auto` it begins with as many as fit at their full length. Whenever twice that many have ended, it grows in
-    proportion to the share of the cache that stayed free; it shrinks as soon as the cache is nearly full.
+    With `auto` it begins with as many as fit at their full length. Whenever twice that many have ended, it grows by the
+    factor that would have filled 80% of the cache, at most 2; it shrinks as soon as the cache is nearly full.
 
     Args:
         configured: `generator.max_concurrency`.
         longest: maximum number of tokens of an episode.
-
-    Attributes:
-        limit: the current number.
     """
 
     def __init__(self, configured: int | str, cache: Cache, longest: int) -> None:

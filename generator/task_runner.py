@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from common.config import Config
-from common.config.data import Side
 from common.messages import Ending, SampleHeader, Task
 from common.payload import Payload
 from common.process import in_thread
@@ -39,13 +38,10 @@ class SourceRunner:
 
     Attributes:
         config: of the source.
-        key: of the source in `RunParts.by_source`.
-        episodes: runs their episodes.
         teacher: scores the tokens of training episodes, if there is one.
     """
 
     config: Config
-    key: tuple[Side, str]
     episodes: EpisodeRunner | AgentRunner
     teacher: SelfTeacher | TeacherServer | None
 
@@ -71,15 +67,11 @@ class TaskRunner:
     ) -> None:
         self.config, self.engine, self.parts, self.generator, self.log = config, engine, parts, generator, log
         self._servers = [(config.teachers_in_use()[name], server) for name, server in teachers.items()]
-        self._sources = {key: self._source(key, *own, endpoint) for key, own in parts.by_source.items()}
-
-    def source(self, task: Task) -> SourceRunner:
-        """The runner of a task's source; raises `UnknownSource`."""
-        return self._sources[self.parts.find(task)]
+        self._sources = {key: self._source(*own, endpoint) for key, own in parts.by_source.items()}
 
     async def begin(self, task: Task) -> Attempt:
         """Prepare the episode of a task; raises like `EpisodeRunner.prepare`, and `UnknownSource`."""
-        source = self.source(task)
+        source = self._sources[self.parts.find(task)]
         return Attempt(self, task, source, await source.episodes.prepare(task))
 
     async def close(self) -> None:
@@ -90,9 +82,7 @@ class TaskRunner:
         for _, server in self._servers:
             await server.close()
 
-    def _source(
-        self, key: tuple[Side, str], config: Config, parts: EpisodeParts, endpoint: Endpoint | None
-    ) -> SourceRunner:
+    def _source(self, config: Config, parts: EpisodeParts, endpoint: Endpoint | None) -> SourceRunner:
         episodes: EpisodeRunner | AgentRunner
         if config.episode.agent is None:
             episodes = EpisodeRunner(config, self.engine, parts)
@@ -103,16 +93,12 @@ class TaskRunner:
             teacher = SelfTeacher(config, self.engine, episodes.template)
         else:
             teacher = next((server for own, server in self._servers if own == config.teacher), None)
-        return SourceRunner(config, key, episodes, teacher)
+        return SourceRunner(config, episodes, teacher)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a task, made by `TaskRunner.begin`.
-
-    Attributes:
-        episode: its state so far.
-    """
+    """One attempt at a task, made by `TaskRunner.begin`."""
 
     runner: TaskRunner
     task: Task
@@ -131,9 +117,7 @@ class Attempt:
         teacher = self.source.teacher if task.kind == "train" else None
         if teacher is not None:
             teacher.check(task)
-        rescoring: asyncio.Task[float] | None = None
-        if previous is not None:
-            rescoring = asyncio.create_task(rescore(self.runner.engine, previous))
+        rescoring = None if previous is None else asyncio.create_task(rescore(self.runner.engine, previous))
         try:
             await self.source.episodes.run(task, episode, seed=task.seed, **sampling(config, task))
             score, answer = await self._score()

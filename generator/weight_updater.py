@@ -77,9 +77,9 @@ class WeightUpdater:
 
     @contextlib.asynccontextmanager
     async def at_least(self, version: int) -> AsyncIterator[None]:
-        """Wait until the engine has this version or a newer one; in a deterministic run, keep it within the block.
+        """Wait until the engine has this version or a newer one.
 
-        Within such a block no other episode runs, and no weights of a restarted learner are loaded.
+        In a deterministic run, no other episode runs and no weights are loaded within the block.
         """
         async with self.version_changed:
             await self.version_changed.wait_for(lambda: self.version >= version)

@@ -21,7 +21,6 @@ class AdapterFiles(Protocol):
 
     def close(self) -> None:
         """Remove the files."""
-        ...
 
 
 @dataclass(eq=False)
@@ -36,10 +35,6 @@ class LoadedAdapter:
     files: AdapterFiles
     request: Any
     users: int = 0
-
-    @property
-    def version(self) -> int:
-        return self.files.version
 
 
 class Adapters:
@@ -86,4 +81,3 @@ class Adapters:
         """Remove all files; call it once vLLM is gone."""
         for adapter in self._loaded:
             adapter.files.close()
-        self._loaded = []

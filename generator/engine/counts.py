@@ -26,17 +26,6 @@ class EngineCounts:
     cached: int = 0
     preemptions: int = 0
 
-    def add(self, scheduler: Any, iteration: Any) -> None:
-        """Add vLLM's `SchedulerStats` and `IterationStats` of one step; either may be None."""
-        if scheduler is not None:
-            self.steps += 1
-            self.running += scheduler.num_running_reqs
-            self.cache += scheduler.kv_cache_usage
-            self.queried += scheduler.prefix_cache_stats.queries
-            self.cached += scheduler.prefix_cache_stats.hits
-        if iteration is not None:
-            self.preemptions += iteration.num_preempted_reqs
-
     def since(self, before: EngineCounts) -> dict[str, float]:
         """The metrics `engine/…` between two times; means are left out if there is nothing to average."""
         metrics = {"engine/preemptions": float(self.preemptions)}
@@ -53,7 +42,7 @@ def stat_logger(counts: EngineCounts) -> type:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class Counting(PrometheusStatLogger):
-        """A subclass of the Prometheus logger, which vLLM would otherwise add, and which nobody reads here."""
+        """A subclass of the Prometheus logger, since vLLM would otherwise add that one, which nobody reads here."""
 
         def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
             pass
@@ -61,7 +50,15 @@ def stat_logger(counts: EngineCounts) -> type:
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
-            counts.add(scheduler_stats, iteration_stats)
+            """Add one step; either of the first two may be None."""
+            if scheduler_stats is not None:
+                counts.steps += 1
+                counts.running += scheduler_stats.num_running_reqs
+                counts.cache += scheduler_stats.kv_cache_usage
+                counts.queried += scheduler_stats.prefix_cache_stats.queries
+                counts.cached += scheduler_stats.prefix_cache_stats.hits
+            if iteration_stats is not None:
+                counts.preemptions += iteration_stats.num_preempted_reqs
 
         def log_engine_initialized(self) -> None:
             pass

@@ -66,7 +66,6 @@ class NewWeights(Protocol):
 
     def update_info(self) -> dict[str, Any]:
         """Keyword arguments for the weight transfer engine in each worker."""
-        ...
 
 
 class Engine:
@@ -75,7 +74,6 @@ class Engine:
     Attributes:
         version: version of the weights, or of the adapter, that new requests use.
         llm: the `AsyncLLM`, for code that reads its configuration; requests go through this class.
-        counts: what its scheduler has counted.
     """
 
     def __init__(self, llm: Any, counts: EngineCounts) -> None:
@@ -99,7 +97,7 @@ class Engine:
         Call it in the main thread: the engine's processes end with the thread that started them.
 
         Raises:
-            UserError: the model cannot be read, or vLLM refuses its arguments; says why.
+            UserError: the model cannot be read, or vLLM refuses its arguments.
         """
         began = time.monotonic()
         # No local variable for the LLM: vLLM keeps a reference to this frame, and so to its variables, after `close`.
@@ -204,7 +202,7 @@ class Engine:
                 sampled = output.outputs[0]
                 spans = [(int(span.version), span.start, span.end) for span in sampled.weight_versions or ()]
                 if adapter is not None and spans:
-                    spans = [(adapter.version, 0, spans[-1][-1])]
+                    spans = [(adapter.files.version, 0, spans[-1][-1])]
                 # An output that has no token, or was merged with the next, repeats earlier log-probs at its end.
                 logprobs = sampled.logprobs.logprobs[: len(sampled.token_ids)]
                 ids, logprobs = np.asarray(sampled.token_ids, np.int32), np.asarray(logprobs, np.float32)
@@ -267,11 +265,7 @@ class Engine:
     async def load_adapter(self, files: AdapterFiles) -> float:
         """Have new requests compute with another version of the adapter; running ones keep theirs.
 
-        Returns:
-            Seconds that it took; vLLM generates nothing while it reads the files.
-
-        Raises:
-            EngineDied: the adapter does not fit the model, or vLLM is gone.
+        Returns the seconds that it took; vLLM generates nothing while it reads the files. Raises like `load`.
         """
         async with self._change(f"cannot load the adapter of version {files.version}"):
             began = time.monotonic()

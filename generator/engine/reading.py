@@ -30,7 +30,6 @@ class Reading:
 
     @property
     def prompt(self) -> Sequence[int] | np.ndarray:
-        """The tokens that vLLM gets."""
         return self.token_ids[:-1] if self.is_full else self.token_ids
 
     def params(self) -> Any:

@@ -18,9 +18,9 @@ LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 
 
 class ReasonWriter(logging.Filter):
-    """Writes the first exception that ends the start of a process to the file; workers come before their engine.
+    """Writes the first exception that ends the start of a process to the file; a worker fails before its engine does.
 
-    It is a filter, which lets every record pass, because vLLM removes handlers when it configures its loggers again.
+    It is a filter that lets every record pass, because vLLM removes handlers when it configures its loggers again.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -50,7 +50,9 @@ def register() -> None:
 
 def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None and _is_vllm(multiprocessing.current_process().name):
+    # Other child processes may outlive the thread that made them.
+    is_vllm = multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker"))
+    if parent is not None and is_vllm:
         die_with_parent(parent.is_alive)
 
 
@@ -62,8 +64,8 @@ def _unlink_mapped_memory() -> None:
 
     # By default tqdm creates a semaphore, whose name exists for as long as its process.
     tqdm.set_lock(threading.RLock())
-    _extend(MessageQueue, "wait_until_ready", _unlink_queue)
-    _extend(_CPUSHMDistributed, "_init_cpu_shm", _unlink_communicator)
+    _wrap(MessageQueue, "wait_until_ready", _unlink_queue)
+    _wrap(_CPUSHMDistributed, "_init_cpu_shm", _unlink_communicator)
 
 
 def _hold_generators() -> None:
@@ -78,13 +80,7 @@ def _hold_generators() -> None:
         return
     from vllm.v1.worker import gpu_model_runner
 
-    owner: Any = gpu_model_runner.GPUModelRunner
-    sample = owner.sample_tokens
-    if hasattr(sample, "holds_generators"):
-        return
-
-    @functools.wraps(sample)
-    def holding(runner: Any, *arguments: Any) -> Any:
+    def holding(sample: Any, runner: Any, *arguments: Any) -> Any:
         batch = runner.input_batch
         reading = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
         out = {i: batch.generators.pop(i) for i in reading if i in batch.generators}
@@ -93,8 +89,7 @@ def _hold_generators() -> None:
         finally:
             batch.generators.update(out)
 
-    owner.sample_tokens = holding
-    owner.sample_tokens.holds_generators = True
+    _wrap(gpu_model_runner.GPUModelRunner, "sample_tokens", holding)
 
 
 def _flatten_rotated() -> None:
@@ -105,18 +100,13 @@ def _flatten_rotated() -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.platforms import current_platform
 
-    owner: Any = RotaryEmbedding
-    rotate = owner.forward_cpu
-    if not current_platform.is_cpu() or hasattr(rotate, "__wrapped__"):
-        return
-
-    @functools.wraps(rotate)
-    def flat(embedding: Any, positions: Any, query: Any, key: Any = None) -> Any:
+    def flat(rotate: Any, embedding: Any, positions: Any, query: Any, key: Any = None) -> Any:
         shapes = query.shape, None if key is None else key.shape
         rotated = rotate(embedding, positions, *(one if one is None else one.flatten(1) for one in (query, key)))
         return tuple(one if one is None else one.view(shape) for one, shape in zip(rotated, shapes, strict=True))
 
-    owner.forward_cpu = flat
+    if current_platform.is_cpu():
+        _wrap(RotaryEmbedding, "forward_cpu", flat)
 
 
 def _group_experts() -> None:
@@ -126,20 +116,14 @@ def _group_experts() -> None:
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-    owner: Any = CPURouter
-    start = owner.__init__
-    if hasattr(start, "__wrapped__"):
-        return
-
-    @functools.wraps(start)
-    def grouped(router: Any, *arguments: Any, **named: Any) -> None:
+    def grouped(start: Any, router: Any, *arguments: Any, **named: Any) -> None:
         start(router, *arguments, **named)
         scores = router.scoring_func
         is_plain = scores == "softmax" and router.e_score_correction_bias is None
         if not (router.use_grouped_topk or router.custom_routing_function or is_plain or scores == "sqrtsoftplus"):
             router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
-    owner.__init__ = grouped
+    _wrap(CPURouter, "__init__", grouped)
 
 
 def _divide_logits() -> None:
@@ -149,18 +133,12 @@ def _divide_logits() -> None:
         return
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    owner: Any = LogitsProcessor
-    forward = owner.forward
-    if hasattr(forward, "__wrapped__"):
-        return
-
-    @functools.wraps(forward)
-    def divided(*arguments: Any, **named: Any) -> Any:
+    def divided(forward: Any, *arguments: Any, **named: Any) -> Any:
         logits = forward(*arguments, **named)
         # In float32, since a quotient in bfloat16 would be rounded once more. Not every worker gathers logits.
         return None if logits is None else logits.float() / temperature
 
-    owner.forward = divided
+    _wrap(LogitsProcessor, "forward", divided)
 
 
 def _name_kernels() -> None:
@@ -176,34 +154,32 @@ def _name_kernels() -> None:
     owner.expert_kernels = names
 
 
-def _extend(owner: Any, name: str, more: Callable[[Any], None]) -> None:
-    """Extend a method by a call at its end; extending it twice has no further effect."""
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a method by `wrapper`, which gets the original before its arguments; a second call changes nothing."""
     method = getattr(owner, name)
-    if hasattr(method, "__wrapped__"):
+    if hasattr(method, "by_spo"):  # not `__wrapped__`, which torch's decorators set too
         return
 
     @functools.wraps(method)
-    def extended(instance: Any) -> Any:
-        result = method(instance)
-        more(instance)
-        return result
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return wrapper(method, *arguments, **named)
 
-    setattr(owner, name, extended)
+    wrapped.by_spo = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
 
 
-def _unlink_queue(queue: Any) -> None:
+def _unlink_queue(map_all: Any, queue: Any) -> Any:
+    result = map_all(queue)
     for memory in (queue.buffer, queue.tensor_arena):
         if memory is not None and memory.is_creator:
             memory.shared_memory.unlink()
             memory.is_creator = False
+    return result
 
 
-def _unlink_communicator(communicator: Any) -> None:
+def _unlink_communicator(map_all: Any, communicator: Any) -> Any:
+    result = map_all(communicator)
     for file in Path("/dev/shm").iterdir():
         if file.name.startswith(f"{communicator.group_name}_"):
             file.unlink(missing_ok=True)
-
-
-def _is_vllm(process_name: str) -> bool:
-    """Whether a child process is one of vLLM's; others may outlive the thread that made them."""
-    return process_name.startswith(("EngineCore", "VllmWorker"))
+    return result

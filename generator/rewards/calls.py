@@ -43,18 +43,12 @@ class Function:
         parameters = self._signature.parameters
         self.is_batch = "completions" in parameters
         self._rest = next((key for key, one in parameters.items() if one.kind is Parameter.VAR_KEYWORD), None)
-        # Parameters that SPO fills, each with the name of its value; `_row` is a row that the function does not use.
-        self._filled = {
-            key: key.lstrip("_")
-            for key, one in parameters.items()
-            if one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) and self._fills(key, one, options)
-        }
-        unknown = [
-            key
-            for key, one in parameters.items()
-            if one.default is Parameter.empty and one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-            if key not in self._filled and key not in options
-        ]
+        starred = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        named = {key: one for key, one in parameters.items() if one.kind not in starred}
+        # Parameters that SPO fills, each with the name of its value: `_row` gets the row, and does not use it.
+        self._filled = {key: key.lstrip("_") for key, one in named.items() if self._fills(key, one, options)}
+        required = [key for key, one in named.items() if one.default is Parameter.empty]
+        unknown = [key for key in required if key not in self._filled and key not in options]
         if unknown or not self._filled:
             what = f"there is no value named {unknown[0]!r}" if unknown else "its parameters have none of these names"
             raise UserError(f"{_refused(name)}: {what}")
@@ -65,7 +59,7 @@ class Function:
         self._options = check_options(function, options, field, places, fixed)
 
     def takes(self, field: str) -> bool:
-        """Whether a parameter is filled with this field of the outcome."""
+        """Return whether a parameter is filled with this field of the outcome."""
         return not self.is_batch and field in self._filled.values()
 
     def score(self, outcome: Outcome) -> Any:

@@ -61,8 +61,6 @@ class Judge(Builtin):
         ChatUnavailable, NoVerdict: by `score`. A judge that fails never gives a reward of 0.
     """
 
-    where = "loop"
-
     def __init__(
         self,
         base_url: str,

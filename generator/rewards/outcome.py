@@ -27,7 +27,7 @@ class Outcome:
         limit: `episode.max_response_tokens`.
         reason: why the episode ended.
         turn_rewards: what a simulated user gave for single turns, in order.
-        reward: what an agent gave as its own reward.
+        reward: what an agent gave as its own reward, or the task's tests gave in its container.
         folder: path of the folder in which an agent has left its files; empty if there is none.
         opened: tags, such as <think>, with which the chat template begins the assistant's turns; not part of the texts.
         answer_column: name of the data's column with the reference answer; None if there is none.

@@ -69,13 +69,9 @@ class ScoringProcess:
         """Start a process that has loaded its rewards; raises `WorkerDied` if it cannot."""
         own_end, other_end = socket.socketpair()
         with other_end:
-            arguments = [
-                str(other_end.fileno()),
-                str(os.getpid()),
-                json.dumps([os.path.abspath(place) for place in sys.path]),
-            ]
+            path = json.dumps([os.path.abspath(place) for place in sys.path])
             keeper = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+                [sys.executable, "-P", "-c", _PROGRAM, str(other_end.fileno()), str(os.getpid()), path],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints goes to stderr
                 pass_fds=[other_end.fileno()],
@@ -102,7 +98,7 @@ class ScoringProcess:
         return self._keeper.poll() is None and not self._reader.at_eof()
 
     async def call(self, method: str, name: str, outcome: Outcome) -> float | str | None:
-        """Result of a reward's method, `score` or `answer`.
+        """Return the result of a reward's method, `score` or `answer`.
 
         Raises `RewardFailed` or `WorkerDied`; after the latter, or a cancellation, the process must be killed.
         """
@@ -146,9 +142,7 @@ class ScoringProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             await in_thread(self._keeper.wait, 5)
         code = self._keeper.returncode
-        if code is None:
-            return "it closed its connection"
-        return ending(code)
+        return "it closed its connection" if code is None else ending(code)
 
 
 class Pool:
@@ -178,7 +172,7 @@ class Pool:
         self._closed = False
 
     async def score(self, name: str, outcome: Outcome) -> float | None:
-        """One reward of one outcome; None if a reward of TRL's form leaves the outcome out.
+        """Return one reward of an outcome; None if a reward of TRL's form leaves the outcome out.
 
         Raises:
             TimeoutError: it took too long, and was killed.
@@ -191,7 +185,7 @@ class Pool:
         return value
 
     async def answer(self, name: str, outcome: Outcome) -> str:
-        """The answer that a reward compares; raises like `score`."""
+        """Return the answer that a reward compares; raises like `score`."""
         return str(await self._call("answer", name, outcome))
 
     async def close(self) -> None:
@@ -207,28 +201,24 @@ class Pool:
     async def _call(self, method: str, name: str, outcome: Outcome) -> float | str | None:
         process = await self._acquire()
         slow = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._mark_slow, process)
-        reusable = False
+        put_away = self._discard  # unless it answers, it died, hangs, or is busy with a job that was cancelled
         try:
             async with asyncio.timeout(self._timeout):
                 value = await process.call(method, name, outcome)
-            reusable = True
+            put_away = self._release
             return value
         except RewardFailed:
-            reusable = True
+            put_away = self._release
             raise
         except TimeoutError:
             limit = f"episode.reward_timeout = {self._timeout:g} s"
             raise TimeoutError(f"reward {name!r} took longer than {limit}") from None
         finally:
             slow.cancel()
-            if reusable:
-                self._release(process)
-            else:
-                # It died, hangs, or is busy with a job that was cancelled.
-                self._discard(process)
+            put_away(process)
 
     async def _acquire(self) -> ScoringProcess:
-        """A process that is alive, now counted as working."""
+        """Return a live process, counted as working from now on."""
         while self._idle:
             process = self._idle.pop()
             if process.alive():
@@ -287,7 +277,7 @@ class Pool:
             process = await ScoringProcess.start(self._settings)
         except Exception as error:
             # Waiting jobs fail only if no other process is left to run them. Starts that fail in the same round of the
-            # event loop must not count each other, so this one is removed here, before its callback does it.
+            # event loop must not count each other, so this one is removed here, before its callback does so.
             self._starts.discard(asyncio.current_task())
             if not self._starts and not self._working:
                 self._fail_waiting(WorkerDied(str(error)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from common.errors import UserError
 from common.plugins import check_options, load_object, make_object
@@ -23,14 +23,12 @@ BUILTIN: dict[str, str] = {
     "overlong": "generator.rewards.rules:Overlong",
     "judge": "generator.rewards.judge:Judge",
     "agent": "generator.rewards.rules:OwnReward",
-    "container": "generator.rewards.rules:ContainerReward",
+    "container": "generator.rewards.rules:OwnReward",
 }
-OWN = "agent"  # the name of the reward that an agent gives itself
-IN_CONTAINER = "container"  # and of the one that the task's tests give, in the agent's container
+OWN = "agent"  # the reward that an agent gives itself
+IN_CONTAINER = "container"  # the reward that the task's own tests give, in the agent's container after the agent
 
 ENTRY_POINTS = "spo.rewards"  # group of entry points for rewards of installed packages
-
-Where = Literal["inline", "pool", "loop"]
 
 
 class Builtin(ABC):
@@ -40,20 +38,20 @@ class Builtin(ABC):
     votes of evaluations.
 
     Attributes:
-        where: where it runs: `inline`, at once; `pool`, in another process; `loop`, a coroutine that waits for a
-            server.
+        in_pool: whether it runs in another process.
         bounds: least and greatest value; None if they are not known.
     """
 
-    where: Where = "inline"
+    in_pool = False
     bounds: tuple[float, float] | None = (0.0, 1.0)
 
     @abstractmethod
-    def score(self, outcome: Outcome) -> float | Awaitable[float]: ...
+    def score(self, outcome: Outcome) -> float | Awaitable[float]:
+        """Return the reward, or a coroutine if it waits for a server."""
 
 
-def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> None:
-    """Check a reward and its options without calling it; `fixed` are further arguments.
+def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> Any:
+    """Check a reward and its options; `fixed` are further arguments. Returns its class, or a function ready to score.
 
     Raises:
         UserError: the reward cannot be found, or does not take these options.
@@ -63,18 +61,17 @@ def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any]
         if not callable(getattr(reward, "score", None)):
             raise UserError(f"episode.reward = {name!r}: the class has no method score(outcome)")
         check_options(reward, options, field, fixed=fixed)
-    elif callable(reward):
-        Function(name, reward, options)
-    else:
+        return reward
+    if not callable(reward):
         raise UserError(f"episode.reward = {name!r} is neither a function of {FORMS} nor a class")
+    return Function(name, reward, options)
 
 
 def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> Any:
     """Make a reward, ready to score; raises `UserError` like `check_reward`, or if a class refuses a value."""
-    check_reward(name, options, fixed)
-    reward = _find(name)
-    if not isinstance(reward, type):
-        return Function(name, reward, options)
+    reward = check_reward(name, options, fixed)
+    if isinstance(reward, Function):
+        return reward
     return make_object(reward, options, f"episode.reward_options of {name!r}", fixed)
 
 

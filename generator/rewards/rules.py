@@ -56,7 +56,7 @@ class BoxedThink(Builtin):
 
 
 class OwnReward(Builtin):
-    """The reward that an agent gave itself."""
+    """The reward that an agent gave itself, or that the task's tests gave in the agent's container after it."""
 
     bounds = None
 
@@ -64,10 +64,6 @@ class OwnReward(Builtin):
         if outcome.reward is None:
             raise ValueError("the agent gave no reward; episode.reward = 'agent' needs one, returned or sent")
         return outcome.reward
-
-
-class ContainerReward(OwnReward):
-    """The reward of the task's own tests, which were run in the agent's container after the agent."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -125,7 +121,7 @@ class Format(Builtin):
         self._pattern = compiled(pattern, re.DOTALL) if pattern is not None else None
         self._tags, self._of = tags or (), of
         # A text of the model can make a pattern backtrack for hours, and the event loop must not wait for that.
-        self.where = "inline" if pattern is None else "pool"
+        self.in_pool = pattern is not None
 
     def score(self, outcome: Outcome) -> float:
         text = outcome.response if self._of == "response" else outcome.text

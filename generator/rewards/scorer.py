@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from common.answers import in_range
@@ -13,7 +12,7 @@ from common.errors import UserError
 from common.messages import Failure
 from generator.rewards.outcome import Outcome, Score, vote
 from generator.rewards.pool import Pool, RewardFailed
-from generator.rewards.registry import BUILTIN, Builtin, check_reward, has_answer, make_reward
+from generator.rewards.registry import BUILTIN, check_reward, has_answer, make_reward
 
 if TYPE_CHECKING:
     from sandbox_client import Sandbox
@@ -28,7 +27,7 @@ class OutOfRange(ValueError):
 
 
 class Scorer:
-    """Scores episodes as `episode.reward` says; for one event loop, at whose end it must be closed.
+    """Scores episodes as `episode.reward` says, in one event loop; close it before that loop ends.
 
     Cheap rewards are computed at once, those that wait for a server are coroutines, and all others (a user's own
     among them) run in processes that are killed when they take too long.
@@ -45,7 +44,7 @@ class Scorer:
         self._weights = dict(episode.reward_weights)
         self._allowed = config.sampler.tracker.reward_range
         self._turn_rewards = episode.turn_rewards
-        self._local: dict[str, Builtin] = {}
+        self._local: dict[str, Any] = {}
         pooled: dict[str, dict[str, Any]] = {}
         for name in self._weights:
             options = episode.reward_options.get(name, {})
@@ -59,13 +58,11 @@ class Scorer:
                 options = {"memory_mb": config.sandbox.memory_mb} | options
                 fixed = {"sandbox": sandbox()}
             self._local[name] = make_reward(name, options, fixed)
-            if self._local[name].where == "pool":
+            if self._local[name].in_pool:
                 pooled[name] = options
         self._check_range()
         self._answers = next(filter(has_answer, self._weights), None)
-        self._pool = (
-            Pool(pooled, episode.reward_workers, episode.reward_timeout, episode.reward_memory_mb) if pooled else None
-        )
+        self._pool = Pool(pooled, episode.reward_workers, episode.reward_timeout, episode.reward_memory_mb)
         self._pooled = frozenset(pooled)
 
     async def score(self, outcome: Outcome) -> Score:
@@ -90,8 +87,9 @@ class Scorer:
         try:
             final = in_range(final, low, high)
         except ValueError:
+            shown = ", ".join(f"{name} {value:g}" for name, value in parts.items())
             raise OutOfRange(
-                f"reward {final:g} ({_shown(parts)}) is outside {self._range()}; declare its range there"
+                f"reward {final:g} ({shown}) is outside {self._range()}; declare its range there"
             ) from None
         return Score(final, parts, final)
 
@@ -104,24 +102,20 @@ class Scorer:
         if name is None:
             return ""
         if name in self._pooled:
-            assert self._pool is not None
             return await self._pool.answer(name, outcome)
-        answer = self._local[name].answer(outcome)  # type: ignore[attr-defined]
-        return vote(await answer if inspect.isawaitable(answer) else answer)
+        return vote(self._local[name].answer(outcome))
 
     async def close(self) -> None:
         """End the processes and close the connections."""
-        if self._pool is not None:
-            await self._pool.close()
+        await self._pool.close()
         for reward in self._local.values():
             if close := getattr(reward, "close", None):
                 await close()
 
     async def _part(self, name: str, outcome: Outcome) -> float | None:
         if name in self._pooled:
-            assert self._pool is not None
             return await self._pool.score(name, outcome)
-        score = self._local[name].score(outcome)
+        score: float | Awaitable[float] = self._local[name].score(outcome)
         return score if isinstance(score, float) else await score
 
     def _check_range(self) -> None:
@@ -156,10 +150,6 @@ def joined(turn_rewards: Sequence[float], how: str) -> float:
     return total / len(turn_rewards) if how == "mean" else total
 
 
-def _shown(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in parts.items())
-
-
 def returns_to_go(final: float, turn_rewards: Sequence[float], reward_range: tuple[float, float]) -> list[float]:
     """The return of each assistant turn t: clip(u_t + ... + u_T + final score, low, high).
 
@@ -171,9 +161,6 @@ def returns_to_go(final: float, turn_rewards: Sequence[float], reward_range: tup
         final: the final score, before rewards of single turns were added.
         turn_rewards: u, the simulated user's reward of each assistant turn, 0 if the user was not asked [T].
         reward_range: lowest and highest reward, `sampler.tracker.reward_range`.
-
-    Returns:
-        Returns within the range [T].
     """
     low, high = reward_range
     # `fsum` rounds once, as the scorer does: the first return is the reward to the last bit.

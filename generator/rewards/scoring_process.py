@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the generator, which ends its workers itself
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    with connection, asyncio.Runner() as runner:
+    with connection, connection.makefile("rb") as stream, asyncio.Runner() as runner:
         rewards: dict[str, Any] = {}
 
         def load(settings: dict[str, Any]) -> str:
@@ -92,11 +93,11 @@ def main(descriptor: int) -> None:
                     error.add_note(place)
                 raise
 
-        job, settings = _receive(connection)
+        job, settings = _receive(stream)
         started = _result(load, settings)
         connection.sendall(pack({"job": job} | started))
         while "value" in started:
-            job, *message = _receive(connection)
+            job, *message = _receive(stream)
             connection.sendall(pack({"job": job} | _result(call, *message)))
 
 
@@ -166,23 +167,19 @@ def _start(reward: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
-def _receive(connection: socket.socket) -> Any:
+def _receive(stream: BufferedReader) -> Any:
     """The next message; exits at the end of the stream."""
-    (size,) = HEAD.unpack(_exactly(connection, HEAD.size))
+    (size,) = HEAD.unpack(_exactly(stream, HEAD.size))
     if size > MAX_JOB:
         raise SystemExit(f"a job of {size:,} bytes; at most {MAX_JOB:,} are allowed")
-    return unpack_job(_exactly(connection, size))
+    return unpack_job(_exactly(stream, size))
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        n = connection.recv_into(view)
-        if n == 0:
-            raise SystemExit(0)
-        view = view[n:]
-    return bytes(data)
+def _exactly(stream: BufferedReader, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise SystemExit(0)
+    return data
 
 
 def _limit_memory(mib: int) -> None:

@@ -66,7 +66,7 @@ class Maths(Builtin):
         ValueError: by `score`, if the reference answer itself is not mathematics.
     """
 
-    where = "pool"
+    in_pool = True
 
     def __init__(self, seconds: float = 5.0, digits: int = 6, strict: bool = True) -> None:
         if seconds <= 0:
@@ -140,7 +140,7 @@ class ReasoningGym(Builtin):
         ValueError: by `score`, if the row is not from reasoning-gym.
     """
 
-    where = "pool"
+    in_pool = True
 
     def __init__(self, pattern: str | None = ELEMENT, partial: bool = False, seconds: float = 5.0) -> None:
         if seconds <= 0:

@@ -40,10 +40,6 @@ def check_adapter(manifest: Manifest, lora: LoraConfig) -> None:
 class AdapterFolder:
     """An adapter as a folder that vLLM reads; its tensors are in memory that is freed however this process ends.
 
-    Attributes:
-        version: weight version.
-        path: the folder.
-
     Raises:
         OSError: not enough memory or disk space.
     """

@@ -16,7 +16,6 @@ class SharedWeights(AbstractContextManager[Any]):
     """One snapshot in a memory file.
 
     Attributes:
-        version: weight version.
         seconds: how long the transfer took.
         path: the file's path, for other processes of this user.
         lora_scaling: see `weight_engine.UpdateInfo`.

@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 
 from common.config import Config, parse_config
+from common.log import Timeline
 from common.messages import SampleHeader
 from common.payload import open_record
 from common.process import in_thread
@@ -21,6 +22,7 @@ from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from common.weights.memory import TransferStats
+from generator.engine.counts import EngineCounts
 from generator.engine.engine import Completion, EngineDied
 from generator.episode.parts import RunParts
 from generator.loop import Generator
@@ -133,8 +135,8 @@ def make_generator(
     config: Config, broker: Broker, inbox: TaskInbox, engine: Any, weights: Any, log: Any, **more: Any
 ) -> Generator:
     presence, parts = Presence(broker, inbox.consumer, "generator"), RunParts(config)
-    services = Services(broker, inbox, presence, engine, weights, parts, GeneratorMetrics(), log, **more)
-    return Generator(config, services)
+    metrics = GeneratorMetrics(Timeline(None, ""), EngineCounts(), gpus=0)
+    return Generator(config, Services(broker, inbox, presence, engine, weights, parts, metrics, log, **more))
 
 
 class Rig:

@@ -2,8 +2,8 @@
 
 The *judge* runs the assertions; what they take from the program are `RemoteObject`s, and operations on
 those run in the *program's* process, requested over a pipe. Plain values come back as copies, so that the judge's
-`==` compares plain data and the program is never told what it is compared with. `unit_tests.py` says what
-this protects from. Needs only Python 3.8 and its standard library.
+`==` compares plain data and the program is never told what it is compared with. docs/rewards.md says what this
+protects from. Needs only Python 3.8 and its standard library.
 
 The judge reads one JSON object from stdin: `nonce`, `code`, `tests` (a list of [source, counts]), `timeout` and
 `seconds` (for one test, for all), `entry_point` (a name, or null). Lines of its stdout that start with the nonce
@@ -64,7 +64,7 @@ class Examiner:
     def limited(self, task: Any, *arguments: Any) -> tuple[bool, str]:
         """Run a task within the time of one test; returns whether it passed, and if not, why.
 
-        Only reaching the end of the task passes it. The reason is for people only: the program chooses its exceptions.
+        Only a task that reaches its end passes. The reason is for people only: the program chooses its exceptions.
         """
         seconds = min(self.job["timeout"], self.stop_at - time.monotonic())
         passed, reason = False, ""
@@ -122,8 +122,8 @@ class Examiner:
                 continue
             if name != self.job["entry_point"] and name in standard and dotted[name] == uses:
                 namespace[name] = _imported(name)
-                continue
-            program_names.append(name)
+            else:
+                program_names.append(name)
         for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -134,10 +134,11 @@ class Examiner:
 
     def load(self, names: list[str], namespace: dict[str, Any]) -> None:
         self.peer.ask("load", [self.job["code"]])
-        values = self.peer.ask("names", [tuple(names)])
-        namespace.update({name: values[name] for name in names if name in values})
+        answer = self.peer.ask("names", [tuple(names)])
+        values = {name: answer[name] for name in names if name in answer}
+        namespace.update(values)
         module = sys.modules[PROGRAM] = types.ModuleType(PROGRAM)
-        vars(module).update({name: values[name] for name in names if name in values})
+        vars(module).update(values)
         if self.job["entry_point"]:
             # Otherwise a test would call a builtin of this name.
             namespace.setdefault(self.job["entry_point"], None)

@@ -10,6 +10,7 @@ from typing import Any
 
 # Statements that prepare a test; passing them proves nothing.
 _PREPARATION = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign)
+_UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)  # what Python's parser raises
 ALLOWED = (
     '{"inputs": [...], "outputs": [...]}, the same with "fn_name", [{"input": ..., "output": ...}], '
     '{"assertions": [...]}, or Python statements with an assert'
@@ -92,7 +93,7 @@ def _loaded(tests: Any) -> Any:
     for read in (json.loads, ast.literal_eval) if isinstance(tests, str) else ():
         try:
             return read(tests)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except _UNPARSED:
             continue
     return tests
 
@@ -101,7 +102,7 @@ def _split(text: str) -> list[str] | None:
     """Top-level statements of a Python text that asserts anything; None if it does not."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except _UNPARSED:
         return None
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         return None
@@ -184,6 +185,6 @@ def _text(value: Any) -> str:
 def _counts(statement: str) -> bool:
     try:
         body = ast.parse(statement).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except _UNPARSED as error:
         raise ValueError(f"tests: {statement[:100]!r} is not Python ({type(error).__name__})") from None
     return any(not isinstance(node, (*_PREPARATION, ast.AnnAssign, ast.Pass)) for node in body)

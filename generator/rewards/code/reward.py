@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from common.errors import UserError
@@ -34,8 +35,6 @@ class Code(Builtin):
         ValueError: by `score`, if the row has no tests, or none in a known form.
     """
 
-    where = "loop"
-
     def __init__(
         self,
         sandbox: Sandbox,
@@ -49,9 +48,15 @@ class Code(Builtin):
     ) -> None:
         if timeout <= 0 or memory_mb < 1 or concurrency < 1:
             raise UserError(f"{timeout = }, {memory_mb = } and {concurrency = } must be above 0")
-        self._sandbox, self._tests, self._partial = sandbox, tests, partial
-        self._language, self._tolerance = language, tolerance
-        self._limits = CodeLimits(timeout, memory_mb, concurrency)
+        self._tests, self._partial = tests, partial
+        self._run = functools.partial(
+            run_code_tests,
+            sandbox,
+            language=language,
+            tolerance=tolerance,
+            stop_at_failure=not partial,
+            limits=CodeLimits(timeout, memory_mb, concurrency),
+        )
 
     async def score(self, outcome: Outcome) -> float:
         if self._tests is not None and self._tests not in outcome.row:
@@ -61,13 +66,4 @@ class Code(Builtin):
         if not code.strip():
             read_tests(tests)  # a row without tests is an error, whatever the answer
             return 0.0
-        verdict = await run_code_tests(
-            self._sandbox,
-            code,
-            tests,
-            language=self._language,
-            tolerance=self._tolerance,
-            stop_at_failure=not self._partial,
-            limits=self._limits,
-        )
-        return verdict.score(self._partial)
+        return (await self._run(code, tests)).score(self._partial)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from generator.rewards.code.plans import Assertions, Streams
-from generator.rewards.code.plans import read_tests as _plan
+from generator.rewards.code.plans import Assertions, Streams, read_tests
 from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, Sandbox, SandboxUnavailable, Status
 
 _PARTS = {
@@ -82,6 +81,19 @@ class _Run:
     stop_at_failure: bool
     limits: CodeLimits
 
+    async def run(self, code: str, language: str, stdin: str, seconds: float) -> RunCodeResponse:
+        request = RunCodeRequest(
+            code=code,
+            language=language,
+            stdin=stdin,
+            run_timeout=seconds,
+            memory_limit_MB=self.limits.memory_mb,
+        )
+        answer = await self.sandbox.run_code(request)
+        if answer.status is Status.SANDBOX_ERROR:
+            raise SandboxUnavailable(f"the sandbox failed: {answer.message[:300]}")
+        return answer
+
     async def streams(self, plan: Streams) -> list[CaseResult]:
         slots = asyncio.Semaphore(self.limits.concurrency)
         failed = False
@@ -91,14 +103,7 @@ class _Run:
             async with slots:
                 if failed and self.stop_at_failure:
                     return CaseResult(False, "not run: another test failed")
-                request = RunCodeRequest(
-                    code=self.code,
-                    language=self.language,
-                    stdin=stdin,
-                    run_timeout=self.limits.timeout,
-                    memory_limit_MB=self.limits.memory_mb,
-                )
-                answer = _checked(await self.sandbox.run_code(request))
+                answer = await self.run(self.code, self.language, stdin, self.limits.timeout)
             result = _compared(answer, expected, self.tolerance)
             failed = failed or not result.passed
             return result
@@ -122,13 +127,7 @@ class _Run:
             "seconds": max(seconds - START_SECONDS, seconds / 2),
             "entry_point": plan.entry_point,
         }
-        request = RunCodeRequest(
-            code=HARNESS,
-            stdin=json.dumps(job),
-            run_timeout=seconds,
-            memory_limit_MB=self.limits.memory_mb,
-        )
-        answer = _checked(await self.sandbox.run_code(request))
+        answer = await self.run(HARNESS, "python", json.dumps(job), seconds)
         run = answer.run_result
         stdout, stderr = (run.stdout or "", run.stderr or "") if run else ("", "")
         too_slow = run is not None and run.status is CommandStatus.TIME_LIMIT_EXCEEDED
@@ -173,7 +172,7 @@ async def run_code_tests(
         SandboxUnavailable: the sandbox failed, so there is no verdict.
         ValueError: the tests are in no known form.
     """
-    plan = _plan(tests, tolerance)
+    plan = read_tests(tests, tolerance)
     # An unpaired surrogate cannot be sent; in a program it is an error anyway.
     code = code.encode("utf-8", "replace").decode()
     run = _Run(sandbox, code, language, tolerance, stop_at_failure, limits or CodeLimits())
@@ -199,12 +198,6 @@ def extract_code(text: str) -> str:
     end = text.rfind("</code>")
     start = text.rfind("<code>", 0, max(end, 0))
     return text[start + len("<code>") : end] if start >= 0 else text
-
-
-def _checked(answer: RunCodeResponse) -> RunCodeResponse:
-    if answer.status is Status.SANDBOX_ERROR:
-        raise SandboxUnavailable(f"the sandbox failed: {answer.message[:300]}")
-    return answer
 
 
 def _compared(answer: RunCodeResponse, expected: str, tolerance: float | None) -> CaseResult:

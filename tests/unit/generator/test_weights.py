@@ -102,7 +102,7 @@ async def test_a_version_is_kept_until_its_last_request_is_over(monkeypatch):
         for files in others[:2]:
             await adapters.load(files)
         assert kept is not None
-        assert kept.version == 1
+        assert kept.files.version == 1
         assert kept.request.lora_int_id in llm.loaded
         assert [files.path.exists() for files in (first, *others)] == [True, False, True, True]
     await adapters.load(others[2])
