@@ -38,7 +38,6 @@ class EngineClient:
         return getattr(self.engine.llm, name)
 
     def of(self, session: AgentSession, exchange: Exchange) -> EngineClient:
-        """The client that samples one request."""
         return replace(self, session=session, exchange=exchange)
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
@@ -94,12 +93,8 @@ class EngineClient:
 
 
 def _joined(parts: list[Completion]) -> Completion:
-    """Join the parts of a streamed completion."""
-    last = parts[-1]
-    if len(parts) == 1:
-        return last
     return replace(
-        last,
+        parts[-1],
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, cast
+from typing import Any
 
 from generator.agents.tree import Node
 
@@ -38,7 +38,8 @@ class Exchange:
         self.readers = 0
         self.seen = self.heard = False
         self.failure: Exception | None = None
-        self._began, self._seconds = time.monotonic(), cast(float | None, None)
+        self._began = time.monotonic()
+        self._ended_at: float | None = None
         self._sent: list[AsgiMessage] | None = []
         self._last: AsgiMessage | None = None  # held back until `end`
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -49,7 +50,7 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._began if self._seconds is None else self._seconds
+        return (self._ended_at or time.monotonic()) - self._began
 
     @property
     def can_be_heard(self) -> bool:
@@ -64,7 +65,7 @@ class Exchange:
 
     def end(self) -> None:
         """Send the last piece, once the tokens are recorded: a client that has it may send its next request at once."""
-        self._seconds = self.seconds
+        self._ended_at = time.monotonic()
         if self._last is not None:
             self._pass_on(self._last)
 

@@ -117,21 +117,19 @@ class SessionLayer:
             elif dialect is None:
                 await self._app(*fresh_request(self._app, method, path, raw), send)
             else:
-                exchange = await self._taken(session, dialect, body, raw, headers)
+                self._check_model(body)
+                is_retry = headers.get("x-stainless-retry-count", "0") != "0"
+                exchange = await dialect.take(session, body, raw, is_retry)
                 await self._follow(exchange, session, receive, send)
         finally:
             session.in_flight -= 1
 
-    async def _taken(
-        self, session: AgentSession, dialect: Dialect, body: dict[str, Any], raw: bytes, headers: dict[str, str]
-    ) -> Exchange:
+    def _check_model(self, body: dict[str, Any]) -> None:
         if body.get("model") not in (None, self._model):
-            shown = str(body["model"])[:100]
+            shown = f"`{str(body['model'])[:100]}`"
             raise Refusal(
-                404, f"the model `{shown}` does not exist; this endpoint has `{self._model}`", "model_not_found"
+                404, f"the model {shown} does not exist; this endpoint has `{self._model}`", "model_not_found"
             )
-        is_retry = headers.get("x-stainless-retry-count", "0") != "0"
-        return await dialect.take(session, body, raw, is_retry)
 
     async def _follow(self, exchange: Exchange, session: AgentSession, receive: Receive, send: Send) -> None:
         if await exchange.follow(receive, send):

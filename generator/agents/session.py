@@ -101,12 +101,7 @@ class AgentSession:
     """
 
     def __init__(
-        self,
-        limits: SessionLimits,
-        template: ChatTemplate,
-        max_model_len: int,
-        url: str,
-        log: SessionsLog,
+        self, limits: SessionLimits, template: ChatTemplate, max_model_len: int, url: str, log: SessionsLog
     ) -> None:
         self.key, self.reward_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.base_url = f"{url}/s/{self.key}/v1"
@@ -319,15 +314,9 @@ class AgentSession:
             details: dict[str, Any] = {"request": node.number}
             if node.parent is not None:
                 details["continues"] = node.parent.number
-            messages = [*node.messages, {**(node.reply or {}), "role": "assistant"}]
-            entries += [
-                TranscriptEntry(
-                    message["role"],
-                    str(message.get("content") or ""),
-                    details | {key: message[key] for key in ("reasoning", "tool_calls") if message.get(key)},
-                )
-                for message in messages
-            ]
+            for message in [*node.messages, {**(node.reply or {}), "role": "assistant"}]:
+                more = {key: message[key] for key in ("reasoning", "tool_calls") if message.get(key)}
+                entries.append(TranscriptEntry(message["role"], str(message.get("content") or ""), details | more))
         return entries
 
     def _check_limits(self, node: Node, tail: np.ndarray) -> None:

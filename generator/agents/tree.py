@@ -63,24 +63,25 @@ class Node:
         """Number of ids of the prompt, and of the reply once there is one."""
         return self.kept + len(self.tail) + (0 if self.turn is None else len(self.turn.token_ids))
 
+    def earlier(self) -> Iterator[Node]:
+        """The requests that this one continues, from its parent to the first."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
     def prompt_ids(self) -> np.ndarray:
         """Ids of the whole prompt, int32 [T]."""
-        parts, node = [self.tail], self
-        while node.parent is not None:
-            node = node.parent
+        parts = [self.tail]
+        for node in self.earlier():
             assert node.turn is not None
             parts += [node.turn.token_ids, node.tail]
         return np.concatenate(parts[::-1])
 
     def experts(self) -> list[np.ndarray]:
         """The experts of the first ids of the prompt, one array for each request that this one continues."""
-        pieces: list[np.ndarray] = []
-        node = self.parent
-        while node is not None:
-            assert node.turn is not None
-            pieces += [] if node.turn.experts is None else [node.turn.experts]
-            node = node.parent
-        return pieces[::-1]
+        turns = [node.turn for node in self.earlier()]
+        return [turn.experts for turn in turns[::-1] if turn is not None and turn.experts is not None]
 
     @property
     def routed(self) -> int:
@@ -113,7 +114,8 @@ class Tree:
     def __init__(self, history: History = "as_sampled", task: str = "") -> None:
         self.nodes: list[Node] = []
         self.history, self.task = history, task
-        self._task_forms = {_bare(form) for form in (task, _as_json(task, True), _as_json(task, False))} - {""}
+        escaped = (json.dumps(task, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+        self._task_forms = {_bare(form) for form in (task, *escaped)} - {""}
         self._by_digest: dict[bytes, list[Node]] = {}
         self._trained: dict[Train, list[Node]] = {}  # results of `trained` since the last change
 
@@ -325,10 +327,6 @@ def leaves(value: Any) -> Iterator[str]:
 
 def _bare(text: str) -> str:
     return "".join(text.split())
-
-
-def _as_json(text: str, ascii_only: bool) -> str:
-    return json.dumps(text, ensure_ascii=ascii_only)[1:-1]
 
 
 def _packed(value: Any) -> bytes:
