@@ -239,18 +239,20 @@ def _message(content: bytes) -> str:
 
 async def end_of(chunks: AsyncIterator[bytes]) -> bytes:
     """Read a program's output, which comes in frames, to its end, and return the last of it."""
-    waiting, left, tail, size = b"", 0, b"", 0
+    waiting, left, tail, size = bytearray(), 0, b"", 0
     async for chunk in chunks:
         waiting += chunk
         size += len(chunk)
-        while waiting:
+        at = 0  # to cut off each of thousands of small frames would copy the rest of the chunk as often
+        while at < len(waiting):
             if left == 0:
-                if len(waiting) < FRAME.size:
+                if len(waiting) - at < FRAME.size:
                     break
-                left, waiting = FRAME.unpack_from(waiting)[1], waiting[FRAME.size :]
-            piece, waiting = waiting[:left], waiting[left:]
-            left -= len(piece)
+                left, at = FRAME.unpack_from(waiting, at)[1], at + FRAME.size
+            piece = waiting[at : at + left]
+            at, left = at + len(piece), left - len(piece)
             tail = (tail + piece)[-SHOWN_OUTPUT:]
+        del waiting[:at]
         if size > FREE_OUTPUT:
             await asyncio.sleep(PAUSE)
     return tail
