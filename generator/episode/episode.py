@@ -65,16 +65,11 @@ class Transcript:
 
 @dataclass(slots=True)
 class EpisodeStep:
-    """The current step of an episode.
-
-    Attributes:
-        ends: time at which its limits end it, by `time.monotonic`.
-        late: seconds by which it has exceeded them.
-    """
+    """The current step of an episode."""
 
     name: str
-    ends: float
-    late: float = 0.0
+    ends: float  # time at which its limits end it, by `time.monotonic`
+    late: float = 0.0  # seconds by which it has exceeded them
 
 
 @dataclass
@@ -206,7 +201,6 @@ class Episode:
 
     @property
     def turns(self) -> int:
-        """Number of assistant turns."""
         return sum(len(row.spans) for row in self.rows)
 
     @property
@@ -230,24 +224,18 @@ class Episode:
             for row, at in zip(rows, sampled, strict=False)
             for version, start, end in row.versions
         ]
+        experts: dict[str, np.ndarray] = {}
+        if pieces := [piece for row in rows for piece in row.experts]:
+            routed = np.asarray([row.routed for row in rows], np.int32)
+            experts = {"experts": np.concatenate(pieces), "expert_lengths": routed}
         return Payload(
             np.concatenate([row.tokens() for row in rows]),
             np.asarray(spans, np.int32).reshape(-1, 2),
             np.concatenate([logprobs for row in rows for logprobs in row.logprobs]),
             np.asarray(versions, np.int32).reshape(-1, 3),
             np.asarray(self.row_tokens, np.int32),
-            **self._experts(),
+            **experts,
         )
-
-    def _experts(self) -> dict[str, np.ndarray]:
-        """The payload's fields about experts; empty if the engine reported none."""
-        pieces = [piece for row in self.rows for piece in row.experts]
-        if not pieces:
-            return {}
-        return {
-            "experts": np.concatenate(pieces),
-            "expert_lengths": np.asarray([row.routed for row in self.rows], np.int32),
-        }
 
 
 def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: bool = True) -> bytes:
@@ -255,24 +243,17 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
 
     Takes milliseconds for a long episode, so keep it off the event loop.
     """
+    entries = episode.transcript.entries
     record: dict[str, Any] = {
         "input": task.prompt,
         "output": "\n".join(template.text(row.response_ids()) for row in episode.rows),
         "gts": task.answer,
-        "messages": [
-            {"role": entry.role, "content": entry.text, **entry.details} for entry in episode.transcript.entries
-        ],
+        "messages": [{"role": entry.role, "content": entry.text, **entry.details} for entry in entries],
     }
-    if episode.opened:
-        record["opened"] = episode.opened
-    if episode.lost:
-        record["lost"] = episode.lost
-    if episode.refusals:
-        record["refusals"] = episode.refusals
-    if episode.requests:
-        record["requests"] = episode.requests
-        if finished:  # neither the messages nor the header have what an agent gave
-            record["scored"] = {"answer": episode.answer, "reward": episode.reward, "failure": episode.failure}
+    optional = ("opened", "lost", "refusals", "requests")
+    record |= {name: value for name in optional if (value := getattr(episode, name))}
+    if episode.requests and finished:  # neither the messages nor the header have what an agent gave
+        record["scored"] = {"answer": episode.answer, "reward": episode.reward, "failure": episode.failure}
     if task.keep and finished:
         payload = episode.payload()
         record |= {
