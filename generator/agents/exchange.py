@@ -16,28 +16,18 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class Exchange:
-    """A request for tokens and its reply so far; any number of readers get all of it from the start.
-
-    Attributes:
-        fingerprint: equal for requests with the same path and body.
-        streamed: whether the reply comes piece by piece, so that a reader may act on its beginning.
-        node: the request in the session's tree.
-        task: produces the reply.
-        cut: once it is set, the engine ends the request with the tokens it has.
-        readers: how many are reading now.
-        seen: a reader was sent enough of the reply to act on.
-        heard: a reader was sent all of it.
-        failure: the exception that ended the reply early.
-        seconds: how long the reply has taken, until now or until it ended.
-    """
+    """A request for tokens and its reply so far; any number of readers get all of it from the start."""
 
     def __init__(self, fingerprint: bytes, streamed: bool, node: Node) -> None:
-        self.fingerprint, self.streamed, self.node = fingerprint, streamed, node
-        self.task: asyncio.Task[None] | None = None
-        self.cut = asyncio.Event()
-        self.readers = 0
-        self.seen = self.heard = False
-        self.failure: Exception | None = None
+        self.fingerprint = fingerprint  # equal for requests with the same path and body
+        self.streamed = streamed  # whether the reply comes piece by piece, so that a reader may act on its beginning
+        self.node = node
+        self.task: asyncio.Task[None] | None = None  # produces the reply
+        self.cut = asyncio.Event()  # once it is set, the engine ends the request with the tokens it has
+        self.readers = 0  # how many are reading now
+        self.seen = False  # a reader was sent enough of the reply to act on
+        self.heard = False  # a reader was sent all of it
+        self.failure: Exception | None = None  # ended the reply early
         self._began = time.monotonic()
         self._ended_at: float | None = None
         self._sent: list[AsgiMessage] | None = []
@@ -50,6 +40,7 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
+        """How long the reply has taken, until now or until it ended."""
         return (self._ended_at or time.monotonic()) - self._began
 
     @property

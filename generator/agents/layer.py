@@ -29,9 +29,6 @@ class SessionLayer:
     Args:
         model: the only model name that requests may give.
         max_body: limit on a body's length in bytes.
-
-    Attributes:
-        strangers: number of requests whose key belongs to no session.
     """
 
     def __init__(self, app: App, dialects: Mapping[str, Dialect], model: str, max_body: int, log: Any) -> None:
@@ -40,7 +37,7 @@ class SessionLayer:
         self._rewards: dict[str, AgentSession] = {}
         self._closed: dict[str, None] = {}  # keys of removed sessions, oldest first
         self._refused = 0  # in removed sessions
-        self.strangers = 0
+        self.strangers = 0  # number of requests whose key belongs to no session
 
     def add(self, session: AgentSession) -> None:
         self._sessions[session.key] = session

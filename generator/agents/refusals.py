@@ -43,16 +43,12 @@ class ContextTooLong(Refusal):
 
 
 class Refused(NamedTuple):
-    """The endpoint's answer to a request that it refused.
-
-    Attributes:
-        is_limit: the request is beyond a limit of the session or of the model; the model has caused it.
-    """
+    """The endpoint's answer to a request that it refused."""
 
     status: int
     path: str
     message: str
-    is_limit: bool = False
+    is_limit: bool = False  # the request is beyond a limit of the session or of the model; the model has caused it
 
     @property
     def is_fault(self) -> bool:
@@ -78,18 +74,12 @@ class SessionsLog:
 
 
 class Refusals:
-    """The refused requests of one session.
-
-    Attributes:
-        counts: how often each refusal was answered.
-        counted: how many requests were refused, without those beyond a limit.
-        fault: the last refusal that was the endpoint's fault; None once a later request is answered.
-    """
+    """The refused requests of one session."""
 
     def __init__(self, log: SessionsLog) -> None:
-        self.counts: Counter[Refused] = Counter()
-        self.counted = 0
-        self.fault: Refused | None = None
+        self.counts: Counter[Refused] = Counter()  # how often each refusal was answered
+        self.counted = 0  # how many requests were refused, without those beyond a limit
+        self.fault: Refused | None = None  # the endpoint's last fault; None once a later request is answered
         self._fault_at = 0
         self._log = log
 

@@ -30,33 +30,20 @@ THE_TASK = ""  # marks a conversation that quotes the task: its other texts are 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One request, and what the model sampled for it.
+    """One request, and what the model sampled for it."""
 
-    Attributes:
-        parent: the request that it continues.
-        messages: what it adds to the parent's conversation.
-        digest: a running BLAKE2 hash of its whole conversation.
-        frame: equal for requests with the same instructions (system messages, or the tools if there are none).
-        number: how many requests came before it.
-        tail: int32 [T]; the ids of its prompt that follow those of the parent's prompt and reply.
-        kept: how many ids the parent's prompt and reply have.
-        turn: what was sampled; None until sampling has ended, and after the request is dropped.
-        reply: what the agent was sent, as a chat message.
-        children: requests that continue it, in order.
-        dropped: it was not answered, or no client has read the reply.
-    """
-
-    parent: Node | None
-    messages: Sequence[Message]
-    digest: Any
-    frame: bytes = b""
-    number: int = -1
+    parent: Node | None  # the request that it continues
+    messages: Sequence[Message]  # what it adds to the parent's conversation
+    digest: Any  # a running BLAKE2 hash of its whole conversation
+    frame: bytes = b""  # equal for requests with the same system messages, or without any and with the same tools
+    number: int = -1  # how many requests came before it
+    # Ids of its prompt that follow those of the parent's prompt and reply, int32 [T].
     tail: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    kept: int = 0
-    turn: Completion | None = None
-    reply: Message | None = None
-    children: list[Node] = field(default_factory=list)
-    dropped: bool = False
+    kept: int = 0  # how many ids the parent's prompt and reply have
+    turn: Completion | None = None  # what was sampled; None until sampling has ended, and after the request is dropped
+    reply: Message | None = None  # what the agent was sent, as a chat message
+    children: list[Node] = field(default_factory=list)  # requests that continue it, in order
+    dropped: bool = False  # it was not answered, or no client has read the reply
 
     @property
     def length(self) -> int:

@@ -19,18 +19,14 @@ THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|\[
 
 
 class UnusablePrompt(Exception):
-    """A prompt that cannot be given to the model; another attempt would not help.
-
-    Attributes:
-        reason: the problem, in words that other prompts with the same problem share.
-        details: what is particular to this prompt; may be empty.
-    """
+    """A prompt that cannot be given to the model; another attempt would not help."""
 
     failure: ClassVar[Failure]
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(f"{reason} ({details})" if details else reason)
-        self.reason, self.details = reason, details
+        self.reason = reason  # the problem, in words that other prompts with the same problem share
+        self.details = details  # what is particular to this prompt; may be empty
 
 
 class PromptTooLong(UnusablePrompt):
@@ -46,16 +42,11 @@ class PromptNotSeen(UnusablePrompt):
 
 
 class Prompts:
-    """Renders the prompts of one source of the data.
-
-    Attributes:
-        data: the source's section of the configuration.
-        unseen_call: the first call in a message that the template left out; empty if it left out none.
-    """
+    """Renders the prompts of one source of the data; `data` is that source's section of the configuration."""
 
     def __init__(self, template: ChatTemplate, data: DataConfig) -> None:
         self.template, self.data = template, data
-        self.unseen_call = ""
+        self.unseen_call = ""  # the first call in a message that the template left out; empty if it left out none
         self._left_out: dict[tuple[Any, ...], int | None] = {}  # by form; see `_check_messages`
 
     def encode(self, prompt: str | list[Message], **variables: Any) -> np.ndarray:
