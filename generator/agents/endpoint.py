@@ -40,12 +40,7 @@ BYTES_A_TOKEN, LEAST_BYTES = 64, 1 << 20
 
 
 class Endpoint:
-    """Serves sessions on a port of the loopback interface. Made by `Endpoint.start`.
-
-    Attributes:
-        url: of the server, without a path.
-        socket: path of a Unix socket where it also listens, for agents in sandboxes and containers; None if unused.
-    """
+    """Serves sessions on a port of the loopback interface. Made by `Endpoint.start`."""
 
     model = MODEL
 
@@ -58,7 +53,8 @@ class Endpoint:
         self._connections = Connections(
             most_waiting=self._waiting, most_of_owner=min(MOST_OF_SESSION, files // 8), most=files // 4
         )
-        self.url, self.socket = "", path
+        self.url = ""  # of the server, without a path
+        self.socket = path  # Unix socket where it also listens, for agents in sandboxes and containers; None if unused
         self._layer, self._template, self._max_model_len, self._log = layer, template, max_model_len, SessionsLog(log)
         self._server: ServerWithoutSignals | None = None
         self._serving: asyncio.Task[None] | None = None
