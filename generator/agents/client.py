@@ -21,24 +21,18 @@ class EngineClient:
 
     vLLM's server is built around a client without a request, from which it reads the engine's configuration. `of` makes
     a client for each request for tokens.
-
-    Attributes:
-        stop_token_ids: tokens that end a turn, besides the model's own end of text.
-        keep_prefix: whether later turns reuse the keys and values of earlier ones after an update of the weights.
-        session, exchange: the session and the exchange of the request to sample; None without a request.
     """
 
     engine: Engine
-    stop_token_ids: tuple[int, ...] = ()
-    keep_prefix: bool = False
-    session: AgentSession | None = None
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end a turn, besides the model's own end of text
+    keep_prefix: bool = False  # whether turns reuse keys and values of earlier ones after an update of the weights
+    session: AgentSession | None = None  # this and the next: of the request to sample; None without a request
     exchange: Exchange | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine.llm, name)
 
     def of(self, session: AgentSession, exchange: Exchange) -> EngineClient:
-        """The client that samples one request."""
         return replace(self, session=session, exchange=exchange)
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
@@ -94,12 +88,8 @@ class EngineClient:
 
 
 def _joined(parts: list[Completion]) -> Completion:
-    """Join the parts of a streamed completion."""
-    last = parts[-1]
-    if len(parts) == 1:
-        return last
     return replace(
-        last,
+        parts[-1],
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
     )

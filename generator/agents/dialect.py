@@ -26,7 +26,7 @@ class Dialect(ABC):
         """Begin to answer a session's request, or find the earlier request that it repeats; raises `Refusal`.
 
         Args:
-            raw: the bytes of the body.
+            raw: the body's bytes.
             is_retry: whether the client marked the request as a retry.
         """
         fingerprint = hashlib.blake2b(self.path.encode() + b"\0" + raw, digest_size=16).digest()
@@ -55,11 +55,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, body: dict[str, Any], ignore: Collection[str] = ()) -> AgentRequest:
-        """The request in a body; raises `Refusal`.
-
-        Args:
-            ignore: fields to remove from the body; see `AgentConfig`.
-        """
+        """The request in a body without the fields in `ignore` (see `AgentConfig`); raises `Refusal`."""
 
     @abstractmethod
     async def respond(self, session: AgentSession, exchange: Exchange, request: AgentRequest) -> None:

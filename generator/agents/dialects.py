@@ -6,9 +6,11 @@ import inspect
 import json
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from copy import copy
 from functools import cache
 from itertools import chain
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
@@ -33,30 +35,15 @@ HARMLESS = {
     "output_text_buffer_length",  # vLLM derives it from `stop`
 }  # fmt: skip
 # Refused fields: they change the prompt, name data outside of the request, or are for vLLM's own processes. Each with
-# the values that are accepted, because they have no effect.
+# the values besides null that are accepted, because they have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (None, False),
-    "echo": (None, False),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "add_special_tokens": (None, False),
-    "chat_template": (None,),
-    "truncate_prompt_tokens": (None,),
-    "documents": (None,),
-    "top_logprobs": (None, 0),
-    "functions": (None, []),
-    "function_call": (None, "auto", "none"),
-    "background": (None, False),
-    "previous_response_id": (None,),
-    "previous_input_messages": (None,),
-    "prompt": (None,),
-    "conversation": (None,),
-    "kv_transfer_params": (None,),
-    "ec_transfer_params": (None,),
-    "vllm_xargs": (None,),
-    "mm_processor_kwargs": (None,),
-    "media_io_kwargs": (None,),
-}
+    "use_beam_search": (False,), "echo": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "add_special_tokens": (False,), "chat_template": (), "truncate_prompt_tokens": (), "documents": (),
+    "top_logprobs": (0,), "functions": ([],), "function_call": ("auto", "none"), "background": (False,),
+    "previous_response_id": (), "previous_input_messages": (), "prompt": (), "conversation": (),
+    "kv_transfer_params": (), "ec_transfer_params": (), "vllm_xargs": (), "mm_processor_kwargs": (),
+    "media_io_kwargs": (),
+}  # fmt: skip
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 FORMATS = (
     "response_format", "text.format", "output_config.format", "output_format",
@@ -79,47 +66,40 @@ MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input
 
 
 class Parsed(NamedTuple):
-    """A checked body.
+    """A checked body."""
 
-    Attributes:
-        body: for vLLM's handler.
-        sampling: the request from which vLLM reads the sampling parameters.
-    """
-
-    body: Any
-    sampling: Any
+    body: Any  # for vLLM's handler
+    sampling: Any  # the request from which vLLM reads the sampling parameters
     messages: list[Any]
     tools: list[Any] | None
 
 
 class VllmDialect(Dialect):
-    """One of the protocols of vLLM's server.
+    """One of the protocols of vLLM's server."""
 
-    Attributes:
-        serving: name of the object in the app's state that samples requests of this dialect.
-    """
-
-    serving: str
+    handler: str  # vLLM's handler of this path
+    serving: str  # name of the object in the app's state that samples requests of this dialect
 
     def __init__(self, app: Any) -> None:
         self._app, self._state = app, app.state
+        # Without the decorator that cancels it when its client disconnects.
+        self._handle = inspect.unwrap(resolve_name(self.handler))
 
     def read(self, body: dict[str, Any], ignore: Collection[str] = ()) -> AgentRequest:
         """See `Dialect.read`; refuses what would change the prompt or the sampling, and what vLLM rejects."""
         body, ignored = _without(body, ignore)
         for name, harmless in REFUSED.items():
-            if body.get(name) not in harmless:
+            if body.get(name) not in (None, *harmless):
                 raise Refusal(400, f"{name} is not supported here{_way_out(name)}")
         _check_constraints(body)
         try:
-            asked = {name: body.get(name) for name in DECIDED}
             parsed = self._parse(body)
             _check_sampling(parsed.sampling, body, self._state.vllm_config.model_config.max_model_len)
             return AgentRequest(
                 messages=self._conversation(parsed.messages),
                 variables=self._variables(parsed.sampling, parsed.tools),
                 streamed=bool(parsed.body.stream),
-                sampling=asked,
+                sampling={name: body.get(name) for name in DECIDED},
                 ignored=(*ignored, *self._unheeded(body)),
                 body=parsed.body,
             )
@@ -144,10 +124,9 @@ class VllmDialect(Dialect):
         for name in LENGTHS:
             if (asked := getattr(body, name, None)) is not None and asked > room:
                 setattr(body, name, room)
-        handle = inspect.unwrap(self._handler())  # without the decorator that cancels it when its client disconnects
 
         async def answer(scope: Any, receive: Receive, send: Send) -> None:
-            response = await handle(body, Request(scope, receive))
+            response = await self._handle(body, Request(scope, receive))
             await response(scope, receive, send)
 
         scope, receive = fresh_request(self._app_of(session, exchange), "POST", self.path)
@@ -163,14 +142,9 @@ class VllmDialect(Dialect):
     def reply(self, body: bytes, streamed: bool) -> Message | None:
         try:
             parsed = self._joined(list(_events(body))) if streamed else json.loads(body)
-            messages = self._conversation(self._sent_back(parsed))
+            return self._conversation(self._sent_back(parsed))[0]
         except Exception:  # it was cut before it held a message
             return None
-        return messages[0] if messages else None
-
-    @abstractmethod
-    def _handler(self) -> Any:
-        """vLLM's handler of this path."""
 
     @abstractmethod
     def _parse(self, body: dict[str, Any]) -> Parsed: ...
@@ -204,21 +178,13 @@ class VllmDialect(Dialect):
         asked = request.build_chat_params(None, "string").chat_template_kwargs
         asked = {name: value for name, value in asked.items() if value is not None}
         usable = resolve_chat_template_kwargs(tokenizer, template or "", asked)
-        extra = {name: value for name, value in usable.items() if name in asked.keys() - FIXED_VARIABLES}
+        extra = {name: value for name, value in usable.items() if name in asked.keys() - DECIDED_VARIABLES - {CONTINUE}}
         return extra | ({"tools": tools} if tools else {})
-
-
-# Template variables that a request may not set.
-FIXED_VARIABLES = DECIDED_VARIABLES | {CONTINUE}
 
 
 class Chat(VllmDialect):
     path, serving = "/v1/chat/completions", "openai_serving_chat"
-
-    def _handler(self) -> Any:
-        from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as handler
-
-        return handler
+    handler = "vllm.entrypoints.openai.chat_completion.api_router:create_chat_completion"
 
     def _parse(self, body: dict[str, Any]) -> Parsed:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -240,11 +206,7 @@ class Chat(VllmDialect):
 
 class Responses(VllmDialect):
     path, serving = "/v1/responses", "openai_serving_responses"
-
-    def _handler(self) -> Any:
-        from vllm.entrypoints.openai.responses.api_router import create_responses as handler
-
-        return handler
+    handler = "vllm.entrypoints.openai.responses.api_router:create_responses"
 
     def _parse(self, body: dict[str, Any]) -> Parsed:
         from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -260,7 +222,8 @@ class Responses(VllmDialect):
                 yield f"tools.{number} of type {tool['type']}"
 
     def _joined(self, events: list[Any]) -> Any:
-        whole = [event["response"] for event in events if event.get("type") in RESPONSE_ENDS]
+        ends = ("response.completed", "response.incomplete")
+        whole = [event["response"] for event in events if event.get("type") in ends]
         items = [event["item"] for event in events if event.get("type") == "response.output_item.done"]
         return whole[-1] if whole else {"output": items}
 
@@ -268,17 +231,9 @@ class Responses(VllmDialect):
         return self._parse({"input": reply["output"]}).messages
 
 
-RESPONSE_ENDS = ("response.completed", "response.incomplete")
-
-
 class Messages(VllmDialect):
-    path, serving = "/v1/messages", "anthropic_serving_messages"
-    errors = "anthropic"
-
-    def _handler(self) -> Any:
-        from vllm.entrypoints.anthropic.api_router import create_messages as handler
-
-        return handler
+    path, serving, errors = "/v1/messages", "anthropic_serving_messages", "anthropic"
+    handler = "vllm.entrypoints.anthropic.api_router:create_messages"
 
     def _parse(self, body: dict[str, Any]) -> Parsed:
         from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -376,8 +331,7 @@ def _without(body: dict[str, Any], ignore: Collection[str]) -> tuple[dict[str, A
     """Remove the fields to ignore that constrain the model; return the remaining body and the names of the removed."""
     ignored = []
     for place in (place for name in ignore for place in PLACES.get(name, (name,))):
-        asked = _at(body, place)
-        if _is_plain(asked):
+        if _is_plain(_at(body, place)):
             continue
         ignored.append(place)
         first, _, rest = place.partition(".")
@@ -398,12 +352,10 @@ def _tools(request: Any) -> list[Any] | None:
 
 def _events(body: bytes) -> Iterator[Any]:
     """The events of a streamed body, which may be cut anywhere."""
-    for line in body.split(b"\n"):
-        if line.startswith(b"data: {"):
-            try:
+    with suppress(ValueError):
+        for line in body.split(b"\n"):
+            if line.startswith(b"data: {"):
                 yield json.loads(line.removeprefix(b"data: "))
-            except ValueError:
-                return
 
 
 def _add(whole: dict[str, Any], delta: dict[str, Any]) -> None:
@@ -441,9 +393,7 @@ def _place(problem: Any, body: Any) -> str:
     """Where in a body a problem is, without the names that pydantic adds for the types that a value may have."""
     place: list[str] = []
     for part in problem["loc"]:
-        try:
+        with suppress(LookupError, TypeError):
             body = body[part]
             place.append(str(part))
-        except (LookupError, TypeError):
-            pass
     return ".".join([*place, str(problem["loc"][-1])] if problem["type"] == "missing" else place)

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from common.config import AgentConfig, Config
+from common.config import Config
 from common.connections import Connections, ServerWithoutSignals
 from common.errors import UserError
 from common.files import socket_folder
@@ -28,8 +28,7 @@ from generator.engine.engine import Engine
 
 MODEL = "policy"  # the only model's name
 HOST = "127.0.0.1"
-# Limit of connections that have not sent a key yet: as many may be queued by the kernel, and as many be accepted but
-# without a request.
+# Limit of connections in the kernel's queue, and of accepted connections that have not sent a key yet.
 MOST_WAITING = 2048
 MOST_OF_SESSION = 2 * MAX_IN_FLIGHT  # connections: one for each request in flight, and as many idle ones
 # If a connection is closed just as its client sends a request, the request is lost. Agents pause long between turns,
@@ -41,13 +40,7 @@ BYTES_A_TOKEN, LEAST_BYTES = 64, 1 << 20
 
 
 class Endpoint:
-    """Serves sessions on a port of the loopback interface. Made by `Endpoint.start`.
-
-    Attributes:
-        url: of the server, without a path.
-        socket: path of a Unix socket where it also listens, for agents in sandboxes and containers; None if unused.
-        model: the only model's name.
-    """
+    """Serves sessions on a port of the loopback interface. Made by `Endpoint.start`."""
 
     model = MODEL
 
@@ -60,7 +53,8 @@ class Endpoint:
         self._connections = Connections(
             most_waiting=self._waiting, most_of_owner=min(MOST_OF_SESSION, files // 8), most=files // 4
         )
-        self.url, self.socket = "", path
+        self.url = ""  # of the server, without a path
+        self.socket = path  # Unix socket where it also listens, for agents in sandboxes and containers; None if unused
         self._layer, self._template, self._max_model_len, self._log = layer, template, max_model_len, SessionsLog(log)
         self._server: ServerWithoutSignals | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -80,8 +74,10 @@ class Endpoint:
         app.middleware_stack = None  # built with the middleware; built again at the first request
         longest = max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_model_len)
         layer = SessionLayer(app, dialects(app), MODEL, longest, log)
-        agents = [episode.agent for episode in config.episodes_in_use().values()]
-        path = socket_folder() / "endpoint" / "socket" if any(map(_by_socket, agents)) else None
+        agents = [episode.agent for episode in config.episodes_in_use().values() if episode.agent is not None]
+        # Agents in the sandbox and in containers reach the endpoint only by a Unix socket.
+        by_socket = any(agent.sandbox or agent.image is not None for agent in agents)
+        path = socket_folder() / "endpoint" / "socket" if by_socket else None
         endpoint = cls(layer, template, engine.max_model_len, log, path)
         await endpoint._serve()
         return endpoint
@@ -97,7 +93,6 @@ class Endpoint:
         return self._layer.refused
 
     def open_session(self, limits: SessionLimits) -> AgentSession:
-        """Open a session for one attempt at a task."""
         session = AgentSession(limits, self._template, self._max_model_len, self.url, self._log)
         self._layer.add(session)
         return session
@@ -147,17 +142,8 @@ class Endpoint:
         self._serving = asyncio.create_task(self._server.serve(listeners))
 
 
-def _by_socket(agent: AgentConfig | None) -> bool:
-    """Whether an agent reaches the endpoint by a Unix socket: from the sandbox, or from a container."""
-    return agent is not None and (agent.sandbox or agent.image is not None)
-
-
 async def vllm_app(config: Config, client: Any) -> Any:
-    """vLLM's server as an ASGI app around our engine client.
-
-    Raises:
-        UserError: a parser of the configuration does not fit the model.
-    """
+    """vLLM's server as an ASGI app around our engine client; raises `UserError` if a parser does not fit the model."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser

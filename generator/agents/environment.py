@@ -119,7 +119,6 @@ class _Request:
 
     def __init__(self) -> None:
         self.reply: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
-        self.sent = False
         self.traces: dict[str, _Trace] = {}
         self.error = ""  # the newest error of any trace
 
@@ -254,6 +253,7 @@ class EnvironmentServer:
         socket = self._socket or self._open()
         request_id = uuid.uuid4().hex.encode()
         request = self._requests[request_id] = _Request()
+        sent = False
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await socket.send_multipart([request_id, method, msgpack.packb(content)])
@@ -268,10 +268,10 @@ class EnvironmentServer:
                 raise
             raise EnvironmentFailed(f"the environment server at {self.address}: {BROKE}") from None
         else:
-            request.sent = True
+            sent = True
             return request_id, request
         finally:
-            if not request.sent:
+            if not sent:
                 del self._requests[request_id]
                 if request.reply.done():
                     request.reply.exception()  # else asyncio logs that it was never retrieved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, cast
+from typing import Any
 
 from generator.agents.tree import Node
 
@@ -16,29 +16,20 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class Exchange:
-    """A request for tokens and its reply so far; any number of readers get all of it from the start.
-
-    Attributes:
-        fingerprint: equal for requests with the same path and body.
-        streamed: whether the reply comes piece by piece, so that a reader may act on its beginning.
-        node: the request in the session's tree.
-        task: produces the reply.
-        cut: once it is set, the engine ends the request with the tokens it has.
-        readers: how many are reading now.
-        seen: a reader was sent enough of the reply to act on.
-        heard: a reader was sent all of it.
-        failure: the exception that ended the reply early.
-        seconds: how long the reply has taken, until now or until it ended.
-    """
+    """A request for tokens and its reply so far; any number of readers get all of it from the start."""
 
     def __init__(self, fingerprint: bytes, streamed: bool, node: Node) -> None:
-        self.fingerprint, self.streamed, self.node = fingerprint, streamed, node
-        self.task: asyncio.Task[None] | None = None
-        self.cut = asyncio.Event()
-        self.readers = 0
-        self.seen = self.heard = False
-        self.failure: Exception | None = None
-        self._began, self._seconds = time.monotonic(), cast(float | None, None)
+        self.fingerprint = fingerprint  # equal for requests with the same path and body
+        self.streamed = streamed  # whether the reply comes piece by piece, so that a reader may act on its beginning
+        self.node = node
+        self.task: asyncio.Task[None] | None = None  # produces the reply
+        self.cut = asyncio.Event()  # once it is set, the engine ends the request with the tokens it has
+        self.readers = 0  # how many are reading now
+        self.seen = False  # a reader was sent enough of the reply to act on
+        self.heard = False  # a reader was sent all of it
+        self.failure: Exception | None = None  # ended the reply early
+        self._began = time.monotonic()
+        self._ended_at: float | None = None
         self._sent: list[AsgiMessage] | None = []
         self._last: AsgiMessage | None = None  # held back until `end`
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -49,7 +40,8 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._began if self._seconds is None else self._seconds
+        """How long the reply has taken, until now or until it ended."""
+        return (self._ended_at or time.monotonic()) - self._began
 
     @property
     def can_be_heard(self) -> bool:
@@ -64,7 +56,7 @@ class Exchange:
 
     def end(self) -> None:
         """Send the last piece, once the tokens are recorded: a client that has it may send its next request at once."""
-        self._seconds = self.seconds
+        self._ended_at = time.monotonic()
         if self._last is not None:
             self._pass_on(self._last)
 

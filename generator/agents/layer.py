@@ -29,9 +29,6 @@ class SessionLayer:
     Args:
         model: the only model name that requests may give.
         max_body: limit on a body's length in bytes.
-
-    Attributes:
-        strangers: number of requests whose key belongs to no session.
     """
 
     def __init__(self, app: App, dialects: Mapping[str, Dialect], model: str, max_body: int, log: Any) -> None:
@@ -40,7 +37,7 @@ class SessionLayer:
         self._rewards: dict[str, AgentSession] = {}
         self._closed: dict[str, None] = {}  # keys of removed sessions, oldest first
         self._refused = 0  # in removed sessions
-        self.strangers = 0
+        self.strangers = 0  # number of requests whose key belongs to no session
 
     def add(self, session: AgentSession) -> None:
         self._sessions[session.key] = session
@@ -117,21 +114,19 @@ class SessionLayer:
             elif dialect is None:
                 await self._app(*fresh_request(self._app, method, path, raw), send)
             else:
-                exchange = await self._taken(session, dialect, body, raw, headers)
+                self._check_model(body)
+                is_retry = headers.get("x-stainless-retry-count", "0") != "0"
+                exchange = await dialect.take(session, body, raw, is_retry)
                 await self._follow(exchange, session, receive, send)
         finally:
             session.in_flight -= 1
 
-    async def _taken(
-        self, session: AgentSession, dialect: Dialect, body: dict[str, Any], raw: bytes, headers: dict[str, str]
-    ) -> Exchange:
+    def _check_model(self, body: dict[str, Any]) -> None:
         if body.get("model") not in (None, self._model):
-            shown = str(body["model"])[:100]
+            shown = f"`{str(body['model'])[:100]}`"
             raise Refusal(
-                404, f"the model `{shown}` does not exist; this endpoint has `{self._model}`", "model_not_found"
+                404, f"the model {shown} does not exist; this endpoint has `{self._model}`", "model_not_found"
             )
-        is_retry = headers.get("x-stainless-retry-count", "0") != "0"
-        return await dialect.take(session, body, raw, is_retry)
 
     async def _follow(self, exchange: Exchange, session: AgentSession, receive: Receive, send: Send) -> None:
         if await exchange.follow(receive, send):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from generator.agents.exchange import AsgiMessage, Send
+from generator.agents.exchange import Send
 
 MOST_WARNINGS = 100  # in all, for one log
 DIFFERENT_REFUSALS = 50  # that a session counts separately
@@ -42,21 +43,17 @@ class ContextTooLong(Refusal):
 
 
 class Refused(NamedTuple):
-    """The endpoint's answer to a request that it refused.
-
-    Attributes:
-        is_limit: the request is beyond a limit of the session or of the model; the model has caused it.
-    """
+    """The endpoint's answer to a request that it refused."""
 
     status: int
     path: str
     message: str
-    is_limit: bool = False
+    is_limit: bool = False  # the request is beyond a limit of the session or of the model; the model has caused it
 
     @property
     def is_fault(self) -> bool:
         """Whether the endpoint, not the agent, is at fault: the same request might be accepted a moment later."""
-        return not self.is_limit and (self.status in (408, 429) or self.status >= 500)
+        return not self.is_limit and (self.status in RETRIED or self.status >= 500)
 
     def __str__(self) -> str:
         return f"{self.status} for {self.path}: {self.message}"
@@ -77,18 +74,12 @@ class SessionsLog:
 
 
 class Refusals:
-    """The refused requests of one session.
-
-    Attributes:
-        counts: how often each refusal was answered.
-        counted: how many requests were refused, without those beyond a limit.
-        fault: the last refusal that was the endpoint's fault; None once a later request is answered.
-    """
+    """The refused requests of one session."""
 
     def __init__(self, log: SessionsLog) -> None:
-        self.counts: Counter[Refused] = Counter()
-        self.counted = 0
-        self.fault: Refused | None = None
+        self.counts: Counter[Refused] = Counter()  # how often each refusal was answered
+        self.counted = 0  # how many requests were refused, without those beyond a limit
+        self.fault: Refused | None = None  # the endpoint's last fault; None once a later request is answered
         self._fault_at = 0
         self._log = log
 
@@ -137,16 +128,8 @@ async def send_error(send: Send, style: str, refusal: Refusal) -> None:
     await send_json(send, refusal.status, body, [(b"x-should-retry", again), (b"connection", b"close")])
 
 
-async def send_json(send: Send, status: int, value: Any, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+async def send_json(send: Send, status: int, value: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
     body = json.dumps(value).encode()
-    start: AsgiMessage = {
-        "type": "http.response.start",
-        "status": status,
-        "headers": [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            *(headers or ()),
-        ],
-    }
-    await send(start)
+    all_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
     await send({"type": "http.response.body", "body": body})

@@ -12,9 +12,8 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,24 +74,20 @@ class AgentRunner:
 
     async def prepare(self, task: Task) -> Episode:
         """Make an episode that holds only its prompt; raises `UnusablePrompt`."""
-        return await prepared(task, self._prompts, self._data)
+        return await prepared(task, self._prompts)
 
-    async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
-        """Run an episode to its end; the caller removes its folder.
+    async def run(self, task: Task, episode: Episode, **sampling: Any) -> Episode:
+        """Run an episode from `prepare` to its end; the caller removes its folder.
 
         Args:
-            episode: from `prepare`; by default it is prepared here.
             sampling: temperature, top_p, top_k and seed.
 
         Raises:
-            UnusablePrompt: see `prepare`.
             Exception: the agent or the engine failed; the episode says nothing about the model.
         """
-        assert self._endpoint is not None
-        episode = episode or await self.prepare(task)
         episode.folder = Path(await in_thread(tempfile.mkdtemp, prefix="agent-", dir=own_folder()))
         async with self._ready(task, episode) as program:
-            await self._run(task, episode, program, **sampling)
+            await self._run(task, episode, program, sampling)
             if self._is_graded and isinstance(program, TaskContainer) and episode.reason != Ending.AGENT_FAILED:
                 episode.reward = await self._graded(task, episode, program)
         episode.step = None
@@ -109,13 +104,13 @@ class AgentRunner:
                 container = await stack.enter_async_context(self._containers.started(task.row))
             yield container
 
-    async def _run(self, task: Task, episode: Episode, program: Program, **sampling: Any) -> None:
+    async def _run(self, task: Task, episode: Episode, program: Program, sampling: Mapping[str, Any]) -> None:
         """Have the agent play, and record what it did; raises like `run`."""
         assert self._endpoint is not None
         assert episode.folder is not None
         seconds = self._seconds(program)
         episode.step = EpisodeStep("agent", math.inf if seconds is None else time.monotonic() + seconds)
-        session, strangers = self._endpoint.open_session(self._limits(task, **sampling)), self._endpoint.strangers
+        session, strangers = self._endpoint.open_session(self._limits(task, sampling)), self._endpoint.strangers
         try:
             with episode.measured("agent") if self._containers is not None else nullcontext():
                 played = await self._play(program, self._task(task, session, episode.folder), session, seconds)
@@ -124,7 +119,7 @@ class AgentRunner:
             episode.transcript.entries = session.transcript()
             episode.tool_calls = session.tool_calls()
             episode.requests, episode.retries = session.requests_made(), session.retries
-            episode.lost = str(first_lost(session.tree) or "")
+            episode.lost = first_lost(session.tree)
             episode.refusals, episode.refused = session.refusals.records(), session.refusals.counted
         if session.failure is not None:
             raise session.failure
@@ -135,8 +130,7 @@ class AgentRunner:
         if fault := session.fault(seconds if session.reason == Ending.MAX_SECONDS else None):
             raise EndpointFailed(fault)
         self._conclude(episode, session, played)
-        read = partial(self._response, episode)
-        episode.response = await offload(episode.length > LONG_TOKENS, read)
+        episode.response = await offload(episode.length > LONG_TOKENS, self._response, episode)
 
     async def _graded(self, task: Task, episode: Episode, container: TaskContainer) -> float:
         """The reward of the task's own tests; the lowest one if they do not end in time."""
@@ -213,16 +207,10 @@ class AgentRunner:
             return float(returned if session.reward is None else session.reward)
         return None if session.reason == Ending.STOP else self._reward_range[0]
 
-    def _limits(
-        self, task: Task, temperature: float, top_p: float, top_k: int, seed: int | None = None
-    ) -> SessionLimits:
+    def _limits(self, task: Task, sampling: Mapping[str, Any]) -> SessionLimits:
         return SessionLimits(
             max_response_tokens=self.config.max_response_tokens,
             max_turns=self.config.assistant_turns or MAX_TURNS,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
             history=self.agent.history,
             train=self.agent.train,
             task=asked(task.prompt),
@@ -230,6 +218,7 @@ class AgentRunner:
             reward_range=self._reward_range if self._gives_reward else None,
             markup=self._data.prompt_markup,
             template_options=self._data.template_variables,
+            **sampling,
         )
 
     def _task(self, task: Task, session: AgentSession, folder: Path) -> AgentTask:

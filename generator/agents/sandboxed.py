@@ -127,15 +127,15 @@ class SandboxedCommand:
 def check_agents(config: Config) -> None:
     """Raise `UserError` if the agent of the run, or of one of its sources, cannot be run."""
     for key, episode in config.episodes_in_use().items():
+        agent = episode.agent
+        if agent is None or agent.environment is not None:
+            continue
         try:
-            if episode.agent is None or episode.agent.environment is not None:
-                continue
-            if episode.agent.image is not None:
-                packed(episode.agent.command or (), "")
-                continue
-            if episode.agent.sandbox:
+            if agent.image is not None:
+                packed(agent.command or (), "")
+            elif agent.sandbox:
                 SandboxedCommand(config.model_copy(update={"episode": episode}), None)
             else:
-                make_program(episode.agent)
+                make_program(agent)
         except UserError as error:
             raise UserError(str(error) if key == "episode" else f"{key.removesuffix('.episode')}: {error}") from None

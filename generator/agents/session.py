@@ -27,55 +27,36 @@ CLOSE_SECONDS = 5.0  # for requests to end once they are cut; later ones are can
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What a session allows, and how it samples, whatever the agent asks for.
+    """What a session allows, and how it samples, whatever the agent asks for."""
 
-    Attributes:
-        max_response_tokens: limit on the sample's tokens, not counting the first prompt of each conversation; a token
-            that several requests share counts once. Concurrent requests may each use all that is left.
-        max_turns: limit on the number of answered requests.
-        temperature, top_p, top_k: see `Engine.generate`.
-        seed: of the first request; each later one has the next.
-        history, train, task: see `Tree`.
-        ignore: fields that are removed from requests instead of refused.
-        reward_range: lowest and highest reward that the agent may send; None if it may send none.
-        markup: whether special tokens in what the agent sends count as such.
-        template_options: variables of the chat template, unless a request sets them.
-    """
-
+    # Limit on the sample's tokens, not counting the first prompt of each conversation; a token that several requests
+    # share counts once. Concurrent requests may each use all that is left.
     max_response_tokens: int
-    max_turns: int
-    temperature: float = 1.0
+    max_turns: int  # limit on the number of answered requests
+    temperature: float = 1.0  # this and the next two: see `Engine.generate`
     top_p: float = 1.0
     top_k: int = 0
-    seed: int | None = None
-    history: History = "as_sampled"
+    seed: int | None = None  # of the first request; each later one has the next
+    history: History = "as_sampled"  # this and the next two: see `Tree`
     train: Train = "connected"
     task: str = ""
-    ignore: tuple[str, ...] = ()
-    reward_range: tuple[float, float] | None = None
-    markup: bool = False
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()  # fields that are removed from requests instead of refused
+    reward_range: tuple[float, float] | None = None  # of the reward that the agent may send; None if it may send none
+    markup: bool = False  # whether special tokens in what the agent sends count as such
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # unless a request sets them
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A request for tokens, independent of its dialect.
+    """A request for tokens, independent of its dialect."""
 
-    Attributes:
-        messages: the conversation as chat messages, contents as text.
-        variables: of the chat template, `tools` among them; plain data.
-        streamed: whether the reply is sent piece by piece.
-        sampling: the agent's values of the parameters that the session sets, by vLLM's names.
-        ignored: fields that were removed from the body or that vLLM ignores.
-        body: the checked body, in a type of its dialect.
-    """
-
-    messages: list[Message]
-    variables: dict[str, Any]
-    streamed: bool = False
+    messages: list[Message]  # the conversation as chat messages, contents as text
+    variables: dict[str, Any]  # of the chat template, `tools` among them; plain data
+    streamed: bool = False  # whether the reply is sent piece by piece
+    # The agent's values of the parameters that the session sets, by vLLM's names.
     sampling: dict[str, Any] | None = None
-    ignored: tuple[str, ...] = ()
-    body: Any = None
+    ignored: tuple[str, ...] = ()  # fields that were removed from the body or that vLLM ignores
+    body: Any = None  # the checked body, in a type of its dialect
 
 
 class EndpointFailed(Exception):
@@ -85,37 +66,22 @@ class EndpointFailed(Exception):
 
 
 class AgentSession:
-    """What one agent may do and has done; made by `Endpoint.open_session`.
-
-    Attributes:
-        key: opens the endpoint for requests of this session; a secret.
-        reward_key: lets its holder send the reward, once, and nothing else; a secret.
-        base_url: for clients that cannot set a key; ends with `/v1`.
-        over: set once no more requests are taken.
-        reason: why it is over: an `Ending`, or `failed`, `stopped` or `closed` if the episode cannot be used.
-        failure: an error of the engine; the session then says nothing about the model.
-        reward: what the agent sent as its reward.
-        refusals: the requests that the endpoint refused.
-        requests, retries: requests for tokens that were taken, and those answered by the reply to an earlier one.
-        in_flight: requests of any kind whose clients wait.
-    """
+    """What one agent may do and has done; made by `Endpoint.open_session`."""
 
     def __init__(
-        self,
-        limits: SessionLimits,
-        template: ChatTemplate,
-        max_model_len: int,
-        url: str,
-        log: SessionsLog,
+        self, limits: SessionLimits, template: ChatTemplate, max_model_len: int, url: str, log: SessionsLog
     ) -> None:
-        self.key, self.reward_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-        self.base_url = f"{url}/s/{self.key}/v1"
+        self.key = secrets.token_urlsafe(32)  # opens the endpoint for requests of this session; a secret
+        self.reward_key = secrets.token_urlsafe(32)  # lets its holder send the reward, once, and nothing else; a secret
+        self.base_url = f"{url}/s/{self.key}/v1"  # for clients that cannot set a key
         self.limits = limits
-        self.over = asyncio.Event()
-        self.reason = ""
-        self.failure: Exception | None = None
-        self.reward: float | None = None
-        self.requests = self.retries = self.in_flight = 0
+        self.over = asyncio.Event()  # set once no more requests are taken
+        self.reason = ""  # why it is over: an `Ending`; `failed`, `stopped` or `closed` if the episode cannot be used
+        self.failure: Exception | None = None  # an error of the engine; the session then says nothing about the model
+        self.reward: float | None = None  # what the agent sent as its reward
+        self.requests = 0  # requests for tokens that were taken
+        self.retries = 0  # requests that were answered by the reply to an earlier one
+        self.in_flight = 0  # requests of any kind whose clients wait
         self.refusals = Refusals(log)
         self.tree = Tree(limits.history, limits.task)
         self.exchanges: list[Exchange] = []
@@ -247,9 +213,6 @@ class AgentSession:
 
         What was sampled counts if the agent may have acted on it: a whole reply once it is sent, a stream after its
         first piece. It also counts if a limit has cut it while the agent waited. Otherwise it is dropped.
-
-        Args:
-            reason: see the class.
         """
         self.end(Ending.LENGTH if self._context_full and reason == Ending.STOP else reason)
         limited = self.reason != Ending.STOP
@@ -319,15 +282,9 @@ class AgentSession:
             details: dict[str, Any] = {"request": node.number}
             if node.parent is not None:
                 details["continues"] = node.parent.number
-            messages = [*node.messages, {**(node.reply or {}), "role": "assistant"}]
-            entries += [
-                TranscriptEntry(
-                    message["role"],
-                    str(message.get("content") or ""),
-                    details | {key: message[key] for key in ("reasoning", "tool_calls") if message.get(key)},
-                )
-                for message in messages
-            ]
+            for message in [*node.messages, {**(node.reply or {}), "role": "assistant"}]:
+                more = {key: message[key] for key in ("reasoning", "tool_calls") if message.get(key)}
+                entries.append(TranscriptEntry(message["role"], str(message.get("content") or ""), details | more))
         return entries
 
     def _check_limits(self, node: Node, tail: np.ndarray) -> None:

@@ -30,57 +30,45 @@ THE_TASK = ""  # marks a conversation that quotes the task: its other texts are 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One request, and what the model sampled for it.
+    """One request, and what the model sampled for it."""
 
-    Attributes:
-        parent: the request that it continues.
-        messages: what it adds to the parent's conversation.
-        digest: a running BLAKE2 hash of its whole conversation.
-        frame: equal for requests with the same instructions (system messages, or the tools if there are none).
-        number: how many requests came before it.
-        tail: int32 [T]; the ids of its prompt that follow those of the parent's prompt and reply.
-        kept: how many ids the parent's prompt and reply have.
-        turn: what was sampled; None until sampling has ended, and after the request is dropped.
-        reply: what the agent was sent, as a chat message.
-        children: requests that continue it, in order.
-        dropped: it was not answered, or no client has read the reply.
-    """
-
-    parent: Node | None
-    messages: Sequence[Message]
-    digest: Any
-    frame: bytes = b""
-    number: int = -1
+    parent: Node | None  # the request that it continues
+    messages: Sequence[Message]  # what it adds to the parent's conversation
+    digest: Any  # a running BLAKE2 hash of its whole conversation
+    frame: bytes = b""  # equal for requests with the same system messages, or without any and with the same tools
+    number: int = -1  # how many requests came before it
+    # Ids of its prompt that follow those of the parent's prompt and reply, int32 [T].
     tail: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    kept: int = 0
-    turn: Completion | None = None
-    reply: Message | None = None
-    children: list[Node] = field(default_factory=list)
-    dropped: bool = False
+    kept: int = 0  # how many ids the parent's prompt and reply have
+    turn: Completion | None = None  # what was sampled; None until sampling has ended, and after the request is dropped
+    reply: Message | None = None  # what the agent was sent, as a chat message
+    children: list[Node] = field(default_factory=list)  # requests that continue it, in order
+    dropped: bool = False  # it was not answered, or no client has read the reply
 
     @property
     def length(self) -> int:
         """Number of ids of the prompt, and of the reply once there is one."""
         return self.kept + len(self.tail) + (0 if self.turn is None else len(self.turn.token_ids))
 
+    def earlier(self) -> Iterator[Node]:
+        """The requests that this one continues, from its parent to the first."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
     def prompt_ids(self) -> np.ndarray:
         """Ids of the whole prompt, int32 [T]."""
-        parts, node = [self.tail], self
-        while node.parent is not None:
-            node = node.parent
+        parts = [self.tail]
+        for node in self.earlier():
             assert node.turn is not None
             parts += [node.turn.token_ids, node.tail]
         return np.concatenate(parts[::-1])
 
     def experts(self) -> list[np.ndarray]:
         """The experts of the first ids of the prompt, one array for each request that this one continues."""
-        pieces: list[np.ndarray] = []
-        node = self.parent
-        while node is not None:
-            assert node.turn is not None
-            pieces += [] if node.turn.experts is None else [node.turn.experts]
-            node = node.parent
-        return pieces[::-1]
+        turns = [node.turn for node in self.earlier()]
+        return [turn.experts for turn in turns[::-1] if turn is not None and turn.experts is not None]
 
     @property
     def routed(self) -> int:
@@ -113,7 +101,8 @@ class Tree:
     def __init__(self, history: History = "as_sampled", task: str = "") -> None:
         self.nodes: list[Node] = []
         self.history, self.task = history, task
-        self._task_forms = {_bare(form) for form in (task, _as_json(task, True), _as_json(task, False))} - {""}
+        escaped = (json.dumps(task, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+        self._task_forms = {_bare(form) for form in (task, *escaped)} - {""}
         self._by_digest: dict[bytes, list[Node]] = {}
         self._trained: dict[Train, list[Node]] = {}  # results of `trained` since the last change
 
@@ -325,10 +314,6 @@ def leaves(value: Any) -> Iterator[str]:
 
 def _bare(text: str) -> str:
     return "".join(text.split())
-
-
-def _as_json(text: str, ascii_only: bool) -> str:
-    return json.dumps(text, ensure_ascii=ascii_only)[1:-1]
 
 
 def _packed(value: Any) -> bytes:

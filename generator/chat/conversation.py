@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,8 @@ class Conversations:
             PromptNotSeen: the model would not see the prompt, or would not have sampled a turn like this.
         """
         pieces, spans = [self._prompts.encode(list(messages[:first]), **variables)], []
-        turn = first
-        while turn < len(messages):
-            after = next((i for i in range(turn + 1, len(messages)) if _is_turn(messages[i])), len(messages))
+        later = [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "assistant"]
+        for turn, after in pairwise([first, *later, len(messages)]):
             replies = messages[turn + 1 : after]
             try:
                 continues = self._wrap is not None and any(reply["role"] == "tool" for reply in replies)
@@ -57,16 +57,10 @@ class Conversations:
             pieces += [ids] if between is None else [ids, between]
             if between is None and after < len(messages):
                 raise PromptNotSeen(f"message {after + 1} of the assistant follows another one")
-            turn = after
         return np.concatenate(pieces), spans
 
     def _turn(
-        self,
-        messages: Sequence[Message],
-        number: int,
-        before: np.ndarray,
-        continues: bool,
-        variables: dict[str, Any],
+        self, messages: Sequence[Message], number: int, before: np.ndarray, continues: bool, variables: dict[str, Any]
     ) -> np.ndarray:
         """Token ids of a turn.
 
@@ -96,12 +90,9 @@ class Conversations:
         # The first token that ends a turn ends it, as in an episode; templates may write more behind it.
         first_end = min((turn.find(end) + len(end) for end in ends if end in turn), default=0)
         turn = turn[:first_end] if first_end else turn + template.end
-        parts = [
-            *THOUGHT_END.split(str(message.get("content") or "")),
-            *(str(message.get(key, "")) for key in REASONING),
-        ]
-        seen = all(_without_tag(part) in turn for part in parts) and all(name in turn for name in called(message))
-        return turn if seen else None
+        texts = THOUGHT_END.split(str(message.get("content") or "")) + [str(message.get(key, "")) for key in REASONING]
+        parts = [text.strip().removeprefix("<think>").strip() for text in texts]
+        return turn if all(part in turn for part in [*parts, *called(message)]) else None
 
     def _written(self, message: Message, number: int, before: np.ndarray) -> str:
         """The content as the model would have sampled it; raises `PromptNotSeen` if that is not known."""
@@ -137,12 +128,3 @@ class Conversations:
             if not shown_text(reply, shown):
                 raise PromptNotSeen(f"{self._template.name} leaves out a message of role {reply['role']!r}")
         return ids
-
-
-def _is_turn(message: Message) -> bool:
-    return bool(message["role"] == "assistant")
-
-
-def _without_tag(text: str) -> str:
-    """A part of a message without the tag that opens its thinking, stripped."""
-    return text.strip().removeprefix("<think>").strip()

@@ -19,18 +19,14 @@ THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|\[
 
 
 class UnusablePrompt(Exception):
-    """A prompt that cannot be given to the model; another attempt would not help.
-
-    Attributes:
-        reason: the problem, in words that other prompts with the same problem share.
-        details: what is particular to this prompt; may be empty.
-    """
+    """A prompt that cannot be given to the model; another attempt would not help."""
 
     failure: ClassVar[Failure]
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(f"{reason} ({details})" if details else reason)
-        self.reason, self.details = reason, details
+        self.reason = reason  # the problem, in words that other prompts with the same problem share
+        self.details = details  # what is particular to this prompt; may be empty
 
 
 class PromptTooLong(UnusablePrompt):
@@ -46,19 +42,11 @@ class PromptNotSeen(UnusablePrompt):
 
 
 class Prompts:
-    """Renders the prompts of one source of the data.
-
-    Attributes:
-        template: renders them.
-        unseen_call: the first call in a message that the template left out; empty if it left out none.
-
-    Args:
-        data: the source's section of the configuration.
-    """
+    """Renders the prompts of one source of the data; `data` is that source's section of the configuration."""
 
     def __init__(self, template: ChatTemplate, data: DataConfig) -> None:
-        self.template, self._data = template, data
-        self.unseen_call = ""
+        self.template, self.data = template, data
+        self.unseen_call = ""  # the first call in a message that the template left out; empty if it left out none
         self._left_out: dict[tuple[Any, ...], int | None] = {}  # by form; see `_check_messages`
 
     def encode(self, prompt: str | list[Message], **variables: Any) -> np.ndarray:
@@ -67,9 +55,9 @@ class Prompts:
         Args:
             variables: of the template, such as `tools`.
         """
-        system, tokens = self._data.system_prompt, self.template.tokens
+        system, tokens = self.data.system_prompt, self.template.tokens
         try:
-            rendered = self.template.rendered(prompt, system, markup=self._data.prompt_markup, **variables)
+            rendered = self.template.rendered(prompt, system, markup=self.data.prompt_markup, **variables)
         except TemplateFailed as error:
             raise PromptNotSeen(str(error)) from None
         self._check_messages(as_messages(prompt, system), tokens.shown(rendered), is_chat=not isinstance(prompt, str))
@@ -136,8 +124,9 @@ def _text(message: Message) -> str:
 
 
 def shown_text(message: Message, rendered: str) -> bool:
-    """Whether the text of a message is in what the template rendered."""
-    return _occurs(_text(message), rendered)
+    """Whether the text of a message is in what the template rendered, plain or escaped as in JSON."""
+    text = _text(message)
+    return text in rendered or any(json.dumps(text, ensure_ascii=ascii)[1:-1] in rendered for ascii in (False, True))
 
 
 def called(message: Message) -> list[str]:
@@ -145,8 +134,3 @@ def called(message: Message) -> list[str]:
     calls = message.get("tool_calls")
     functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return [str(function["name"]) for function in functions if isinstance(function, dict) and function.get("name")]
-
-
-def _occurs(text: str, rendered: str) -> bool:
-    """Whether a text is in the rendered prompt, plain or escaped as in JSON."""
-    return text in rendered or any(json.dumps(text, ensure_ascii=ascii)[1:-1] in rendered for ascii in (False, True))

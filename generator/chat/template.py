@@ -114,7 +114,7 @@ class ChatTemplate:
     def undescribed_tools(self) -> list[str]:
         """Names of the tools that the template does not describe to the model."""
         names = [tool["function"]["name"] for tool in self._tools or ()]
-        rendered = self._render([{"role": "user", "content": "u"}], {}) if names else ""
+        rendered = self._render([_ASKED], {}) if names else ""
         return [name for name in names if name not in rendered]
 
     def unopened(self) -> str:
@@ -170,8 +170,7 @@ class ChatTemplate:
             TemplateFailed: see the class.
         """
         if not markup:
-            messages, before = self.tokens.hide(list(messages)), self.tokens.hide(list(before))
-            variables = self.tokens.hide(variables)
+            messages, before, variables = self.tokens.hide([list(messages), list(before), variables])
         after = self._after_turn(before, messages, variables)
         end = self._end_in(after)
         if end is None:
@@ -179,10 +178,6 @@ class ChatTemplate:
         # Encoded after the end token, as the model will see it.
         ids = self.tokens.encode(end + after.partition(end)[2])
         return ids if turn is not None and self._lacks(turn, end) else ids[1:]
-
-    def plain(self, text: str) -> str:
-        """The text with its markup hidden, so that it is encoded as plain text even in a prompt whose markup counts."""
-        return str(self.tokens.hide(text))
 
     def inside(self, texts: Sequence[str], wrap: tuple[str, str]) -> np.ndarray:
         """Token ids of texts to append within an assistant turn, each between the strings of `wrap`, int32 [T].
@@ -252,11 +247,7 @@ class ChatTemplate:
         return self.tokens.id(special[-1]) if special else None
 
     def _end_before(self, role: str) -> str:
-        """The special token that ends a turn before a message of this role.
-
-        Raises:
-            TemplateFailed: a message of this role cannot follow a turn.
-        """
+        """The special token that ends a turn before a message of this role; raises `TemplateFailed` if none can."""
         in_front, is_shown, after = self._around_message(role)
         if not is_shown:
             raise TemplateFailed(f"{self.name} leaves them out")
@@ -268,7 +259,7 @@ class ChatTemplate:
     def _around_message(self, role: str) -> tuple[str, str, str]:
         """What the template writes between a turn and a message of this role, the message's text, and the rest."""
         message = {"role": role, "name": "calculator", "content": _FOLLOWING}
-        return self._after_turn(EXCHANGE, [message]).partition(_FOLLOWING)
+        return self._after_turn(EXCHANGE, [message], {}).partition(_FOLLOWING)
 
     def _end_in(self, after: str) -> str | None:
         """The token that ends a turn, in the text that the template renders after it."""
@@ -286,9 +277,7 @@ class ChatTemplate:
         # After another end a second closing token is not needed, but a token that opens what follows is (`<|user|>`).
         return last != self.tokens.id(end) and end not in self._closing
 
-    def _after_turn(
-        self, before: Sequence[Message], messages: Sequence[Message], variables: dict[str, Any] | None = None
-    ) -> str:
+    def _after_turn(self, before: Sequence[Message], messages: Sequence[Message], variables: dict[str, Any]) -> str:
         """What the template renders after the text of the assistant's turn with which `before` ends."""
         *earlier, turn = before
         failed, texts = None, []
@@ -299,12 +288,11 @@ class ChatTemplate:
             (_calling([message for message in messages if message["role"] == "tool"]), _answering(messages)),
         ):
             try:
-                _, is_shown, text = self._render([*earlier, shown, *following], variables or {}).rpartition(
-                    _PLACEHOLDER
-                )
+                rendered = self._render([*earlier, shown, *following], variables)
             except TemplateFailed as error:
                 failed = failed or error
                 continue
+            _, is_shown, text = rendered.rpartition(_PLACEHOLDER)
             if is_shown and all(_is_in(message.get("content"), text) for message in messages):
                 return text
             texts += [text] if is_shown else []
@@ -358,14 +346,8 @@ class ChatTemplate:
 
 def _calling(results: Sequence[Message]) -> Message:
     """The turn that made the calls with these results; their arguments hold the placeholder."""
-    calls = [
-        {
-            "id": _call_id(i),
-            "type": "function",
-            "function": {"name": result.get("name") or "unknown", "arguments": _ARGUMENTS},
-        }
-        for i, result in enumerate(results)
-    ]
+    functions = [{"name": result.get("name") or "unknown", "arguments": _ARGUMENTS} for result in results]
+    calls = [{"id": _call_id(i), "type": "function", "function": function} for i, function in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 

@@ -20,16 +20,11 @@ from generator.engine.engine import Completion
 
 @dataclass(slots=True)
 class TranscriptEntry:
-    """One turn of the assistant or the user, or one tool call with its result.
+    """One turn of the assistant or the user, or one tool call with its result."""
 
-    Attributes:
-        role: assistant, tool or user.
-        text: what was said; for a tool call, its result as the model saw it.
-        details: for a tool call `name`, `arguments` and, if it failed, `error`; for a user `reward` and `metadata`.
-    """
-
-    role: str
-    text: str
+    role: str  # assistant, tool or user
+    text: str  # what was said; for a tool call, its result as the model saw it
+    # For a tool call `name`, `arguments` and, if it failed, `error`; for a user `reward` and `metadata`.
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -65,38 +60,24 @@ class Transcript:
 
 @dataclass(slots=True)
 class EpisodeStep:
-    """The current step of an episode.
-
-    Attributes:
-        ends: time at which its limits end it, by `time.monotonic`.
-        late: seconds by which it has exceeded them.
-    """
+    """The current step of an episode."""
 
     name: str
-    ends: float
-    late: float = 0.0
+    ends: float  # time at which its limits end it, by `time.monotonic`
+    late: float = 0.0  # seconds by which it has exceeded them
 
 
 @dataclass
 class TokenRow:
-    """Tokens in the order in which the model saw them, with the log-probs and versions of those it sampled.
-
-    Attributes:
-        spans: half-open ranges of the tokens that the model sampled, one per turn.
-        logprobs: of each turn's tokens.
-        versions: (weight version, start, end) over the sampled tokens.
-        experts: of the first tokens, in pieces; see `Completion.experts`.
-        length: number of all tokens.
-        sampled: number of tokens that the model sampled.
-    """
+    """Tokens in the order in which the model saw them, with the log-probs and versions of those it sampled."""
 
     prompt_ids: np.ndarray
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    versions: list[tuple[int, int, int]] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)
-    length: int = 0
-    sampled: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)  # half-open ranges of sampled tokens, one per turn
+    logprobs: list[np.ndarray] = field(default_factory=list)  # of each turn's tokens
+    versions: list[tuple[int, int, int]] = field(default_factory=list)  # (version, start, end) over the sampled tokens
+    experts: list[np.ndarray] = field(default_factory=list)  # of the first tokens, in pieces; see `Completion.experts`
+    length: int = 0  # number of all tokens
+    sampled: int = 0  # number of tokens that the model sampled
 
     def __post_init__(self) -> None:
         self._ids = np.empty(0, np.int32)
@@ -141,49 +122,31 @@ class TokenRow:
 
 @dataclass
 class Episode:
-    """The rows of one episode, which are trained on as one sample, and its transcript.
+    """The rows of one episode, which are trained on as one sample, and its transcript."""
 
-    Attributes:
-        rows: one for each sequence of turns in which each continues the one before; SPO's own loop makes one.
-        user_turns: turns of tools (one answers all calls of an assistant turn) and of the simulated user.
-        tool_calls: calls answered, with a result or an error text.
-        tool_errors: calls answered with an error text.
-        reason: how it ended.
-        answer: text of the model's last turn, if the model ended it itself and called no tool, or the answer that an
-            agent gave; else empty.
-        response: text of everything after the prompt, without special tokens; set at the end.
-        opened: tags, such as <think>, with which the template begins the assistant's turns.
-        reward: an agent's own, or that of its failure.
-        failure: an agent's failure that is attributed to the model.
-        requests: what became of each request of an agent; see `AgentSession.requests_made`.
-        retries: an agent's requests that got the reply to an earlier one again.
-        refusals: an agent's requests that were refused; see `Refusals.records`.
-        refused: number of refused requests, not counting those beyond a limit.
-        lost: which of an agent's requests does not continue an earlier one, and why; see `generator.agents.lost`.
-        folder: an agent's files, until the episode is scored.
-        seconds: how long the start of an agent's container, the agent and the grading took, by these names.
-        step: the current step, from the first turn to the last.
-    """
-
-    rows: list[TokenRow]
+    rows: list[TokenRow]  # one for each sequence of turns that continue each other; SPO's own loop makes one
     transcript: Transcript
-    user_turns: int = 0
-    tool_calls: int = 0
-    tool_errors: int = 0
-    reason: Ending = Ending.OTHER
+    user_turns: int = 0  # turns of tools (one answers all calls of an assistant turn) and of the simulated user
+    tool_calls: int = 0  # calls answered, with a result or an error text
+    tool_errors: int = 0  # calls answered with an error text
+    reason: Ending = Ending.OTHER  # how it ended
+    # Text of the model's last turn, if the model ended it itself and called no tool, or the answer that an agent gave;
+    # else empty.
     answer: str = ""
-    response: str = ""
-    opened: str = ""
-    reward: float | None = None
-    failure: str = ""
+    response: str = ""  # text of everything after the prompt, without special tokens; set at the end
+    opened: str = ""  # tags, such as <think>, with which the template begins the assistant's turns
+    reward: float | None = None  # an agent's own, or that of its failure
+    failure: str = ""  # an agent's failure that is attributed to the model
+    # What became of each request of an agent; see `AgentSession.requests_made`.
     requests: list[dict[str, Any]] = field(default_factory=list)
-    retries: int = 0
-    refusals: list[dict[str, Any]] = field(default_factory=list)
-    refused: int = 0
-    lost: str = ""
-    folder: Path | None = None
+    retries: int = 0  # an agent's requests that got the reply to an earlier one again
+    refusals: list[dict[str, Any]] = field(default_factory=list)  # of an agent's requests; see `Refusals.records`
+    refused: int = 0  # number of refused requests, not counting those beyond a limit
+    lost: str = ""  # which of an agent's requests does not continue an earlier one, and why; see `agents.lost`
+    folder: Path | None = None  # an agent's files, until the episode is scored
+    # How long the start of an agent's container, the agent and the grading took, by these names.
     seconds: dict[str, float] = field(default_factory=dict)
-    step: EpisodeStep | None = None
+    step: EpisodeStep | None = None  # the current step, from the first turn to the last
 
     @contextmanager
     def measured(self, part: str) -> Iterator[None]:
@@ -206,7 +169,6 @@ class Episode:
 
     @property
     def turns(self) -> int:
-        """Number of assistant turns."""
         return sum(len(row.spans) for row in self.rows)
 
     @property
@@ -230,24 +192,18 @@ class Episode:
             for row, at in zip(rows, sampled, strict=False)
             for version, start, end in row.versions
         ]
+        experts: dict[str, np.ndarray] = {}
+        if pieces := [piece for row in rows for piece in row.experts]:
+            routed = np.asarray([row.routed for row in rows], np.int32)
+            experts = {"experts": np.concatenate(pieces), "expert_lengths": routed}
         return Payload(
             np.concatenate([row.tokens() for row in rows]),
             np.asarray(spans, np.int32).reshape(-1, 2),
             np.concatenate([logprobs for row in rows for logprobs in row.logprobs]),
             np.asarray(versions, np.int32).reshape(-1, 3),
             np.asarray(self.row_tokens, np.int32),
-            **self._experts(),
+            **experts,
         )
-
-    def _experts(self) -> dict[str, np.ndarray]:
-        """The payload's fields about experts; empty if the engine reported none."""
-        pieces = [piece for row in self.rows for piece in row.experts]
-        if not pieces:
-            return {}
-        return {
-            "experts": np.concatenate(pieces),
-            "expert_lengths": np.asarray([row.routed for row in self.rows], np.int32),
-        }
 
 
 def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: bool = True) -> bytes:
@@ -255,24 +211,17 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
 
     Takes milliseconds for a long episode, so keep it off the event loop.
     """
+    entries = episode.transcript.entries
     record: dict[str, Any] = {
         "input": task.prompt,
         "output": "\n".join(template.text(row.response_ids()) for row in episode.rows),
         "gts": task.answer,
-        "messages": [
-            {"role": entry.role, "content": entry.text, **entry.details} for entry in episode.transcript.entries
-        ],
+        "messages": [{"role": entry.role, "content": entry.text, **entry.details} for entry in entries],
     }
-    if episode.opened:
-        record["opened"] = episode.opened
-    if episode.lost:
-        record["lost"] = episode.lost
-    if episode.refusals:
-        record["refusals"] = episode.refusals
-    if episode.requests:
-        record["requests"] = episode.requests
-        if finished:  # neither the messages nor the header have what an agent gave
-            record["scored"] = {"answer": episode.answer, "reward": episode.reward, "failure": episode.failure}
+    optional = ("opened", "lost", "refusals", "requests")
+    record |= {name: value for name in optional if (value := getattr(episode, name))}
+    if episode.requests and finished:  # neither the messages nor the header have what an agent gave
+        record["scored"] = {"answer": episode.answer, "reward": episode.reward, "failure": episode.failure}
     if task.keep and finished:
         payload = episode.payload()
         record |= {

@@ -40,7 +40,7 @@ class SharedParts:
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._sandbox: Sandbox | None = None
-        self._scorers: list[tuple[dict[str, Any], tuple[float, float], Scorer]] = []
+        self._scorers: list[tuple[Any, Scorer]] = []  # with what they were made from
 
     def sandbox(self) -> Sandbox:
         """The generator's sandbox, made when it is first needed; its limits hold for all parts together."""
@@ -50,12 +50,12 @@ class SharedParts:
 
     def scorer(self, config: Config) -> Scorer:
         """Return the scorer for a configuration of the run; raises `UserError` like `Scorer`."""
-        scoring, allowed = config.episode.model_dump(include=SCORING), config.sampler.tracker.reward_range
-        for scorer_scoring, scorer_range, scorer in self._scorers:
-            if (scorer_scoring, scorer_range) == (scoring, allowed):
+        scoring = config.episode.model_dump(include=SCORING), config.sampler.tracker.reward_range
+        for known, scorer in self._scorers:
+            if known == scoring:
                 return scorer
         scorer = Scorer(config, self.sandbox)
-        self._scorers.append((scoring, allowed, scorer))
+        self._scorers.append((scoring, scorer))
         return scorer
 
     async def ready(self, log: Any) -> None:
@@ -64,7 +64,7 @@ class SharedParts:
             await wait_until_ready(self._sandbox, self._config.wait, log)
 
     async def close(self) -> None:
-        await close_all({f"rewards {i}": scorer.close for i, (_, _, scorer) in enumerate(self._scorers)})
+        await close_all({f"rewards {i}": scorer.close for i, (_, scorer) in enumerate(self._scorers)})
         if self._sandbox is not None:
             await close_all({"sandbox": self._sandbox.close})
 
@@ -84,9 +84,8 @@ class EpisodeParts:
         self._shared, self._owns_shared = shared or SharedParts(config.sandbox), shared is None
         self.scorer = self._shared.scorer(config)
         self.user = load_user(config, self._shared.scorer)
-        self.toolbox = Toolbox(
-            episode, {"sandbox": self._shared.sandbox, "memory_mb": lambda: config.sandbox.memory_mb}
-        )
+        provided = {"sandbox": self._shared.sandbox, "memory_mb": lambda: config.sandbox.memory_mb}
+        self.toolbox = Toolbox(episode, provided)
         self.call_format = make_format(episode.call_format)
         if self.call_format.stop and episode.calls_in_thinking is False:
             raise UserError(
@@ -111,11 +110,7 @@ class EpisodeParts:
 
 
 def make_template(tokenizer: Any, config: Config, toolbox: Toolbox) -> ChatTemplate:
-    """The tokenizer's template for a source; raises `UserError` if it cannot show what tools or the user say.
-
-    Args:
-        config: of the source.
-    """
+    """The tokenizer's template for a source; raises `UserError` if it cannot show what tools or the user say."""
     episode, data = config.episode, config.data
     # The template describes the tools only if it also renders their results.
     rendered = make_format(episode.call_format).wrap is None

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config import Config, DataConfig
+from common.config import Config
 from common.messages import Ending, Task
 from generator.chat.prompts import Prompts, PromptTooLong
 from generator.chat.template import Message, as_messages
@@ -35,13 +35,13 @@ from generator.tools.toolbox import encodable
 from generator.users import Conversation, conversation
 
 
-async def prepared(task: Task, prompts: Prompts, data: DataConfig) -> Episode:
+async def prepared(task: Task, prompts: Prompts) -> Episode:
     """Make an episode that holds only its prompt; raises `UnusablePrompt`."""
-    messages = as_messages(task.prompt, data.system_prompt)
+    messages, limit = as_messages(task.prompt, prompts.data.system_prompt), prompts.data.max_prompt_tokens
     long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
     row = TokenRow(await offload(long, prompts.encode, task.prompt))
-    if row.length > data.max_prompt_tokens:
-        raise PromptTooLong(f"prompt has {row.length} tokens, data.max_prompt_tokens allows {data.max_prompt_tokens}")
+    if row.length > limit:
+        raise PromptTooLong(f"prompt has {row.length} tokens, data.max_prompt_tokens allows {limit}")
     return Episode([row], Transcript(messages), opened=prompts.template.opened(row.tokens()))
 
 
@@ -65,12 +65,11 @@ class EpisodeRunner:
         self.prompts = Prompts(self.template, config.data)
         self.max_model_len = config.model.max_model_len
         self.keeps_prefix = config.generator.keep_prefix == "episodes"
-        self.data = config.data
         self._numbers = count()
 
     async def prepare(self, task: Task) -> Episode:
         """Make an episode that holds only its prompt; raises `UnusablePrompt`."""
-        return await prepared(task, self.prompts, self.data)
+        return await prepared(task, self.prompts)
 
     async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
         """Run a prepared episode to its end.
@@ -89,7 +88,7 @@ class EpisodeRunner:
         if self.template.stop_ids:
             sampling["stop_token_ids"] = self.template.stop_ids
         async with AsyncExitStack() as stack:
-            tools = self.parts.toolbox.for_episode(task)
+            tools = EpisodeTools(self.parts.toolbox, task)
             stack.push_async_callback(tools.close)
             run = _EpisodeRun(self, episode, tools, sampling)
             if self.parts.user is not None:
@@ -100,11 +99,7 @@ class EpisodeRunner:
         return episode
 
     def parse_turn(self, token_ids: np.ndarray, before: np.ndarray) -> tuple[str, list[ToolCall]]:
-        """Text of an assistant turn without special tokens, and its calls, checked.
-
-        Args:
-            before: ids of everything before the turn.
-        """
+        """Text of an assistant turn after the ids `before`, without special tokens, and its calls, checked."""
         # Calls are read from the text with special tokens, since their tags may be special tokens.
         written, text = self.template.turn(token_ids)
         toolbox, call_format = self.parts.toolbox, self.parts.call_format

@@ -27,7 +27,7 @@ class NoTeacherPrompt(Exception):
 
 
 class SelfTeacher:
-    """Scores an episode with one row again, with `teacher.context`, filled in, after its prompt.
+    """Scores an episode of one row again, with the filled-in `teacher.context` after its prompt.
 
     Args:
         engine: computes the log-probs; see `Engine.logprobs`.
@@ -81,7 +81,8 @@ class SelfTeacher:
         return scored
 
     def _prompt(self, task: Task, context: str) -> np.ndarray:
-        prompt = with_context(task.prompt, self._template.plain(encodable(context)))
+        # Markup in the context is text, even if markup in the prompts counts.
+        prompt = with_context(task.prompt, self._template.tokens.hide(encodable(context)))
         return self._template.prompt(prompt, self._data.system_prompt, markup=self._data.prompt_markup)
 
     def _context(self, task: Task, episode: Episode, score: Score) -> str:

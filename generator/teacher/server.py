@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
@@ -33,18 +34,6 @@ class WrongScores(Exception):
     """A server did not answer with the requested scores; another attempt would not help."""
 
     failure = Failure.TEACHER_FAILED
-
-
-class TeacherScores(NamedTuple):
-    """A teacher's log-probs of the tokens of a row, each given those before it.
-
-    Attributes:
-        logprobs: of the token (K = 1), or of the teacher's K likeliest at its position, float32 [T, K].
-        ids: of the likeliest ones, int32 [T, K]; [T, 0] if the scores are of the tokens themselves.
-    """
-
-    logprobs: np.ndarray
-    ids: np.ndarray
 
 
 class TeacherServer:
@@ -104,17 +93,22 @@ class TeacherServer:
             if len(row.logprobs) == 0:
                 continue
             end = int(row.model_spans[-1, 1])  # what comes after the model's last token is not scored
-            scores, mask = await self.logprobs(row.token_ids[:end]), row.mask()[:end]
-            parts.append((scores.logprobs[mask], scores.ids[mask]))
+            scored, mask = await self.logprobs(row.token_ids[:end]), row.mask()[:end]
+            parts.append([values[mask] for values in scored])
         if not parts:
             return payload
         logprobs, ids = (np.concatenate(column) for column in zip(*parts, strict=True))
-        scored = replace(payload, teacher_logprobs=logprobs.astype(LOGPROB), teacher_ids=ids.astype(TOKEN))
-        check_payload(scored)
-        return scored
+        taught = replace(payload, teacher_logprobs=logprobs, teacher_ids=ids)
+        check_payload(taught)
+        return taught
 
-    async def logprobs(self, token_ids: np.ndarray) -> TeacherScores:
-        """Log-probs of a row's tokens [T]; those of the first token have no meaning. Raises like `taught`."""
+    async def logprobs(self, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The teacher's log-probs for a row's tokens [T], each given those before it. Raises like `taught`.
+
+        Returns:
+            Log-probs of the token (K = 1), or of the teacher's K likeliest at its position, float32 [T, K], without
+            meaning for the first token; and the ids of the likeliest ones, int32 [T, K], or [T, 0] with `top_k` = 0.
+        """
         ids, top_k = np.asarray(token_ids).tolist(), self._top_k
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": top_k}
         most = MAX_BYTES + ENTRY_BYTES * len(ids) * (1 + top_k)
@@ -140,8 +134,7 @@ class TeacherServer:
                 raise
             log.warning("the teacher's server has no /tokenize: make sure that its tokenizer is the policy's")
             return
-        for place in range(max(len(ours), len(theirs))):
-            own, other = (ids[place] if place < len(ids) else None for ids in (ours, theirs))
+        for place, (own, other) in enumerate(zip_longest(ours, theirs)):
             if own != other:
                 before = tokenizer.decode(ours[:place])[-20:]
                 shown = "nothing" if own is None else f"{own} ({tokenizer.convert_ids_to_tokens(own)!r})"
@@ -195,8 +188,8 @@ def _tokens(data: bytes) -> list[int]:
         raise RetryableError(f"no tokens: {excerpt(data)}") from None
 
 
-def _scores(data: bytes, token_ids: list[int], top_k: int) -> TeacherScores:
-    """The scores in an answer; raises `WrongScores` if one is missing.
+def _scores(data: bytes, token_ids: list[int], top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The scores in an answer, see `TeacherServer.logprobs`; raises `WrongScores` if one is missing.
 
     For each position, the answer maps ids to log-probs and ranks: the token's own, and those of the likeliest tokens.
     """
@@ -219,4 +212,4 @@ def _scores(data: bytes, token_ids: list[int], top_k: int) -> TeacherScores:
         ) from None
     pairs = np.asarray(rows, np.float64)  # [T, K, 2]; float64 holds every id
     ids = pairs[..., 0].astype(TOKEN) if top_k else np.empty((len(rows), 0), TOKEN)
-    return TeacherScores(pairs[..., 1].astype(LOGPROB), ids)
+    return pairs[..., 1].astype(LOGPROB), ids

@@ -5,12 +5,4 @@ from __future__ import annotations
 from generator.tools.base import Session, Tool, ToolError, ToolUnavailable
 from generator.tools.toolbox import EpisodeTools, Toolbox, ToolResult
 
-__all__ = [
-    "EpisodeTools",
-    "Session",
-    "Tool",
-    "ToolError",
-    "ToolResult",
-    "ToolUnavailable",
-    "Toolbox",
-]
+__all__ = ["EpisodeTools", "Session", "Tool", "ToolError", "ToolResult", "ToolUnavailable", "Toolbox"]

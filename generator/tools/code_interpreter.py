@@ -64,10 +64,7 @@ class CodeInterpreter:
         """Run one program; raises `SandboxUnavailable`."""
         return await self._sandbox.run_code(
             RunCodeRequest(
-                code=program,
-                language=self._language,
-                run_timeout=self.run_timeout,
-                memory_limit_MB=self._memory_mb,
+                code=program, language=self._language, run_timeout=self.run_timeout, memory_limit_MB=self._memory_mb
             )
         )
 

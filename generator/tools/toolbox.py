@@ -73,13 +73,9 @@ class Toolbox:
 
     def schemas(self) -> list[dict[str, Any]]:
         """Function schemas for the chat template."""
-        return [
-            {
-                "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.schema},
-            }
-            for tool in self.tools.values()
-        ]
+        tools = self.tools.values()
+        functions = [{"name": tool.name, "description": tool.description, "parameters": tool.schema} for tool in tools]
+        return [{"type": "function", "function": function} for function in functions]
 
     def checked(self, calls: list[ToolCall]) -> list[ToolCall]:
         """Check a turn's calls; those that cannot be run get an error. Takes time if arguments are large."""
@@ -87,10 +83,6 @@ class Toolbox:
         if len(calls) > MAX_CALLS:
             checked.append(ToolCall("", error=f"error: a turn may have {MAX_CALLS} calls; the others were not run"))
         return checked
-
-    def for_episode(self, task: Task) -> EpisodeTools:
-        """The tools for one episode; the caller closes them."""
-        return EpisodeTools(self, task)
 
     def _checked(self, call: ToolCall) -> ToolCall:
         if call.error:
@@ -111,10 +103,9 @@ class Toolbox:
         """Run one checked call; raises only failures of the infrastructure, as this module defines them."""
         tool = self.tools[call.name]
         own = getattr(tool, "timeout", None)
+        seconds = self._config.tool_timeout if own is None else own
         try:
-            text = str(
-                await with_timeout(self._config.tool_timeout if own is None else own, session.call(**call.arguments))
-            )
+            text = str(await with_timeout(seconds, session.call(**call.arguments)))
         except (ToolUnavailable, SandboxUnavailable):
             raise
         except ToolError as error:

@@ -92,7 +92,7 @@ def checked(turn: Any) -> UserTurn:
     number = not isinstance(reward, bool) and isinstance(reward, int | float)
     if not number or not math.isfinite(reward):
         raise BadUserTurn(f"the reward of a user's turn must be a finite number, got {_short(reward)}")
-    if not isinstance(text, str) or not isinstance(metadata, dict):
+    if isinstance(turn, str) or not isinstance(text, str) or not isinstance(metadata, dict):
         raise BadUserTurn(f"a user's turn is (bool, str, float, dict), got {_short(turn)}")
     return UserTurn(bool(stop), text[:MAX_TEXT], float(reward), metadata)
 

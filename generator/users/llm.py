@@ -59,8 +59,9 @@ class LlmUser:
     ) -> None:
         if max_turns < 1 or not stop_word:
             raise UserError(f"max_turns = {max_turns} must be at least 1 and stop_word = {stop_word!r} not empty")
-        limits = {"concurrency": concurrency, "timeout": timeout, "attempts": attempts}
-        self.api = ChatApi(base_url, model, api_key_env=api_key_env, **limits)  # type: ignore[arg-type]
+        self.api = ChatApi(
+            base_url, model, api_key_env=api_key_env, concurrency=concurrency, timeout=timeout, attempts=attempts
+        )
         self._sampling = {"temperature": temperature, "max_tokens": max_tokens, **(parameters or {})}
         self._system = system.replace("{persona}", persona).replace("{stop_word}", stop_word)
         self._goal_column, self._stop_word, self._max_turns = goal_column, stop_word, max_turns

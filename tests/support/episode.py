@@ -117,7 +117,7 @@ def runner(
     made = EpisodeRunner(config, engine, parts)
     # By default the tools are not described in the prompt, so that it stays short.
     made.template = template or TEMPLATE
-    made.prompts = Prompts(made.template, made.data)
+    made.prompts = Prompts(made.template, config.data)
     return made
 
 

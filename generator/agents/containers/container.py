@@ -11,10 +11,10 @@ import asyncio
 import os
 import socket
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -82,39 +82,30 @@ def settings_for(config: ContainerConfig, row: dict[str, Any]) -> ContainerConfi
         raise ContainerFailed(f"the row's column 'container' = {own!r}: {problem}") from None
 
 
+@dataclass(frozen=True, eq=False)
 class TaskContainer:
-    """A started container with one attempt at a task.
+    """A started container with one attempt at a task."""
 
-    Args:
-        image: its name, for messages.
-        command: of the agent.
-        files: files that the command names, by their names in the container's folder.
-    """
-
-    def __init__(
-        self,
-        engine: ContainerEngine,
-        container: str,
-        image: str,
-        settings: ContainerConfig,
-        command: Sequence[str] = (),
-        files: Mapping[str, Path] = MappingProxyType({}),
-    ) -> None:
-        self.engine, self.id, self.settings = engine, container, settings
-        self._image, self._command, self._files = image, command, files
+    engine: ContainerEngine
+    id: str
+    image: str
+    settings: ContainerConfig
+    command: Sequence[str]  # of the agent
+    files: Mapping[str, Path]  # files that the command names, by their names in the container's folder
 
     async def run(self, task: AgentTask) -> object:
         """Play a task until the program ends; see `Program.run`.
 
-        If this is cancelled, what the program has started goes on until `stop`.
+        If this is cancelled, what the program has started runs on until the container is restarted or removed.
 
         Raises:
             AgentFailed: the program failed, or wrote more than it may.
             ContainerFailed: the engine or the container failed.
         """
         await self.engine.put(self.id, self._given(task), [FOLDER.removeprefix("/")])
-        command = ["sh", "-c", _START, "sh", *self._command]
-        playing = asyncio.ensure_future(self.execute(command, self._variables(task)))
+        command = ["sh", "-c", _START, "sh", *self.command]
+        environment = variables(task, FOLDER) | {"SPO_PROMPT_FILE": f"{FOLDER}/{PROMPT_FILE}"}
+        playing = asyncio.ensure_future(self.execute(command, environment))
         filling = asyncio.ensure_future(self._full())
         try:
             await asyncio.wait((playing, filling), return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +120,7 @@ class TaskContainer:
         if code == CANNOT_FORWARD:
             raise ContainerFailed(shown(output))
         if code != 0:
-            raise AgentFailed(f"{self._command[0]} ended with exit code {code}: {shown(output)}")
+            raise AgentFailed(f"{self.command[0]} ended with exit code {code}: {shown(output)}")
         content = await self.engine.get(self.id, f"{FOLDER}/{ANSWER_FILE}", MAX_ANSWER + 1)
         return None if content is None else answer_text(content)
 
@@ -144,23 +135,16 @@ class TaskContainer:
             if state["Running"]:
                 raise
             raise ContainerFailed(
-                f"the container of image {self._image} has ended by itself, with exit code {state['ExitCode']}"
+                f"the container of image {self.image} has ended by itself, with exit code {state['ExitCode']}"
                 + (": out of memory" if state.get("OOMKilled") else "")
             ) from None
 
-    async def stop(self) -> None:
-        """Kill all that runs in the container; its files stay."""
-        await self.engine.restart(self.id)
-
     def _given(self, task: AgentTask) -> dict[str, bytes]:
         """The files that the agent finds, by their paths."""
-        files = {name: path.read_bytes() for name, path in self._files.items()}
+        files = {name: path.read_bytes() for name, path in self.files.items()}
         files |= {"forward.py": FORWARD.encode(), "forward.js": FORWARD_JS.encode()}
         files |= {TASK_FILE: described(task, FOLDER), PROMPT_FILE: asked(task.prompt).encode()}
         return {f"{FOLDER.removeprefix('/')}/{name}": content for name, content in files.items()}
-
-    def _variables(self, task: AgentTask) -> dict[str, str]:
-        return variables(task, FOLDER) | {"SPO_PROMPT_FILE": f"{FOLDER}/{PROMPT_FILE}"}
 
     async def _full(self) -> str:
         """Wait until the container has written more than `disk_mb` allows; returns a message about it."""
@@ -177,7 +161,7 @@ class TaskContainer:
 class Containers:
     """The containers of one configuration with an agent; for one event loop.
 
-    Of a fixed image, as many containers are started ahead as are in use, so that no task waits for a start.
+    If tasks share one image, as many containers are started ahead as are in use, so that no task waits for a start.
 
     Args:
         sockets: the folder with the endpoint's socket, below this process's own folder.
@@ -216,14 +200,14 @@ class Containers:
             yield TaskContainer(self.engine, container, image, settings, self._command, self._files)
         finally:
             self._in_use[settings] -= 1
-            self._later(self._discard(starting))
+            self._discard(starting)
 
     async def close(self) -> None:
         """Remove all containers, also those that are starting, and close the connection."""
         ahead = [starting for queue in self._ahead.values() for starting in queue]
         self._ahead.clear()
         for starting in ahead:
-            self._later(self._discard(starting))
+            self._discard(starting)
         if self._removing:
             await asyncio.wait(self._removing, timeout=CLOSE_SECONDS)  # the next generator removes the others
         await self.engine.close()
@@ -241,7 +225,7 @@ class Containers:
                 container = await taken
                 if (await self.engine.state(container))["State"]["Running"]:
                     return container
-            self._later(self._discard(taken))  # the engine was restarted since
+            self._discard(taken)  # the engine was restarted since
         return await self._start(self._image, settings)
 
     async def _start(self, image: str, settings: ContainerConfig) -> str:
@@ -252,7 +236,6 @@ class Containers:
             raise ContainerFailed(f"a container of {image} has not started in {settings.start_seconds:g} s") from None
 
     def _created(self, image: str, settings: ContainerConfig) -> dict[str, Any]:
-        """The engine's settings for a container."""
         assert self._sockets is not None
         labels = {OWNER: str(self._sockets.parent), RUN: self._run, GENERATOR: f"{socket.gethostname()}-{os.getpid()}"}
         host = {
@@ -267,29 +250,22 @@ class Containers:
         }
         return {"Image": image, "Entrypoint": ["sleep"], "Cmd": ["infinity"], "Labels": labels, "HostConfig": host}
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Work in the background; only `close` waits for it."""
-        doing = asyncio.create_task(work)
-        self._removing.add(doing)
-        doing.add_done_callback(self._removing.discard)
+    def _discard(self, starting: asyncio.Task[str]) -> None:
+        """Remove a container in the background, once it has started; only `close` waits for it."""
+        removing = asyncio.create_task(self._remove(starting))
+        self._removing.add(removing)
+        removing.add_done_callback(self._removing.discard)
 
-    async def _discard(self, starting: asyncio.Task[str]) -> None:
+    async def _remove(self, starting: asyncio.Task[str]) -> None:
         """Remove a container once it has started; if the engine refuses, `remove_left` removes it later."""
         with suppress(ContainerFailed):
             await self.engine.remove(await starting)
 
 
 async def remove_left(engine: ContainerEngine) -> int:
-    """Remove the containers whose generators have ended; returns how many.
-
-    Raises:
-        ContainerFailed: the engine is away or refuses.
-    """
-    left = [
-        found["Id"]
-        for found in await engine.labelled(OWNER)
-        if is_abandoned(Path(found.get("Labels", {}).get(OWNER, "/")))
-    ]
+    """Remove the containers whose generators have ended, and return how many; raises `ContainerFailed`."""
+    labelled = await engine.labelled(OWNER)
+    left = [one["Id"] for one in labelled if is_abandoned(Path(one.get("Labels", {}).get(OWNER, "/")))]
     for container in left:
         await engine.remove(container)
     return len(left)

@@ -13,7 +13,7 @@ import os
 import struct
 import tarfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -129,10 +129,8 @@ class ContainerEngine:
 
     async def remove(self, container: str) -> None:
         """Kill and remove a container, if it is there."""
-        try:
+        with suppress(NotThere):
             await self._json("DELETE", f"/containers/{container}", params={"force": "1", "v": "1"})
-        except NotThere:
-            return
 
     async def state(self, container: str, size: bool = False) -> dict[str, Any]:
         """The description of a container; with `size`, `SizeRw` is what was written to its disk, in bytes."""
@@ -141,15 +139,10 @@ class ContainerEngine:
     async def labelled(self, label: str) -> list[dict[str, Any]]:
         """All containers with a label, given as `NAME` or `NAME=VALUE`."""
         filters = json.dumps({"label": [label]})
-        found: Any = await self._json("GET", "/containers/json", params={"all": "1", "filters": filters})
-        return list(found)
+        return await self._json("GET", "/containers/json", params={"all": "1", "filters": filters})
 
     async def execute(
-        self,
-        container: str,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        user: str = "",
+        self, container: str, command: Sequence[str], environment: Mapping[str, str] | None = None, user: str = ""
     ) -> tuple[int, str]:
         """Run a program in a container; returns its exit code, and the end of what it printed.
 
@@ -246,18 +239,20 @@ def _message(content: bytes) -> str:
 
 async def end_of(chunks: AsyncIterator[bytes]) -> bytes:
     """Read a program's output, which comes in frames, to its end, and return the last of it."""
-    waiting, left, tail, size = b"", 0, b"", 0
+    waiting, left, tail, size = bytearray(), 0, b"", 0
     async for chunk in chunks:
         waiting += chunk
         size += len(chunk)
-        while waiting:
+        at = 0  # to cut off each of thousands of small frames would copy the rest of the chunk as often
+        while at < len(waiting):
             if left == 0:
-                if len(waiting) < FRAME.size:
+                if len(waiting) - at < FRAME.size:
                     break
-                left, waiting = FRAME.unpack_from(waiting)[1], waiting[FRAME.size :]
-            piece, waiting = waiting[:left], waiting[left:]
-            left -= len(piece)
+                left, at = FRAME.unpack_from(waiting, at)[1], at + FRAME.size
+            piece = waiting[at : at + left]
+            at, left = at + len(piece), left - len(piece)
             tail = (tail + piece)[-SHOWN_OUTPUT:]
+        del waiting[:at]
         if size > FREE_OUTPUT:
             await asyncio.sleep(PAUSE)
     return tail

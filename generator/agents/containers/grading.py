@@ -41,13 +41,12 @@ async def grade(container: TaskContainer, tests: Any) -> float:
         ContainerFailed: the engine or the container failed.
     """
     files = files_of(tests, SCRIPT)
-    await container.stop()
+    await container.engine.restart(container.id)
     code, output = await container.execute(["sh", "-c", PREPARE], user="0")
     if code != 0:
         raise RewardFailed(f"reward 'container': the tests' folders cannot be made in the container: {excerpt(output)}")
-    await container.engine.put(
-        container.id, {f"{TESTS.removeprefix('/')}/{path}": data for path, data in files.items()}
-    )
+    placed = {f"{TESTS.removeprefix('/')}/{path}": data for path, data in files.items()}
+    await container.engine.put(container.id, placed)
     try:
         async with asyncio.timeout(container.settings.grading_seconds):
             code, output = await container.execute([f"{TESTS}/{SCRIPT}"])

@@ -20,7 +20,7 @@ from common.files import own_folder
 from common.messages import Failure, failure_of
 from generator.agents.containers import container as containers
 from generator.agents.containers.container import URL, Containers, check_containers, remove_left
-from generator.agents.containers.engine import ContainerEngine, ContainerFailed
+from generator.agents.containers.engine import FRAME, ContainerEngine, ContainerFailed, end_of
 from generator.agents.containers.grading import GradingTimedOut, files_of, grade, reward_of
 from generator.agents.programs import AgentFailed
 from generator.episode.episode import Episode
@@ -82,6 +82,19 @@ async def test_an_agent_gets_its_task_and_limits_and_leaves_nothing(tmp_path: Pa
     assert {name: host[name] for name in limits} == limits
     assert host["Binds"] == [f"{own_folder()}/endpoint:/run/spo:ro"]
     assert (tmp_path / "agent.log").read_text() == ""
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 9, 5000, 1 << 20])
+@in_event_loop
+async def test_output_in_frames_is_read_however_it_is_cut(size: int) -> None:
+    pieces = [b"a" * 4000, b"", b"b", b"c" * 7, b"d" * 1000, b"e"]
+    frames = b"".join(FRAME.pack(1, len(piece)) + piece for piece in pieces)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for at in range(0, len(frames), size):
+            yield frames[at : at + size]
+
+    assert await end_of(chunks()) == b"".join(pieces)[-4000:]
 
 
 @in_event_loop

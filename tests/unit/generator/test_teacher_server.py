@@ -25,7 +25,7 @@ from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
 from generator.chat_api import ChatUnavailable, ModelApi
-from generator.teacher.server import PROBE, TeacherScores, TeacherServer, WrongScores, start_servers
+from generator.teacher.server import PROBE, TeacherServer, WrongScores, start_servers
 from generator.teacher.vocabulary import check_vocabulary
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.event_loop import used
@@ -46,7 +46,7 @@ def asked(double: Double, act: Callable[[TeacherServer], Awaitable[Any]], top_k:
     return used(lambda: TeacherServer(ModelApi(url, **connection), "large", top_k), act)
 
 
-def score(double: Double, top_k: int = 0) -> TeacherScores:
+def score(double: Double, top_k: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return asked(double, lambda server: server.logprobs(IDS), top_k)
 
 
@@ -57,16 +57,16 @@ def taught(double: Double, payload: Payload, **connection: Any) -> Payload:
 
 def test_the_tokens_own_scores_or_the_likeliest_are_read() -> None:
     with serve(places(None, {"6": (-1.5, 9)}, {"7": (-2.5, 1)})) as double:
-        scores = score(double)
+        logprobs, ids = score(double)
     assert double.requests == [{"model": "large", "prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 0}]
-    assert (scores.logprobs.tolist(), scores.ids.shape) == ([[0.0], [-1.5], [-2.5]], (3, 0))
+    assert (logprobs.tolist(), ids.shape) == ([[0.0], [-1.5], [-2.5]], (3, 0))
     # By rank, without the token itself.
     second = {"6": (-9.0, 80), "3": (-0.1, 1), "150000": (-2.0, 2)}
     third = {"7": (-1.0, 2), "4": (-0.5, 1)}
     with serve(places(None, second, third)) as double:
-        scores = score(double, top_k=2)
-    assert scores.ids[1:].tolist() == [[3, 150000], [4, 7]]
-    assert np.allclose(scores.logprobs[1:], [[-0.1, -2.0], [-0.5, -1.0]])
+        logprobs, ids = score(double, top_k=2)
+    assert ids[1:].tolist() == [[3, 150000], [4, 7]]
+    assert np.allclose(logprobs[1:], [[-0.1, -2.0], [-0.5, -1.0]])
 
 
 @pytest.mark.parametrize(

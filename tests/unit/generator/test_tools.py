@@ -20,7 +20,7 @@ from jsonschema.validators import validator_for
 from common.config import EpisodeConfig
 from common.messages import Task
 from generator.formats import MAX_CALL, MAX_CALLS, CodeBlocks, Hermes, ToolCall
-from generator.tools import Toolbox, ToolError, ToolUnavailable
+from generator.tools import EpisodeTools, Toolbox, ToolError, ToolUnavailable
 from generator.tools.calculator import calculate
 from generator.tools.toolbox import make_validator, truncated
 from sandbox_client import SandboxUnavailable
@@ -41,7 +41,7 @@ def toolbox(*names: str, **changes: Any) -> Toolbox:
 
 def results(box: Toolbox, *calls: ToolCall) -> list[str]:
     async def run() -> list[str]:
-        return [result.text for result in await box.for_episode(TASK).run(box.checked(list(calls)))]
+        return [result.text for result in await EpisodeTools(box, TASK).run(box.checked(list(calls)))]
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -195,7 +195,7 @@ async def test_state_is_closed_to_the_end_when_cancelled_twice(monkeypatch: pyte
         await close(self)
 
     monkeypatch.setattr(CountingSession, "close", slow_close)
-    session = box.for_episode(TASK)
+    session = EpisodeTools(box, TASK)
     await session.run([ToolCall("count")])
     ending = asyncio.create_task(session.close())
     await closing.entered.wait()

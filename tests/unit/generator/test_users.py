@@ -32,7 +32,14 @@ def test_a_conversation_starts_responds_and_finishes() -> None:
     assert user.calls == ["start", "respond", "finish", "finished"]
     # A plain tuple will do, and long text is cut.
     assert talk(RecordingUser(turn=(False, "x" * 10_000_000, 1)), "4") == [UserTurn(False, "x" * MAX_TEXT, 1.0, {})]
-    for turn in (None, (True, "a", 1.0, {}, 5), (False, "a", float("nan"), {}), (False, "a", True, {}), (False, b"a")):
+    for turn in (
+        None,
+        (True, "a", 1.0, {}, 5),
+        (False, "a", float("nan"), {}),
+        (False, "a", True, {}),
+        (False, b"a"),
+        "OK",
+    ):
         with pytest.raises(BadUserTurn):
             talk(RecordingUser(turn=turn), "4")
     with structlog.testing.capture_logs() as logs:  # a failing end changes nothing
