@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from common.log import get_logger
 from learner.batch.gae import gae, normalised, returns
 from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.policy.attention import PackedSequences
-from learner.policy.engine import build_engine, load_on_ranks, optimizer_step, set_learning_rate
+from learner.policy.engine import backward, build_engine, load_on_ranks, optimizer_step, set_learning_rate
 from learner.policy.forward_check import check_critic
 from learner.policy.model import load_model, read_packed
 from learner.policy.packing import Packing
@@ -71,10 +70,7 @@ class ValueModel(nn.Module):
 
 
 def load_value_model(config: Config, weights: bool = True) -> ValueModel:
-    """Load the model at `model.path` as a value model; its head is zero if the folder has none.
-
-    Args:
-        weights: see `load_policy`.
+    """Load the model at `model.path` as a value model, like `load_policy`; its head is zero if the folder has none.
 
     Raises:
         UserError: see `load_policy`; or transformers has no such model that computes a number for each token.
@@ -91,7 +87,9 @@ def load_value_model(config: Config, weights: bool = True) -> ValueModel:
     if absent:
         raise UserError(f"{key} = {path!r} has no weights for {', '.join(absent[:3])} of {type(model).__name__}")
     if missing:
-        with _whole(list(head.parameters())), torch.no_grad():
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(head.parameters()), modifier_rank=0), torch.no_grad():
             for parameter in head.parameters():
                 parameter.zero_()
     if config.critic.freeze_attention:
@@ -131,13 +129,6 @@ def critic_key(config: Config) -> str:
     return "model.path" if config.critic.model is None else "critic.model"
 
 
-def _whole(parameters: list[nn.Parameter]) -> Any:
-    """A context in which parameters that ZeRO 3 partitions are gathered; changes to them are kept."""
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
-
-
 def attention_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     """The parameters of a model's attention layers."""
     # transformers calls the class of such a layer `Qwen3Attention`, `LlamaAttention` and so on.
@@ -160,14 +151,7 @@ class Critic:
     """Owns the value model and its optimizer; all ranks call the same methods at the same time."""
 
     def __init__(self, config: Config, world: World, vocabulary: int) -> None:
-        """Load the model and build its engine.
-
-        Args:
-            vocabulary: number of the policy's token ids.
-
-        Raises:
-            UserError: the model cannot be a critic of this policy.
-        """
+        """Load the model and build its engine; raises `UserError` if it does not fit a policy of `vocabulary` ids."""
         self.config, self.world, self.settings = config, world, config.critic
         self.learner = config.learner.model_copy(update={"lr": self.settings.rate(config.learner.lr)})
         model = load_on_ranks(with_critics_path(config), world, load_value_model, critic_key(config))
@@ -181,31 +165,27 @@ class Critic:
         """Add to the batch its tokens' values, returns and advantages, computed by the current critic.
 
         During the warm-up the advantages remain those of the tracker.
-
-        Args:
-            stats: statistics of the values go into it.
         """
-        settings, micros = self.settings, _micro_batches(batch)
-        gae_inputs = [_rewarded(micro, self._values(micro)) for micro in micros]
-        targets = [returns(*one, settings.return_lambda).float() for one in gae_inputs]
-        for micro, (_, values, _), target in zip(micros, gae_inputs, targets, strict=True):
+        settings, judged, estimates = self.settings, list[MicroBatch](), list[torch.Tensor]()
+        for micro in batch.micro_batches:
+            rewards, values, rows = micro.rewards, self._values(micro), micro.layout.segment_ids
+            assert rewards is not None
+            target = returns(rewards, values, rows, settings.return_lambda).float()
             _report(micro, values, target, stats)
-        advantages = [micro.advantages for micro in micros]
+            judged.append(replace(micro, values=values, returns=target))
+            estimates.append(gae(rewards, values, rows, settings.gae_lambda))
         if batch.version >= settings.warmup_steps:
-            estimates = [gae(*one, settings.gae_lambda) for one in gae_inputs]
             advantages = normalised(estimates, self.world, self.config.sampler.advantage.clip)
-        judged = (
-            replace(micro, values=values, returns=target, advantages=advantage)
-            for micro, (_, values, _), target, advantage in zip(micros, gae_inputs, targets, advantages, strict=True)
-        )
-        return replace(batch, mini_batches=[[next(judged) for _ in micros] for micros in batch.mini_batches])
+            judged = [replace(micro, advantages=own) for micro, own in zip(judged, advantages, strict=True)]
+        in_order = iter(judged)
+        return replace(batch, mini_batches=[[next(in_order) for _ in micros] for micros in batch.mini_batches])
 
     def learn(self, batch: RolloutBatch) -> dict[str, float]:
         """Take `critic.updates` optimizer steps on the batch's returns; returns metrics, equal on all ranks.
 
         The loss is (V - R)^2 / 2, averaged over the model tokens of all ranks, without a clip.
         """
-        micros = _micro_batches(batch)
+        micros = batch.micro_batches
         (tokens,) = self.world.sum_over_shares([float(sum(micro.model_tokens for micro in micros))])
         if not tokens:
             return {}
@@ -217,9 +197,7 @@ class Critic:
                 assert micro.returns is not None
                 loss = (self._values(micro) - micro.returns).square().sum() / (2 * tokens)
                 total += float(loss.detach())
-                self.engine.set_gradient_accumulation_boundary(number == len(micros) - 1)
-                # DeepSpeed averages over ranks; the denominator is global already.
-                self.engine.backward(loss * self.world.size)
+                backward(self.engine, loss, self.world, is_last=number == len(micros) - 1)
             norms.append(optimizer_step(self.engine, self.learner))
             losses += self.world.sum_over_shares([total])
         if not all(map(math.isfinite, norms)):
@@ -242,16 +220,6 @@ class Critic:
         """c: the values before the critic has learned anything."""
         assert micro.tracked is not None
         return micro.tracked.float() if self.config.algorithm.baseline == "both" else MIDDLE
-
-
-def _micro_batches(batch: RolloutBatch) -> list[MicroBatch]:
-    return [micro for mini_batch in batch.mini_batches for micro in mini_batch]
-
-
-def _rewarded(micro: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards, values and rows of a micro-batch's model tokens [N] each: the first arguments of `gae`."""
-    assert micro.rewards is not None
-    return micro.rewards, values, micro.layout.segment_ids
 
 
 def _report(micro: MicroBatch, values: torch.Tensor, target: torch.Tensor, stats: Stats) -> None:

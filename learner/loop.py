@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,11 +110,7 @@ class Learner:
         return {result["version"]: result["reward"] for result in self.broker.evaluations()}
 
     def run(self) -> bool:
-        """Run from the first weights to the end.
-
-        Returns:
-            Whether the run is over, the same on every rank; False if `stop` came first.
-        """
+        """Publish, train and save until the run is over (True) or `stop` is set (False); the same on every rank."""
         try:
             self.world.raise_on_all_ranks(self._open)
             self._publish(self._copy_weights(self.version), Step(version=self.version))
@@ -164,15 +161,10 @@ class Learner:
         return lambda version: version <= newest_version or version in paired or not paired
 
     def _open(self) -> None:
-        """Remove records of batches that are trained on again, and start rank 0's weight server.
-
-        Raises:
-            UserError: a file cannot be removed, or the server cannot be started.
-        """
+        """Remove records of batches that are trained on again, and start rank 0's weight server; raises `UserError`."""
         discard(self.config.run.folder, self.version)
-        if not self.world.is_main:
-            return
-        self.server = WeightServer(self.config.learner.weights, log=self.log)
+        if self.world.is_main:
+            self.server = WeightServer(self.config.learner.weights, log=self.log)
 
     def _next_batch(self) -> Batch | None:
         """The next batch, the same on every rank; None when it is time to stop."""
@@ -214,11 +206,7 @@ class Learner:
         return stopped > 0
 
     def _is_next(self, batch: Batch) -> bool:
-        """Whether the batch is this version's; False if an earlier version has trained on it.
-
-        Raises:
-            UserError: batches are missing in between.
-        """
+        """Whether the batch is this version's, not one trained on before; raises `UserError` if batches are missing."""
         if batch.batch_id > self.version:
             raise UserError(
                 f"batch {batch.batch_id} is next, but the newest checkpoint in {self.checkpoints.folder} is of version "
@@ -244,13 +232,8 @@ class Learner:
             raise self._diverged(f"{self.trainer.not_finite} gradients in a row were not finite")
         if record:  # the same on all ranks
             run, world = self.config.run, self.world
-            world.raise_on_all_ranks(
-                lambda: (
-                    record.write(run.folder, batch.batch_id, world.share, run.keep_bytes)
-                    if world.counts_share
-                    else None
-                )
-            )
+            writes = partial(record.write, run.folder, batch.batch_id, world.share, run.keep_bytes)
+            world.raise_on_all_ranks(writes if world.counts_share else lambda: None)
         if metrics["batch/left_out"]:
             why = {"reason": rollouts.reason} if rollouts.reason else {}
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]), **why)
@@ -291,7 +274,7 @@ class Learner:
         """
         prompt = scored_prompt(self.trainer)
         copy = self.copies.copy(self.server, version, self.trainer.weights(), prompt)
-        self.trainer.before_update = copy.before_update
+        self.trainer.before_update = copy.on_the_way.before_update
         largest, mean = float(copy.largest), sum(prompt.logprobs) / max(len(prompt.logprobs), 1)
         # Negated, so that NaN counts as diverged.
         if self.world.any_rank(not (largest <= self.most_weight and mean >= LEAST_LOGPROB)):
@@ -323,7 +306,11 @@ class Learner:
                 self.server.serve(copy, checksums)
             self.inbox.set_address(self.server.endpoint())
             # Only now: a version is announced once it can be pulled.
-            self._announce(step)
+            self.announced = step
+            self.inbox.announce(step)
+            if step.metrics:
+                metrics = {short: step.metrics[name] for short, name in LOGGED.items() if name in step.metrics}
+                self.log.info("step", version=step.version, **metrics)
             self.timeline.instant("version", version=step.version)
 
         self.publisher.submit(publish)
@@ -337,16 +324,6 @@ class Learner:
             "weights/sent_mb": (self.sent.bytes - before.bytes) / 1e6,
             "weights/sent_chunks": float(self.sent.chunks - before.chunks),
         }
-
-    def _announce(self, step: Step) -> None:
-        """Announce a version, with its metrics, to all processes."""
-        if not self.world.is_main:
-            return
-        self.announced = step
-        self.inbox.announce(step)
-        if step.metrics:
-            metrics = {short: step.metrics[name] for short, name in LOGGED.items() if name in step.metrics}
-            self.log.info("step", version=step.version, **metrics)
 
     def _announce_checkpoint(self) -> None:
         """Announce the version again, so that the sampler saves its state together with the checkpoint."""
@@ -362,12 +339,13 @@ class Learner:
 
     def _finish_checkpoint(self) -> None:
         """Wait for the open checkpoint, and release batches that the one before it does not need."""
-        if self.checkpoints.begun is None:
+        version = self.checkpoints.begun
+        if version is None:
             return
         # A checkpoint counts only once generators can pull its version.
         self.publisher.wait()
-        version = self.checkpoints.finish()
-        if self.world.is_main and version is not None:
+        self.checkpoints.finish()
+        if self.world.is_main:
             self.inbox.release_before(self.checkpoints.previous(version))
             self.log.info("saved checkpoint", version=version)
 

@@ -110,12 +110,7 @@ class RankMemory:
 
 
 def divided(sizes: Sequence[int], zero: Zero, activations: int, untrained: int = 0) -> RankMemory:
-    """Bytes that a rank needs to train a model whose parameters have these sizes.
-
-    Args:
-        activations: see `peak_activations`.
-        untrained: number of elements in frozen parameters; the others are trained.
-    """
+    """Bytes that a rank needs to train parameters of these sizes, `untrained` elements of which are frozen."""
     count, largest = sum(sizes), max(sizes)
     part = -(-count // zero.ranks)
     weights = zero.weight_bytes * (part if zero.stage == 3 else count)
@@ -188,7 +183,8 @@ def _measure(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> int:
         tracker = MemTracker()
         tracker.track_external(policy)
         with tracker, warnings.catch_warnings(action="ignore"):
-            train_once(policy, arguments)
+            logprobs, _ = policy(*arguments, entropy=True)
+            logprobs.sum().backward()
     peak: dict[str, int] = next(iter(tracker.get_tracker_snapshot("peak").values()))
     own = sum(tensor.numel() * tensor.element_size() for tensor in (*policy.parameters(), *policy.buffers()))
     return peak["Total"] - own
@@ -235,7 +231,7 @@ def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> P
 def inputs(micro: Micro) -> tuple[Any, ...]:
     """Arguments of `Policy.forward`: a micro-batch of zeros."""
     positions = torch.cat([torch.arange(length) for length in micro.lengths])
-    predict = torch.cat(_model_positions(micro))
+    predict = torch.cat([row[:-1][micro.prompt :] for row in torch.arange(micro.tokens).split(micro.lengths)])
     token_ids = torch.zeros(1, micro.tokens, dtype=torch.int64)
     arguments = token_ids, positions[None], pack_sequences(micro.lengths), predict, torch.zeros_like(predict)
     if micro.sequence_parallel == 1:
@@ -248,20 +244,6 @@ class _Alone(SequenceGroup):
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         return parts.clone()
-
-
-def train_once(policy: Policy, arguments: tuple[Any, ...]) -> None:
-    """One forward and backward pass."""
-    logprobs, _ = policy(*arguments, entropy=True)
-    logprobs.sum().backward()
-
-
-def _model_positions(micro: Micro) -> list[torch.Tensor]:
-    starts = [sum(micro.lengths[:number]) for number in range(len(micro.lengths))]
-    return [
-        start + torch.arange(min(micro.prompt, length - 1), length - 1)
-        for start, length in zip(starts, micro.lengths, strict=True)
-    ]
 
 
 def _drop(parameter: Any) -> None:

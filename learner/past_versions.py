@@ -124,7 +124,7 @@ def exact_statistics(
     Args:
         score: log-probs of a micro-batch's model tokens [N] by the weights as they are.
     """
-    micros = [micro for mini_batch in batch.mini_batches for micro in mini_batch]
+    micros = batch.micro_batches
     ages = [micro.ages(batch.version) for micro in micros]
     now = [score(micro) for micro in micros]
     own = [in_own_turn(micro) for micro in micros]

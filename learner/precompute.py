@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,11 +17,20 @@ from common.config import AlgorithmConfig, TeacherConfig
 from common.config.losses import spec_of
 from learner.batch.tensors import MicroBatch, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR, second_moment, weight_divisor
+from learner.correction.engine import correct_tokens
 from learner.correction.ranking import over_all
-from learner.losses import Denominators, covariance
+from learner.losses import covariance
+from learner.losses.aggregation import Denominators
 from learner.ranks.world import World
 from learner.stats import Stats
-from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, loss_input, proximal_logprobs
+from learner.step_loss import (
+    PolicyOutput,
+    Precomputed,
+    TrainPosition,
+    corrected_logprobs,
+    loss_input,
+    proximal_logprobs,
+)
 
 Forward = Callable[[MicroBatch], PolicyOutput]
 Score = Callable[[MicroBatch], torch.Tensor]
@@ -66,7 +76,8 @@ def _weight_mean(
         for micro, values in zip(mini_batch, mini_batch_values, strict=True):
             logprobs = forward(micro).logprobs if values.old is None else values.old
             old = proximal_logprobs(micro, logprobs, values.old, start, config)
-            correct(micro, logprobs, old, batch.version, config, stats)
+            corrected, ages = corrected_logprobs(logprobs, old, config), micro.ages(batch.version)
+            correct_tokens(corrected, micro.rollout_logprobs, micro.layout, config.correction, stats, ages)
     return weight_divisor(stats.reduce(world, [BATCH_NORM_FACTOR]))
 
 
@@ -96,18 +107,17 @@ def compare_all(
         for micro, own, values in zip(mini_batch, logprobs, precomputed, strict=True)
     ]
     if m2_threshold is not None:
-        corrected = logprobs if config.proximal == "rollout" else olds
         columns = [
-            second_moment.columns(nearer, micro.rollout_logprobs, micro.layout)
-            for micro, nearer in zip(mini_batch, corrected, strict=True)
+            second_moment.columns(corrected_logprobs(own, old, config), micro.rollout_logprobs, micro.layout)
+            for micro, own, old in zip(mini_batch, logprobs, olds, strict=True)
         ]
-        verdicts = over_all(columns, second_moment.second_moment_mask(m2_threshold), world)
+        verdicts = over_all(columns, partial(second_moment.second_moment_mask, m2_threshold), world)
         precomputed = [replace(one, m2_keep=keep) for one, keep in zip(precomputed, verdicts, strict=True)]
     if compares:
         columns = [
             covariance.columns(loss_input(micro, own, old, values, position, config, Stats(), teacher)[1])
             for micro, own, old, values in zip(mini_batch, logprobs, olds, precomputed, strict=True)
         ]
-        verdicts = over_all(columns, covariance.choose(config.loss, config), world)
+        verdicts = over_all(columns, partial(covariance.choose, config.loss, config), world)
         precomputed = [replace(one, chosen=chosen) for one, chosen in zip(precomputed, verdicts, strict=True)]
     return precomputed

@@ -19,22 +19,16 @@ from learner.ranks.world import World
 def load_reference(config: Config, world: World, engine: Any) -> Callable[[MicroBatch], torch.Tensor] | None:
     """Load the reference policy, as a function that maps a micro-batch to log pi_ref of its model tokens [N].
 
-    The model never changes, so it is not saved. Every rank holds it whole, or a part of it under ZeRO 3. If an adapter
-    is trained on the same model, the reference is that model with the adapter switched off, and takes no memory.
-    Without a KL penalty there is no reference: None.
-
-    Args:
-        engine: the engine of the policy that is trained.
-
-    Raises:
-        UserError: the model cannot be read.
+    Without a KL penalty there is none. The model never changes, so it is not saved. Every rank holds it whole, or a
+    part of it under ZeRO 3. If an adapter is trained on the same model, the reference is that model (in `engine`) with
+    the adapter switched off, and takes no memory. Raises `UserError` if the model cannot be read.
     """
     algorithm = config.algorithm
     if algorithm.kl_coef == 0:
         return None
     path = algorithm.reference or config.model.path
     if config.learner.lora is not None and path == config.model.path:
-        return _without_adapter(engine)
+        return partial(_score_without_adapter, engine)
     settings = config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": path}),
@@ -47,25 +41,16 @@ def load_reference(config: Config, world: World, engine: Any) -> Callable[[Micro
         policy = build_frozen_engine(policy, config.learner, world)
     else:
         policy.to(world.device)
-    return _logprobs_by(policy)
+    return partial(score, policy)
 
 
-def _logprobs_by(policy: Any) -> Callable[[MicroBatch], torch.Tensor]:
-    @torch.no_grad()
-    def logprobs(micro: MicroBatch) -> torch.Tensor:
-        values, _ = policy(
-            micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, entropy=False
-        )
-        return values[: micro.model_tokens]
-
-    return logprobs
+@torch.no_grad()
+def score(policy: Any, micro: MicroBatch) -> torch.Tensor:
+    """Log-probs of a micro-batch's model tokens [N]."""
+    logprobs, _ = policy(micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets)
+    return logprobs[: micro.model_tokens]
 
 
-def _without_adapter(engine: Any) -> Callable[[MicroBatch], torch.Tensor]:
-    with_adapter = _logprobs_by(engine)
-
-    def logprobs(micro: MicroBatch) -> torch.Tensor:
-        with adapter_off(engine.module):
-            return with_adapter(micro)
-
-    return logprobs
+def _score_without_adapter(engine: Any, micro: MicroBatch) -> torch.Tensor:
+    with adapter_off(engine.module):
+        return score(engine, micro)

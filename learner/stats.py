@@ -60,7 +60,6 @@ class Stats:
         self._entries: dict[str, Statistic] = {}  # by the name of the first metric
 
     def total(self, name: str, values: torch.Tensor | float) -> None:
-        """The sum of the values."""
         self._add(Statistic(_sum(torch.as_tensor(values)), (Figure(name, "total"),)))
 
     def mean(self, name: str, values: torch.Tensor | float, over: str, around: float = 0.0) -> None:
@@ -120,10 +119,7 @@ class Stats:
         smallest: dict[str, torch.Tensor],
         where: torch.Tensor | None = None,
     ) -> None:
-        """The largest and the smallest of several values [N] by name; `where`, bool [N], selects the values.
-
-        Left out if there is no value.
-        """
+        """The largest and smallest values [N] by name, where `where`, bool [N], holds; left out without values."""
         table = torch.stack([*largest.values(), *(-values for values in smallest.values())]).double()
         if where is not None:
             table = torch.where(where, table, -torch.inf)
@@ -145,10 +141,7 @@ class Stats:
             self._add(entry)
 
     def reduce(self, world: World | None = None, names: Collection[str] | None = None) -> dict[str, float]:
-        """Values over all ranks, of every metric or only of `names`; all ranks must ask for the same.
-
-        Values that are not finite are left out.
-        """
+        """Finite values over all ranks, of every metric or only of `names`; all ranks must ask for the same."""
         entries = self._entries if names is None else self._entries_of(names)
         sums_by_entry = _all_reduce(entries, world)
         values: dict[str, float] = {}

@@ -13,8 +13,9 @@ from common.config.losses import spec_of
 from common.config.stages import LOG_RATIO_BOUND
 from learner.batch.teacher import coarse_kl, taught_advantages, teacher_statistics, weight_at
 from learner.batch.tensors import MicroBatch
-from learner.correction import TokenCorrection, correct_tokens
-from learner.losses import Denominators, PolicyTokens, TokenLoss, aggregate_tokens, row_lengths
+from learner.correction.engine import TokenCorrection, correct_tokens
+from learner.losses.aggregation import Denominators, aggregate_tokens, row_lengths
+from learner.losses.tokens import PolicyTokens, TokenLoss
 from learner.policy.routers import Routing
 from learner.stats import Stats
 
@@ -161,7 +162,10 @@ def loss_input(
     teacher: TeacherConfig | None,
 ) -> tuple[TokenCorrection, PolicyTokens]:
     """The correction of a micro-batch, and the input of its loss: kept tokens, their advantages and weights."""
-    correction = correct(micro, logprobs, old, position.version, config, stats, precomputed.m2_keep)
+    corrected, ages = corrected_logprobs(logprobs, old, config), micro.ages(position.version)
+    correction = correct_tokens(
+        corrected, micro.rollout_logprobs, micro.layout, config.correction, stats, ages, precomputed.m2_keep
+    )
     advantages = taught_advantages(micro.advantages, old, micro.teacher, teacher, position.version)
     keep = correction.keep & ~sure_negatives(old, advantages, config.negative_max_prob)
     weights = None
@@ -212,20 +216,9 @@ def interpolated_logprobs(micro: MicroBatch, logprobs: torch.Tensor, position: T
     return micro.rollout_logprobs + share * (logprobs.detach() - micro.rollout_logprobs)
 
 
-def correct(
-    micro: MicroBatch,
-    logprobs: torch.Tensor,
-    old: torch.Tensor,
-    version: int,
-    config: AlgorithmConfig,
-    stats: Stats,
-    m2_keep: torch.Tensor | None = None,
-) -> TokenCorrection:
-    """Correct the proximal policy's gap to the generating policy; in bypass mode the current policy's gap."""
-    corrected = logprobs.detach() if config.proximal == "rollout" else old
-    return correct_tokens(
-        corrected, micro.rollout_logprobs, micro.layout, config.correction, stats, micro.ages(version), m2_keep
-    )
+def corrected_logprobs(logprobs: torch.Tensor, old: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
+    """Those whose gap to the generating policy is corrected [N]: log pi_old, or in bypass mode log pi_theta."""
+    return logprobs.detach() if config.proximal == "rollout" else old
 
 
 def sure_negatives(old: torch.Tensor, advantages: torch.Tensor, max_prob: float) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common.config import Config
@@ -61,11 +61,7 @@ class SupervisedLearner:
         self.version = self.saved = self.checkpoints.load()
 
     def run(self, until: int | None = None) -> bool:
-        """Train up to a step, by default the last one, and write its checkpoint.
-
-        Returns:
-            Whether the step was reached, the same on every rank.
-        """
+        """Train up to a step, by default the last, and save it; returns on every rank whether it was reached."""
         config, last = self.config, self.config.run.steps if until is None else until
         if self.version == 0 and self.heldout is not None and config.eval.before_training:
             self._report(self._heldout_loss())
@@ -109,17 +105,13 @@ class SupervisedLearner:
 
     def _heldout_loss(self) -> dict[str, float]:
         """Weighted mean of the held-out tokens' negative log-probs."""
-        assert self.heldout is not None
+        heldout, size = self.heldout, self.config.sft.batch_size
+        assert heldout is not None
+        parts = [range(len(heldout))[start : start + size] for start in range(0, len(heldout), size)]
         with self.phases("heldout"):
-            sums = [self.trainer.loss_sums(batch) for batch in self._heldout_batches(self.heldout)]
+            sums = [self.trainer.loss_sums(self._batch(heldout, part, scaled=False)) for part in parts]
         losses, weights = zip(*sums, strict=True)
         return {"sft/heldout_loss": math.fsum(losses) / math.fsum(weights)}
-
-    def _heldout_batches(self, heldout: Demonstrations) -> Iterator[RolloutBatch]:
-        size = self.config.sft.batch_size
-        for start in range(0, len(heldout), size):
-            numbers = range(start, min(start + size, len(heldout)))
-            yield self._batch(heldout, numbers, scaled=False)
 
     def _batch(self, demonstrations: Demonstrations, numbers: Sequence[int], scaled: bool = True) -> RolloutBatch:
         batch, payloads = demonstrations.batch(numbers, self.version, scaled)

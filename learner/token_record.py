@@ -41,23 +41,14 @@ class TokenRecord:
         return bool(self._advantages)
 
     def add(self, mini_batch: int, micro: MicroBatch, policy: PolicyOutput) -> None:
-        """Record a micro-batch after its forward pass.
-
-        Args:
-            mini_batch: number of the optimizer step that the pass belongs to.
-            policy: computed by the weights before that step, [N] each.
-        """
+        """Record a micro-batch after its forward pass by the weights from before optimizer step `mini_batch`."""
         if any(sample in self._advantages for sample, _ in micro.names):
             self._passes.append((mini_batch, micro, policy.logprobs.detach(), policy.entropies.detach()))
 
     def write(self, folder: Path, version: int, rank: int, keep_bytes: int | None = None) -> None:
         """Write one line per row to `training_data/<version>.<rank>.jsonl`; a batch trained on again replaces it.
 
-        Args:
-            keep_bytes: size of the folder above which files of older versions are removed; None keeps all.
-
-        Raises:
-            UserError: the file cannot be written.
+        Files of older versions are removed while the folder is larger than `keep_bytes`. Raises `UserError`.
         """
         path = folder / FOLDER / f"{version}.{rank}.jsonl"
         try:
@@ -104,11 +95,7 @@ def _columns(micro: MicroBatch) -> dict[str, torch.Tensor]:
 
 
 def discard(folder: Path, first: int) -> None:
-    """Remove records of batch `first` and later ones, which another run left or which will be written again.
-
-    Raises:
-        UserError: a file cannot be removed.
-    """
+    """Remove records of batch `first` and later ones, of another run or to be written again; raises `UserError`."""
     for path in (folder / FOLDER).glob("*.jsonl"):
         version = path.name.partition(".")[0]
         if version.isdecimal() and int(version) >= first:

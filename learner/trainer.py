@@ -18,11 +18,13 @@ from learner.batch.teacher import weight_at
 from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.correction.statistics import age_buckets
 from learner.critic import Critic, with_explained_variance
-from learner.losses import Denominators, load_loss
+from learner.losses.aggregation import Denominators
+from learner.losses.own import load_loss
 from learner.past_versions import PastVersions, exact_statistics
 from learner.peak import mfu, total_peak
 from learner.policy.disk_names import DiskNames
 from learner.policy.engine import (
+    backward,
     build_engine,
     full_weights,
     learning_rate,
@@ -99,7 +101,6 @@ class Trainer:
         return {TAG: self.engine} | ({} if self.critic is None else {CRITIC_TAG: self.critic.engine})
 
     def packer(self) -> Packer:
-        """Packs batches for this model."""
         policy, config, world = self.policy, self.config, self.world
         routers = policy.routers if config.learner.router_replay == "rollout" else None
         experts = None if routers is None else routers.shape
@@ -141,9 +142,6 @@ class Trainer:
 
         The gradient is that of one loss over all ranks and micro-batches. A mini-batch without any usable
         token, or whose tokens are all rejected, or whose loss or gradient is not finite, is skipped, with a warning.
-
-        Args:
-            record: collects the log-probs and entropies of kept samples.
         """
         phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
         # Statistics need the same names on all ranks, also if every step is skipped; the next line does the same.
@@ -205,7 +203,7 @@ class Trainer:
     def loss_sums(self, batch: RolloutBatch) -> tuple[float, float]:
         """Without training: the sum of -A log pi_theta over the batch's model tokens, and that of A, on all ranks."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for micro in (micro for micros in batch.mini_batches for micro in micros):
+        for micro in batch.micro_batches:
             losses = -micro.advantages * self._forward(micro).logprobs
             sums += torch.stack([losses.double().sum(), micro.advantages.double().sum()])
         loss, weight = self.world.sum_over_shares(sums.tolist())
@@ -267,7 +265,7 @@ class Trainer:
                     stats.update(step_stats)
                     self._warn_skipped(f"all tokens masked by {what_masks(config.correction)}", position)
                     return before, None
-            self._backward(loss, is_last and not demonstrations.micros)
+            backward(self.engine, loss, self.world, is_last=is_last and not demonstrations.micros)
         factor = 1.0
         if config.correction.renormalizes and left["learned_tokens"]:
             factor = denominators.rescale(left["learned_tokens"], left["learned_samples"], config.aggregation)
@@ -292,16 +290,10 @@ class Trainer:
         for micro in demonstrations.micros:
             loss = demonstrations.loss(micro, self._forward(micro, temperature=1.0).logprobs)
             loss_sum += loss.detach()
-            self._backward(loss * (demonstrations.weight / factor), micro is demonstrations.micros[-1])
+            loss = loss * (demonstrations.weight / factor)
+            backward(self.engine, loss, self.world, is_last=micro is demonstrations.micros[-1])
         stats.total("shown", float(self.world.is_main and bool(demonstrations.micros)))
         stats.mean("sft/loss", loss_sum, over="shown")
-
-    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Add the gradient of one micro-batch, the step's last one or an earlier one."""
-        self.engine.set_gradient_accumulation_boundary(is_last)
-        # DeepSpeed averages over ranks; the denominators are global already. Ranks with slices of the same sequences
-        # have parts of one gradient, which add up like those of ranks with sequences of their own.
-        self.engine.backward(loss * self.world.size)
 
     def _forward(self, micro: MicroBatch, training: bool = False, temperature: float | None = None) -> PolicyOutput:
         """Log-probs of the model tokens [N]; the routers of a mixture of experts use the replayed choices.
@@ -323,10 +315,7 @@ class Trainer:
         return PolicyOutput(logprobs[model_tokens], entropies[model_tokens], named.get("routing"), *likeliest)
 
     def _routing_loss(self, routing: Routing, denominators: Denominators, stats: Stats) -> torch.Tensor:
-        """Report what the routers did with a micro-batch; returns their balance loss.
-
-        It is weighted by the micro-batch's share of the mini-batch's model tokens.
-        """
+        """Report what the routers did; returns their balance loss, times the share of the mini-batch's model tokens."""
         learner, balance = self.config.learner, routing.balance_loss()
         routing_statistics(routing, balance, learner.router_replay == "rollout", stats)
         return learner.router_balance * balance * len(routing.positions) / denominators.tokens
@@ -379,10 +368,11 @@ class Trainer:
 
 def batch_statistics(batch: RolloutBatch, stats: Stats) -> None:
     """Count samples, tokens, and the tokens' ages in weight versions."""
-    ages = torch.cat([micro.ages(batch.version) for micros in batch.mini_batches for micro in micros])
+    micros = batch.micro_batches
+    ages = torch.cat([micro.ages(batch.version) for micro in micros])
     stats.total("batch/left_out", float(batch.left_out))
-    stats.total("tokens/total", float(batch.tokens))
-    stats.total("tokens/shared", float(batch.shared_tokens))
+    stats.total("tokens/total", float(sum(batch.lengths)))
+    stats.total("tokens/shared", float(sum(micro.sequences.tokens_saved for micro in micros)))
     stats.total("tokens/model", float(len(ages)))
     stats.mean("staleness/mean", ages, over="tokens/model")
     stats.extremes({"staleness/max": ages}, {})

@@ -36,7 +36,7 @@ class Demonstration:
 
     @classmethod
     def of_spans(cls, token_ids: np.ndarray, spans: Iterable[tuple[int, int, float]]) -> Self:
-        """Tokens of which some ranges, each (start, end, weight), are trained on."""
+        """Tokens with weights in some ranges, each (start, end, weight), and 0 elsewhere."""
         weights = np.zeros(len(token_ids), np.float32)
         for start, end, weight in spans:
             weights[start:end] = weight
@@ -47,7 +47,6 @@ class Demonstration:
         return bool(self.weights.any())
 
     def cut(self, length: int) -> Demonstration:
-        """Its first `length` tokens."""
         return Demonstration(self.token_ids[:length], self.weights[:length])
 
     def payload(self, version: int) -> tuple[Payload, list[float]]:
@@ -66,7 +65,7 @@ class Demonstration:
 
 
 class Demonstrations:
-    """A sequence of demonstrations.
+    """Demonstrations, by their number.
 
     Args:
         token_ids, weights: of all of them, one after the other, int32 and float32 [N].
@@ -119,11 +118,12 @@ class Demonstrations:
         Advantages are the weights; if `scaled`, with a mean of 1 over the batch's trained tokens, so that the mean of
         the tokens' losses is their weighted mean.
         """
-        samples = [self[number].payload(version) for number in numbers]
+        rows = [self[number] for number in numbers]
+        samples = [row.payload(version) for row in rows]
         ids = [f"{place}-{number}" for place, number in enumerate(numbers)]  # a batch may be longer than the data
         mean = 1.0
         if scaled:
-            mean = sum(float(self[number].weights.sum(dtype=np.float64)) for number in numbers)
+            mean = sum(float(row.weights.sum(dtype=np.float64)) for row in rows)
             mean /= sum(len(payload.logprobs) for payload, _ in samples)
         batch = Batch(
             batch_id=version,
@@ -140,14 +140,12 @@ def numbers_at(start: int, stop: int, count: int, seed: int | None) -> list[int]
     """The demonstrations at positions `start` to `stop` of an endless sequence of epochs.
 
     Args:
-        count: of all demonstrations, each of which is in each epoch once.
-        seed: of each epoch's order; None: the order of the data.
+        count: number of demonstrations; an epoch has each of them once.
+        seed: of each epoch's order; None means the order of the data.
     """
-    orders: dict[int, np.ndarray] = {}
-    numbers = []
-    for position in range(start, stop):
-        epoch, place = divmod(position, count)
-        if seed is not None and epoch not in orders:
-            orders[epoch] = np.random.default_rng([seed, epoch]).permutation(count)
-        numbers.append(place if seed is None else int(orders[epoch][place]))
-    return numbers
+    positions = range(start, stop)
+    if seed is None:
+        return [position % count for position in positions]
+    epochs = range(start // count, -(-stop // count))
+    orders = {epoch: np.random.default_rng([seed, epoch]).permutation(count) for epoch in epochs}
+    return [int(orders[position // count][position % count]) for position in positions]

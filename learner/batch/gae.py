@@ -57,7 +57,7 @@ def normalised(advantages: Sequence[torch.Tensor], world: World, clip: float | N
     Returns:
         float32 [N] of each micro-batch; zeros if all values are equal, or there are fewer than two.
     """
-    own = torch.cat([values.double() for values in advantages]) if advantages else torch.zeros(0, dtype=torch.float64)
+    own = torch.cat([values.double() for values in advantages])
     count, total = world.sum_over_shares([float(len(own)), float(own.sum())])
     mean = total / max(count, 1.0)
     (squares,) = world.sum_over_shares([float((own - mean).square().sum())])

@@ -20,7 +20,6 @@ class Layout:
     Attributes:
         segment_ids: row of each token, int64 [N].
         lengths: tokens of each row, int64 [B].
-        has_tokens: rows with any token, bool [B].
         cells: number of elements of the padded matrix that the tokens came from; N if there was none.
         shares: share of each row in its sample (with `prompt-mean`, in its prompt's samples), float64 [B]; the shares
             of a complete sample (or prompt) add up to 1.
@@ -29,7 +28,6 @@ class Layout:
 
     segment_ids: torch.Tensor
     lengths: torch.Tensor
-    has_tokens: torch.Tensor
     cells: int
     shares: torch.Tensor
     samples: float
@@ -45,7 +43,6 @@ class Layout:
         return cls(
             segment_ids.to(device),
             sizes.to(device),
-            (sizes > 0).to(device),
             len(segment_ids),
             torch.tensor(shares, dtype=torch.float64).to(device),
             sum(shares, 0.0),
@@ -65,13 +62,17 @@ class Layout:
         if together > 1:
             units = torch.arange(rows, device=mask.device) // together
             shares = lengths / lengths.new_zeros(rows).index_add(0, units, lengths)[units].clamp(min=1).double()
-        layout = cls(places // max(columns, 1), lengths, lengths > 0, mask.numel(), shares, float(-(-rows // together)))
-        return layout, places
+        return cls(places // max(columns, 1), lengths, mask.numel(), shares, float(-(-rows // together))), places
 
     @property
     def count(self) -> int:
         """Number of rows B; some may be empty."""
         return len(self.lengths)
+
+    @cached_property
+    def has_tokens(self) -> torch.Tensor:
+        """Rows with any token, bool [B]."""
+        return self.lengths > 0
 
     @cached_property
     def divisors(self) -> torch.Tensor:
@@ -94,6 +95,11 @@ class Layout:
     def segment_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over each row's tokens [B] of values [N]; 0 for an empty row."""
         return self.segment_sum(values) / self.divisors
+
+    def mean_where(self, values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """Mean of values [N] over those tokens of each row [B] for which `where`, bool [N], holds; 0 without any."""
+        total = self.segment_sum(torch.where(where, values, 0.0))
+        return total / self.segment_sum(where.to(values.dtype)).clamp(min=1)
 
     def expand(self, values: torch.Tensor) -> torch.Tensor:
         """Row values [B] to the rows' tokens [N]."""

@@ -48,7 +48,7 @@ class Mixed:
         return weight_at(self._config.algorithm.demonstrations, version)
 
     def steps(self, version: int, packer: Packer) -> tuple[list[Shown], list[int]]:
-        """This rank's demonstrations for each optimizer step of a batch, and the length in tokens of each row of them.
+        """This rank's demonstrations for each optimizer step, and the length in tokens of each of their rows.
 
         All ranks must call this together.
         """

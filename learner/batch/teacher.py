@@ -72,10 +72,7 @@ def scores_of_rows(rows: Sequence[Payload], top_k: int, device: torch.device | s
 
 
 def weight_at(config: TeacherConfig | DemonstrationsConfig, version: int) -> float:
-    """The weight of the teacher's or the demonstrations' loss in the batch of a version.
-
-    It falls linearly to 0 over `decay_steps`, if that is set.
-    """
+    """The weight of the teacher's or the demonstrations' loss at a version: linear to 0 over `decay_steps`, if set."""
     return config.weight * (1.0 if config.decay_steps is None else max(0.0, 1 - version / config.decay_steps))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,7 +65,6 @@ class MicroBatch:
 
     @property
     def model_tokens(self) -> int:
-        """The number N of model tokens."""
         return len(self.rollout_logprobs)
 
     def ages(self, version: int) -> torch.Tensor:
@@ -93,17 +92,11 @@ class RolloutBatch:
     lengths: Sequence[int]
     left_out: int = 0
     reason: str = ""
-    rewards: Sequence[float] = field(default_factory=list)
+    rewards: Sequence[float] = ()
 
     @property
-    def tokens(self) -> int:
-        """Prompt and response tokens of this rank's rows."""
-        return sum(self.lengths)
-
-    @property
-    def shared_tokens(self) -> int:
-        """Tokens that are not computed again because they are in a common prefix."""
-        return sum(micro.sequences.tokens_saved for micros in self.mini_batches for micro in micros)
+    def micro_batches(self) -> list[MicroBatch]:
+        return [micro for micros in self.mini_batches for micro in micros]
 
 
 @dataclass(frozen=True, slots=True)

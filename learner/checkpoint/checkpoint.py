@@ -140,19 +140,16 @@ class Checkpoints:
         if not learner.checkpoint_in_background:
             wait([self._writing.files])
 
-    def finish(self) -> int | None:
-        """Wait until all ranks have written the checkpoint, and give it its name: from now on it counts.
+    def finish(self) -> None:
+        """Wait until all ranks have written the checkpoint, if one was begun, and give it its name: now it counts.
 
         The oldest beyond `keep_checkpoints` are removed, except the best.
-
-        Returns:
-            Its version; None if no checkpoint was begun.
 
         Raises:
             UserError: on all ranks; it could not be written, and earlier ones are untouched.
         """
         if self._writing is None:
-            return None
+            return
         writing, self._writing = self._writing, None
         try:
             sums = self._world.raise_on_all_ranks(lambda: self._sums(writing))
@@ -165,7 +162,6 @@ class Checkpoints:
             self._raise_disk_error(writing.version, error)
             raise
         self._world.barrier()
-        return writing.version
 
     def _write(self, version: int, files: dict[Path, Callable[[], None]]) -> Sums:
         """Write this rank's files to the disk, in the thread; returns their checksums."""
@@ -204,12 +200,13 @@ class Checkpoints:
 
     def _raise_disk_error(self, version: int, error: BaseException) -> None:
         """Raise a `UserError` if the error means that a file could not be written."""
-        if not _is_disk_error(error):
+        # torch's archive writer raises a RuntimeError that does not name the reason; the usual one is a full disk.
+        is_of_torch = isinstance(error, RuntimeError) and "inline_container" in str(error)
+        if not (is_of_torch or isinstance(error, (OSError, SafetensorError))):
             return
         if self._world.is_main:
             self._confirm()  # another learner may have cleared the folder
-        # torch's archive writer raises a RuntimeError that does not name the reason; the usual one is a full disk.
-        reason = "no space left" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or error
+        reason = "no space left" if is_of_torch else getattr(error, "strerror", None) or error
         raise UserError(
             f"cannot write checkpoint {self.folder / f'step_{version}'}: {reason}; earlier checkpoints are kept and "
             "nothing is lost: make room and start the learner again"
@@ -301,9 +298,3 @@ class Checkpoints:
         problem = self._world.broadcast(problem)
         if problem:
             raise OSError(problem.decode())
-
-
-def _is_disk_error(error: BaseException) -> bool:
-    if isinstance(error, RuntimeError):
-        return "inline_container" in str(error)
-    return isinstance(error, (OSError, SafetensorError))

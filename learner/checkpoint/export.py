@@ -36,11 +36,7 @@ def export_adapter(trainer: Trainer, folder: Path) -> Callable[[], None]:
 
 
 def export_model(trainer: Trainer, folder: Path) -> Callable[[], None]:
-    """Gather the weights on rank 0, with the adapter merged, all ranks together.
-
-    Returns:
-        A function that writes them, with configuration and tokenizer.
-    """
+    """Gather the weights on rank 0, with the adapter merged, all ranks together; returns a function to write them."""
     state = _gathered(trainer.merged_weights(), trainer.world)
     return lambda: write_model(trainer.policy.model, state, trainer.config.model.path, folder)
 
@@ -80,12 +76,7 @@ PREFIX = "model."  # the policy puts this before the model's names
 
 
 def export_checkpoint(config: Config, folder: Path, output: Path) -> None:
-    """Write the model of a checkpoint as `learner.export` would have, bit for bit; an adapter is merged.
-
-    Args:
-        config: of the run.
-        folder: of the checkpoint.
-        output: a folder that does not exist yet, or is empty.
+    """Write a checkpoint's model to a new folder as `learner.export` would have, bit for bit; an adapter is merged.
 
     Raises:
         UserError: the checkpoint is damaged or of another model, or the folder cannot be written.

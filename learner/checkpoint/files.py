@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -15,8 +16,6 @@ from common.config import Config
 from common.files import METADATA, sync_folder
 from common.model import weights_fingerprint
 from learner.ranks.world import World
-
-BLOCK = 1 << 24  # bytes read at a time
 
 Sums = dict[str, list[Any]]  # path in the folder -> [size in bytes, XXH3 of the content, in hexadecimal]
 
@@ -124,8 +123,5 @@ def compare(folder: Path, sums: Sums, paths: Sequence[str]) -> None:
 
 
 def _checksum(path: Path) -> str:
-    state = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            state.update(block)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()

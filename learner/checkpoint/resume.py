@@ -21,11 +21,7 @@ from learner.trainer import Trainer
 
 
 def load_own(trainer: Trainer, folder: Path) -> None:
-    """Each rank reads what it wrote.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Each rank reads what it wrote; raises `UserError` if it cannot be read."""
     for tag, engine in trainer.engines().items():
         try:
             with reads_plain_data(engine):
@@ -42,10 +38,7 @@ def has_frozen(engine: Any) -> bool:
 
 
 def load_redivided(trainer: Trainer, folder: Path, differing: str) -> None:
-    """Each rank reads its part of what other ranks wrote.
-
-    Args:
-        differing: how the checkpoint's division differs from the one here, as text.
+    """Each rank reads its part of what other ranks wrote, in a division that differs as the text `differing` says.
 
     Raises:
         UserError: on all ranks; the checkpoint cannot be read, or cannot be divided in another way.
@@ -77,11 +70,6 @@ def _unreadable(folder: Path, error: Exception) -> UserError:
     return UserError(f"checkpoint {folder} cannot be read ({first_line(error)}); remove it to use an earlier one")
 
 
-# DeepSpeed's keys for the optimizer's state and for its fp32 weights, by ZeRO stage.
-NAMES = {3: ("optimizer_state_dict", "fp32_flat_groups")}
-NAMES_BELOW_3 = ("base_optimizer_state", "single_partition_of_fp32_groups")
-
-
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
     """`length` elements of a parameter from `start` on, which lie in a flat tensor from `offset` on."""
@@ -101,19 +89,12 @@ class RankState:
 
 
 def trained_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
-    """Trained parameters by their names in the policy.
-
-    At stage 0, where the optimizer holds each parameter by itself, this is its order.
-    """
+    """Trained parameters by their names in the policy, in the order that the optimizer has at stage 0."""
     return {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
 
 
 def own_state(engine: Any, saved: SavedState, world: World) -> RankState:
-    """Assemble this rank's part of a saved state, in host memory.
-
-    Raises:
-        ValueError: the checkpoint is of another model.
-    """
+    """Assemble this rank's part of a saved state in host memory; raises `ValueError` if it is another model's."""
     shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in trained_parameters(engine).items()}
     if shapes != {name: parameter.shape for name, parameter in saved.parameters.items()}:
         raise ValueError("it is of another model than this run trains")
@@ -144,8 +125,10 @@ def load_state(engine: Any, rank_state: RankState, saved: SavedState, world: Wor
                     rank_state.states[number][key] = value.view_as(parameter)
         optimizer.load_state_dict(_optimizer_state(optimizer.state_dict(), rank_state, saved))
     else:
-        state, weights = NAMES.get(stage, NAMES_BELOW_3)
+        # DeepSpeed's keys for the optimizer's state and for its fp32 weights.
+        state, weights = "base_optimizer_state", "single_partition_of_fp32_groups"
         if stage == 3:
+            state, weights = "optimizer_state_dict", "fp32_flat_groups"
             optimizer.checkpoint_event_prologue()
         content = optimizer.state_dict()
         content |= {weights: rank_state.weights, state: _optimizer_state(content[state], rank_state, saved)}
@@ -171,8 +154,7 @@ def _flat_pieces(engine: Any, rank: int) -> Iterator[tuple[int, list[FlatPiece]]
     else:
         groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
         for group, own in zip(groups, zero.optimizer.param_groups, strict=True):
-            mapped = ((names[parameter], parameter._hp_mapping) for parameter in group)
-            places = [_mapped_piece(name, mapping) for name, mapping in mapped if mapping is not None]
+            places = [_mapped_piece(names[one], one._hp_mapping) for one in group if one._hp_mapping is not None]
             yield own["params"][0].numel(), places
 
 

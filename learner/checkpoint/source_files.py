@@ -30,12 +30,7 @@ DTYPES = ("dtype", "torch_dtype")
 
 
 def complete(model: PreTrainedModel, dtype: torch.dtype, path: str, folder: Path) -> None:
-    """Add the source's files to an export that transformers has written, and put its config.json in place.
-
-    Args:
-        dtype: of the exported weights.
-        path: the model folder, or Hugging Face name, that `model` was loaded from.
-    """
+    """Add the files of the model at `path` to an export of it in `dtype`, and put its config.json in place."""
     (folder / GENERATION).unlink(missing_ok=True)
     source = source_folder(path)
     if source is None or not source.is_dir():

@@ -13,24 +13,20 @@ import torch
 
 from common.config import CorrectionConfig
 from learner.batch.layout import Layout, padded
-from learner.correction.engine import TokenCorrection, correct_tokens
+from learner.correction.engine import correct_tokens
 from learner.stats import Stats
 
 __all__ = [
     "BATCH_NORM_FACTOR",
     "Correction",
     "CorrectionConfig",
-    "TokenCorrection",
     "correct",
     "correct_tokens",
-    "padded",
     "weight_divisor",
 ]
 
 # The metric that the weights are divided by with `rollout_is_batch_normalize`.
 BATCH_NORM_FACTOR = "rollout_corr/rollout_is_batch_norm_factor"
-
-
 # Weights with a smaller mean are not normalised, as in verl: dividing by so small a number would amplify noise.
 SMALLEST_MEAN = 1e-8
 

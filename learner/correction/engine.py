@@ -58,8 +58,7 @@ def correct_tokens(
     by their mean here, even if the configuration says so, because the mean is over all ranks.
 
     Args:
-        old: log pi_old of each model token [N].
-        rollout: log pi_rollout of each model token [N].
+        old, rollout: log pi_old and log pi_rollout of each model token [N].
         ages: versions between the token's weights and the batch's, int64 [N]; None omits the statistics by age.
         m2_keep: tokens that `m2_threshold` keeps, bool [N]; None if these tokens are the whole mini-batch.
     """
@@ -79,7 +78,7 @@ def correct_tokens(
     for stage in dict.fromkeys(config.stages()):  # a stage named twice is applied once
         if isinstance(stage, SecondMoment):
             if m2_keep is None:
-                m2_keep = second_moment_mask(stage.threshold)(columns(*as_given, layout))
+                m2_keep = second_moment_mask(stage.threshold, columns(*as_given, layout))
             stats.mean(f"{PREFIX}m2", x.square(), over="tokens")
             stats.mean(f"{PREFIX}m2_masked_fraction", ~m2_keep, over="tokens")
             keep = keep & m2_keep
@@ -135,11 +134,10 @@ def mask_statistic(x: torch.Tensor, stage: Mask, layout: Layout, seen: torch.Ten
     values = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: x.expm1() - x}[stage.estimator]()
     if stage.level == "token":
         return values
+    if stage.level == "mean":
+        return layout.mean_where(values, seen)
     values = torch.where(seen, values, 0.0)
-    if stage.level == "max":
-        return layout.segment_max(values).clamp(min=0)
-    total = layout.segment_sum(values)
-    return total if stage.level == "sum" else total / layout.segment_sum(seen.double()).clamp(min=1)
+    return layout.segment_sum(values) if stage.level == "sum" else layout.segment_max(values).clamp(min=0)
 
 
 def bounds(

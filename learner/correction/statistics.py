@@ -94,11 +94,7 @@ class VerlStatistics:
     def weight(
         self, stage: Weight, ratio: torch.Tensor, weights: torch.Tensor, lower: Bound, upper: Bound, seen: torch.Tensor
     ) -> None:
-        """Report the importance weights.
-
-        Args:
-            ratio, weights: before and after truncation, of tokens [N] or rows [B].
-        """
+        """Report the importance weights, of tokens [N] or rows [B]: before (`ratio`) and after truncation."""
         stats, layout = self._stats, self._layout
         name = f"{PREFIX}rollout_is"
         compatible, reports_applied = bool(self._config.compatible_metrics), self._config.reports_applied
@@ -122,12 +118,7 @@ class VerlStatistics:
     def mask(
         self, stage: Mask, values: torch.Tensor, lower: Bound, upper: Bound, inside: torch.Tensor, seen: torch.Tensor
     ) -> None:
-        """Report one rejection rule, or the veto.
-
-        Args:
-            values: what the rule bounds, of tokens [N] or rows [B].
-            inside: tokens it keeps, bool [N].
-        """
+        """Report a rule, or the veto: the `values` [N] or [B] that it bounds, and the tokens that it keeps [N]."""
         stats, layout = self._stats, self._layout
         rows_hit = layout.segment_any(~inside)
         if stage.name == "veto":

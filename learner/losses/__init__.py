@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from learner.losses.aggregation import Denominators, aggregate, aggregate_tokens, row_lengths
+from learner.losses.aggregation import Denominators, aggregate
 from learner.losses.own import load_loss
 from learner.losses.policy_loss import LOSSES, policy_loss
 from learner.losses.tokens import PolicyTokens, TokenLoss, TokenLosses
@@ -17,8 +17,6 @@ __all__ = [
     "TokenLoss",
     "TokenLosses",
     "aggregate",
-    "aggregate_tokens",
     "load_loss",
     "policy_loss",
-    "row_lengths",
 ]

@@ -48,19 +48,12 @@ class Denominators:
 
 
 def row_lengths(keep: torch.Tensor, layout: Layout, config: AlgorithmConfig) -> torch.Tensor:
-    """The divisor of each row [B]: its kept tokens.
-
-    With `algorithm.correction.skyrl`, which never renormalises, all its tokens.
-    """
+    """Divisor of each row [B]: its kept tokens; with `algorithm.correction.skyrl`, which never renormalises, all."""
     return layout.segment_sum(keep.long()) if config.correction.renormalizes else layout.lengths
 
 
 def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominators: Denominators) -> torch.Tensor:
-    """Token values [B, T] as one number; an empty mask gives zero, never NaN.
-
-    Raises:
-        ValueError: the mode is unknown.
-    """
+    """Token values [B, T] as one number, 0 for an empty mask; raises `ValueError` for an unknown mode."""
     layout, places = Layout.of_mask(mask.bool())
     values = values.reshape(-1).index_select(0, places)
     return aggregate_tokens(values, torch.ones_like(places).bool(), layout, mode, denominators, layout.lengths)

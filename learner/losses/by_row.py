@@ -40,7 +40,8 @@ def geo_mean(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     pessimistic = sign * torch.minimum(sign * x, sign * held)
     ratio = bounded_exp(tokens.row_mean(pessimistic))
     if tokens.weights is not None:
-        ratio = ratio * _kept_mean(tokens, (tokens.weights + SMALLEST_WEIGHT).log()).exp().to(ratio.dtype)
+        logs = (tokens.weights + SMALLEST_WEIGHT).log()
+        ratio = ratio * tokens.layout.mean_where(logs, tokens.keep).exp().to(ratio.dtype)
     losses = tokens.layout.expand(-tokens.row_mean(tokens.advantages) * ratio)
     moved, positive = x != held, tokens.advantages > 0
     return losses, {"actor/pg_clipfrac": moved & positive, "actor/pg_clipfrac_lower": moved & (tokens.advantages < 0)}
@@ -71,11 +72,5 @@ def _log_row_weights(tokens: PolicyTokens, weights: torch.Tensor, config: Algori
     """The logarithm of each row's importance weight [B]: the product over its tokens, or the weight they all share."""
     logs, weight = weights.log().clamp(VESPO_LEAST, LOG_RATIO_BOUND), config.correction.weight
     if weight is not None and weight.of_rows:
-        return _kept_mean(tokens, logs)
+        return tokens.layout.mean_where(logs, tokens.keep)
     return tokens.layout.segment_sum(torch.where(tokens.keep, logs, 0.0))
-
-
-def _kept_mean(tokens: PolicyTokens, values: torch.Tensor) -> torch.Tensor:
-    """Mean of values [N] over each row's kept tokens [B]; 0 for a row without any."""
-    total = tokens.layout.segment_sum(torch.where(tokens.keep, values, 0.0))
-    return total / tokens.layout.segment_sum(tokens.keep.to(values.dtype)).clamp(min=1)

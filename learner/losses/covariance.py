@@ -6,8 +6,6 @@ verl's and SkyRL's are of a micro-batch, and depend on its packing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from common.config import AlgorithmConfig
@@ -39,30 +37,25 @@ def columns(tokens: PolicyTokens) -> torch.Tensor:
     return torch.stack([value.double() for value in values], dim=1)
 
 
-def choose(loss: str, config: AlgorithmConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from the columns of all tokens [M, 5] to the tokens that the loss chooses, bool [M]."""
-    options = loss_options(loss, config)
-
-    def chosen(table: torch.Tensor) -> torch.Tensor:
-        verdicts = torch.zeros(len(table), dtype=torch.bool, device=table.device)
-        kept = table[:, 4].nonzero()[:, 0]
-        if not len(kept):
-            return verdicts
-        logprobs, old, advantages, keys, _ = table[kept].unbind(1)
-        covariances = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
-        count = max(1, int(len(kept) * options["ratio"]))
-        if loss == "kl_cov":
-            places = largest(covariances, keys, count)
-        else:  # those with the smallest keys among tokens within the bounds at which the clip does not bind
-            counts = clipped(bounded_exp(logprobs - old), advantages, options["low"], options["high"])[2]
-            inside = (covariances > options["cov_low"]) & (covariances < options["cov_high"])
-            candidates = (inside & ~counts["actor/pg_clipfrac"]).nonzero()[:, 0]
-            places = candidates[keys[candidates].argsort(stable=True)[:count]]
-        verdicts[kept[places]] = True
+def choose(loss: str, config: AlgorithmConfig, table: torch.Tensor) -> torch.Tensor:
+    """The tokens that the loss chooses, bool [M], from the `columns` of all tokens of a mini-batch [M, 5]."""
+    options, verdicts = loss_options(loss, config), torch.zeros(len(table), dtype=torch.bool, device=table.device)
+    kept = table[:, 4].nonzero()[:, 0]
+    if not len(kept):
         return verdicts
-
-    return chosen
+    logprobs, old, advantages, keys, _ = table[kept].unbind(1)
+    covariances = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    count = max(1, int(len(kept) * options["ratio"]))
+    if loss == "kl_cov":
+        places = largest(covariances, keys, count)
+    else:  # those with the smallest keys among tokens within the bounds at which the clip does not bind
+        counts = clipped(bounded_exp(logprobs - old), advantages, options["low"], options["high"])[2]
+        inside = (covariances > options["cov_low"]) & (covariances < options["cov_high"])
+        candidates = (inside & ~counts["actor/pg_clipfrac"]).nonzero()[:, 0]
+        places = candidates[keys[candidates].argsort(stable=True)[:count]]
+    verdicts[kept[places]] = True
+    return verdicts
 
 
 def _chosen(loss: str, tokens: PolicyTokens, config: AlgorithmConfig) -> torch.Tensor:
-    return tokens.chosen if tokens.chosen is not None else choose(loss, config)(columns(tokens))
+    return tokens.chosen if tokens.chosen is not None else choose(loss, config, columns(tokens))

@@ -69,8 +69,7 @@ class PolicyTokens:
 
     def row_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean of values [N] over each row's tokens [B]; 0 for a row without any."""
-        total = self.layout.segment_sum(torch.where(self.of_means, values, 0.0))
-        return total / self.layout.segment_sum(self.of_means.to(values.dtype)).clamp(min=1)
+        return self.layout.mean_where(values, self.of_means)
 
 
 # The loss of each token [N], and its metrics: values of each token [N] by name.

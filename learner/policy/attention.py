@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,11 +93,7 @@ class PackedSequences:
         )
 
     def flash_arguments(self) -> dict[str, Any]:
-        """Arguments that tell transformers' flash-attention about packed sequences.
-
-        Raises:
-            UserError: sequences share packed tokens, which it cannot take.
-        """
+        """The sequences as transformers' flash attention takes them; raises `UserError` if they share packed tokens."""
         if self.places is not None:
             raise UserError("flash_attention_2 cannot read shared prefixes; set learner.attention to varlen or sdpa")
         return {
@@ -331,28 +327,24 @@ def _chunk(module: torch.nn.Module) -> int | None:
     return int(module.config.attention_chunk_size)  # type: ignore[union-attr, arg-type]
 
 
-def across_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention over packed tokens, of which ranks may hold slices (`PackedSequences.group`)."""
-
-    @wraps(attend)
-    def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
-        sequences: PackedSequences,
-        **options: Any,
-    ) -> tuple[torch.Tensor, None]:
-        group = sequences.group
-        if group is None:
-            return attend(module, query, key, value, attention_mask, sequences=sequences, **options)
-        query, key, value = group.all_tokens(query, key, value)
-        if options.get("s_aux") is not None:
-            # Only the sinks of the heads that this rank computes.
-            options["s_aux"] = options["s_aux"].chunk(group.size)[group.rank]
-        output, _ = attend(module, query, key, value, attention_mask, sequences=sequences, **options)
-        return group.own_tokens(output), None
-
-    return attention
+def across_ranks(
+    attend: Callable[..., Any],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sequences: PackedSequences,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`attend` to packed tokens, of which ranks may hold slices (`PackedSequences.group`)."""
+    group = sequences.group
+    if group is None:
+        return attend(module, query, key, value, attention_mask, sequences=sequences, **options)  # type: ignore[no-any-return]
+    query, key, value = group.all_tokens(query, key, value)
+    if options.get("s_aux") is not None:
+        # Only the sinks of the heads that this rank computes.
+        options["s_aux"] = options["s_aux"].chunk(group.size)[group.rank]
+    output, _ = attend(module, query, key, value, attention_mask, sequences=sequences, **options)
+    return group.own_tokens(output), None

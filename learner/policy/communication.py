@@ -15,36 +15,32 @@ OVERLAP = "zero_optimization.overlap_comm"  # takes a second bucket of gradients
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A setting of DeepSpeed that is not its default.
-
-    Attributes:
-        key: its name, with the name of its section.
-        reason: why it was chosen, for the log.
-    """
+class Setting:
+    """A setting of DeepSpeed that is not its default, by its key with the section's name, and why it was chosen."""
 
     key: str
     value: Any
     reason: str
 
 
-def choices(config: LearnerConfig, on_gpu: bool, ranks: int) -> list[Choice]:
+def choices(config: LearnerConfig, on_gpu: bool, ranks: int) -> list[Setting]:
     """Settings for this many ranks that `learner.deepspeed` leaves open."""
     return [one for one in _preferred(config, on_gpu, ranks) if not sets(config.deepspeed, one.key)]
 
 
-def _preferred(config: LearnerConfig, on_gpu: bool, ranks: int) -> Iterator[Choice]:
+def _preferred(config: LearnerConfig, on_gpu: bool, ranks: int) -> Iterator[Setting]:
     if ranks > 1 and _divides_gradients(config):
-        yield Choice(
+        yield Setting(
             "zero_optimization.use_multi_rank_bucket_allreduce",
             False,
             "each rank is sent the gradients that it keeps, half the bytes of an all-reduce",
         )
     # Gradients that are offloaded wait for the copy to the host.
     if ranks > 1 and on_gpu and _divides_gradients(config) and config.offload == "none":
-        yield Choice(OVERLAP, True, "gradients are reduced during the backward pass")
+        yield Setting(OVERLAP, True, "gradients are reduced during the backward pass")
     if config.dtype == "bfloat16" and ranks >= MANY_RANKS:
-        yield Choice("communication_data_type", "fp32", f"sums over {MANY_RANKS} ranks or more are inexact in bfloat16")
+        reason = f"sums over {MANY_RANKS} ranks or more are inexact in bfloat16"
+        yield Setting("communication_data_type", "fp32", reason)
 
 
 def _divides_gradients(config: LearnerConfig) -> bool:

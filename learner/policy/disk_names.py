@@ -89,8 +89,6 @@ def untrained(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
         without_adapter(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
-    def own(name: str) -> str:
-        renamed: str = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)[0]
-        return renamed
-
-    return {name: own(name) for name in stored if own(name) not in parameters}
+    prefix = model.base_model_prefix
+    names = {name: rename_source_key(name, renamings, converters, prefix, parameters)[0] for name in stored}
+    return {name: own for name, own in names.items() if own not in parameters}

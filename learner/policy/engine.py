@@ -41,11 +41,7 @@ REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError
 
 
 def build_engine(policy: nn.Module, config: LearnerConfig, world: World) -> Any:
-    """Wrap the policy, or a critic, in a DeepSpeed engine with its optimizer.
-
-    Raises:
-        UserError: DeepSpeed refuses the configuration.
-    """
+    """Wrap a policy, or a critic, in a DeepSpeed engine with its optimizer; raises `UserError` if DeepSpeed refuses."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     engine = _initialize(policy, deepspeed_config(config, world.device.type == "cuda", world.size), world, trained)
     engine.gradient_factor = GradientFactor(engine)
@@ -53,11 +49,7 @@ def build_engine(policy: nn.Module, config: LearnerConfig, world: World) -> Any:
 
 
 def build_frozen_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
-    """Wrap a policy that is not trained and whose parameters are divided among the ranks, so that it can be run.
-
-    Raises:
-        UserError: DeepSpeed refuses the configuration.
-    """
+    """Wrap a policy that is not trained and that the ranks divide, to run it; raises like `build_engine`."""
     settings = deepspeed_config(config, world.device.type == "cuda", world.size)
     settings.pop("optimizer", None)
     settings["zero_optimization"].pop("offload_optimizer", None)
@@ -103,11 +95,11 @@ def _refusals() -> Iterator[None]:
 def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
     """DeepSpeed's configuration for this many ranks; `learner.deepspeed` is merged in last and wins.
 
-    Raises:
-        UserError: `learner.deepspeed` sets one of `OWN_KEYS`.
+    Raises `UserError` if `learner.deepspeed` sets one of `OWN_KEYS`.
     """
-    _check_own_keys(config.deepspeed)
-    in_bf16 = config.dtype == "bfloat16"
+    for key, own in OWN_KEYS.items():
+        if sets(config.deepspeed, key):
+            raise UserError(f"learner.deepspeed: set {own} instead of {key}")
     zero: dict[str, Any] = {"stage": config.deepspeed_stage}
     if config.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
@@ -128,7 +120,7 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dic
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
     }
-    if in_bf16:
+    if config.dtype == "bfloat16":
         settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     for choice in choices(config, on_gpu, ranks):
         section, _, key = choice.key.rpartition(".")
@@ -141,6 +133,14 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dic
 def set_learning_rate(engine: Any, rate: float) -> None:
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
+
+
+def backward(engine: Any, loss: torch.Tensor, world: World, is_last: bool) -> None:
+    """Add the gradient of a micro-batch's share of a loss; with `is_last` the optimizer step follows."""
+    engine.set_gradient_accumulation_boundary(is_last)
+    # DeepSpeed averages over ranks; the denominators are global already. Ranks with slices of the same sequences have
+    # parts of one gradient, which add up like those of ranks with sequences of their own.
+    engine.backward(loss * world.size)
 
 
 class GradientFactor:
@@ -224,12 +224,6 @@ def _clips_itself(config: LearnerConfig) -> bool:
     return config.zero_stage == 0 and config.dtype == "float32"
 
 
-def _check_own_keys(settings: Mapping[str, Any]) -> None:
-    for key, own in OWN_KEYS.items():
-        if sets(settings, key):
-            raise UserError(f"learner.deepspeed: set {own} instead of {key}")
-
-
 def _merged(defaults: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`overrides` over `defaults`, section by section."""
     merged = dict(defaults)
@@ -267,14 +261,10 @@ def _import_deepspeed(on_gpu: bool) -> Any:
 
 
 def load_on_ranks(config: Config, world: World, load: Callable[..., Any] = load_policy, key: str = "model.path") -> Any:
-    """Load the model at `model.path`, by default as a policy; all ranks together.
-
-    Args:
-        load: `load_policy`, or a function of its signature.
-        key: the setting that names the model, for messages.
+    """Load the model at `model.path`, by `load_policy` or a function of its signature; all ranks together.
 
     Raises:
-        UserError: on every rank, see `load_policy`.
+        UserError: on every rank, see `load_policy`; it names the setting `key`.
     """
     if config.learner.zero_stage < 3:
         policy = world.raise_on_all_ranks(lambda: load(config))
@@ -285,8 +275,12 @@ def load_on_ranks(config: Config, world: World, load: Callable[..., Any] = load_
 
 
 def _load_in_pieces(config: Config, world: World, load: Callable[..., Any], key: str) -> Any:
+    def shape_only() -> Any:
+        check_model_folder(config.model.path, key=key)
+        return load(config, weights=False)
+
     # Ranks that load in pieces wait for each other at every layer, so all must know of a problem on one of them before.
-    shape = world.raise_on_all_ranks(lambda: _shape(config, load, key))
+    shape = world.raise_on_all_ranks(shape_only)
     with _divides_parameters(config.learner, world):
         policy = load(config)
     buffers = dict(policy.model.named_buffers())
@@ -294,11 +288,6 @@ def _load_in_pieces(config: Config, world: World, load: Callable[..., Any], key:
         # `zero.Init` also casts computed buffers to the parameters' type, such as rotary frequencies to bfloat16.
         buffers[name].data = buffer.to(world.device)
     return policy
-
-
-def _shape(config: Config, load: Callable[..., Any], key: str) -> Any:
-    check_model_folder(config.model.path, key=key)
-    return load(config, weights=False)
 
 
 @contextmanager
@@ -323,8 +312,8 @@ def learning_rate(step: int, total: int, config: LearnerConfig) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the chosen shape."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
-    done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
-    shape = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[config.schedule]
     if config.schedule == "constant":
         return config.lr
+    done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    shape = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)

@@ -24,12 +24,8 @@ SAME, SAME_IN_16_BITS = 1e-4, 0.1
 
 
 @torch.no_grad()
-def check_policy(engine: Any, path: str, key: str = "model.path") -> None:
+def check_policy(engine: Any, path: str) -> None:
     """Compare log-probs of a few short sequences, packed and one by one; all ranks call this together.
-
-    Args:
-        path: the model's folder or name.
-        key: the setting that names it, for messages.
 
     Raises:
         UserError: they differ, or the model cannot compute packed sequences.
@@ -46,16 +42,12 @@ def check_policy(engine: Any, path: str, key: str = "model.path") -> None:
         logits = policy.model(input_ids=row, use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
 
-    _compare(policy, packed, alone, ids, f"{key} = {path!r}", "log-probs")
+    _compare(policy, packed, alone, ids, f"model.path = {path!r}", "log-probs")
 
 
 @torch.no_grad()
 def check_critic(engine: Any, path: str, key: str) -> None:
-    """Like `check_policy`, but compare hidden states, each scaled to the same length: a new critic's output is zero.
-
-    Raises:
-        UserError: see `check_policy`.
-    """
+    """Like `check_policy`, but compare hidden states, each scaled to the same length: a new critic's output is zero."""
     critic = engine.module
     ids, positions, sequences = _probe(critic.model)
 

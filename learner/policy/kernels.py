@@ -28,12 +28,7 @@ SOFT_CAPS = "soft caps"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An implementation of attention, or of other layers.
-
-    Attributes:
-        name: as in `learner.attention` or `learner.kernels`.
-        reason: why it was chosen.
-    """
+    """An implementation, as `learner.attention` or `learner.kernels` names it, and why it was chosen."""
 
     name: str
     reason: str
@@ -59,17 +54,15 @@ def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
     Raises:
         UserError: the implementation cannot be used; the message says why.
     """
-    choice = _first_usable(config, model) if config.attention == "auto" else _named(config, model)
+    if config.attention == "auto":
+        choice = _first_usable(config, model)
+    elif hindrance := _hindrance(config.attention, config, model):
+        raise UserError(f"learner.attention = {config.attention!r} cannot be used: {hindrance}; use auto or sdpa")
+    else:
+        choice = Choice(config.attention, "learner.attention names it")
     if choice.name != "varlen":
         return choice
     return replace(choice, reason=f"{choice.reason}; by {_activate_flash(_head_width(model))}")
-
-
-def _named(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
-    hindrance = _hindrance(config.attention, config, model)
-    if hindrance:
-        raise UserError(f"learner.attention = {config.attention!r} cannot be used: {hindrance}; use auto or sdpa")
-    return Choice(config.attention, "learner.attention names it")
 
 
 def _first_usable(config: LearnerConfig, model: PreTrainedConfig) -> Choice:
@@ -97,11 +90,7 @@ def _activate_flash(head_width: int) -> str:
 
 
 def choose_kernels(asked: str, model: PreTrainedConfig) -> Choice:
-    """The kernels of norms, rotary positions and gated layers: with `auto` Liger's if they can be used here.
-
-    Raises:
-        UserError: Liger's are asked for, and cannot be used; the message says why.
-    """
+    """The kernels of norms, rotary positions and gated layers; raises `UserError` if Liger's are named and unusable."""
     if asked == "torch":
         return Choice("torch", "learner.kernels names it")
     hindrance = _liger_hindrance(model)
@@ -186,11 +175,7 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINIS
 
 @contextmanager
 def deterministic(seed: int) -> Iterator[None]:
-    """Within the block torch uses only deterministic algorithms, and its random numbers start from the seed.
-
-    Raises:
-        UserError: an operation in the block has no deterministic algorithm.
-    """
+    """Allow only deterministic algorithms within the block, with this seed; raises `UserError` if one is missing."""
     os.environ.update(ENVIRONMENT)
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)

@@ -37,12 +37,7 @@ class LanguagePart:
 
 
 def language_part(config: PreTrainedConfig, path: str, key: str) -> LanguagePart:
-    """The language part of a model; a model of text alone is its own.
-
-    Args:
-        config: the content of the model's config.json.
-        path: model folder or Hugging Face name.
-        key: the setting that names it, for messages.
+    """The language part of the model at `path`, which the setting `key` names; a model of text alone is its own.
 
     Raises:
         UserError: the model has no language part that is a causal language model, or the files lack its weights.

@@ -31,7 +31,7 @@ class LogitTransform(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> LogitTransform:
-        """The one of a text model's configuration, under the names that transformers' models have for it."""
+        """Read from a text model's configuration; families of models have different settings for it."""
         value = partial(getattr, config)
         scale = (value("logit_scale", None) or 1.0) * (value("lm_head_multiplier", None) or 1.0)
         return cls(value("final_logit_softcapping", None), scale / (value("logits_scaling", None) or 1.0))
@@ -127,13 +127,7 @@ class _TargetLogprobs(torch.autograd.Function):
             if entropy:
                 entropies[part] = -log_p.exp().mul_(log_p).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, others, entropies)
-        ctx.parts, ctx.transform, ctx.temperature, ctx.entropy, ctx.precise = (
-            parts,
-            transform,
-            temperature,
-            entropy,
-            precise,
-        )
+        ctx.settings = parts, transform, temperature, entropy, precise
         ctx.set_materialize_grads(False)  # entropies that are only reported have no gradient
         return logprobs, entropies, of_others
 
@@ -141,18 +135,19 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs, grad_entropies, grad_others):  # type: ignore[no-untyped-def]
         """d log p_t / dz = 1_t - p, of targets and others; dH / dz = -p (log p + H); all over the temperature."""
         hidden, weight, bias, targets, others, entropies = ctx.saved_tensors
-        logits_of = _projection(weight, bias, ctx.precise)
+        parts, transform, temperature, entropy, precise = ctx.settings
+        logits_of = _projection(weight, bias, precise)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
         grad_sums = grad_logprobs if grad_others is None else grad_logprobs + grad_others.sum(1)
-        with_entropy = ctx.entropy and grad_entropies is not None
+        with_entropy = entropy and grad_entropies is not None
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        for part in ctx.parts:
-            logits = ctx.transform.apply(logits_of(hidden[part]).float())
-            slope = ctx.transform.slope(logits)  # before the logits are overwritten
-            log_p = _log_softmax(logits, ctx.temperature)
+        for part in parts:
+            logits = transform.apply(logits_of(hidden[part]).float())
+            slope = transform.slope(logits)  # before the logits are overwritten
+            log_p = _log_softmax(logits, temperature)
             # With a large vocabulary, time goes into moving [C, V] tensors through memory, so avoid copies.
             p = log_p.exp() if with_entropy else log_p.exp_()
             grad_logits = p * -grad_sums[part, None] if with_entropy else p.mul_(-grad_sums[part, None])
@@ -161,7 +156,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad_logits.scatter_add_(1, others[part], grad_others[part])
             if with_entropy:
                 grad_logits -= grad_entropies[part, None] * p * (log_p + entropies[part, None])
-            for factor in (1 / ctx.temperature, slope):
+            for factor in (1 / temperature, slope):
                 if not isinstance(factor, float) or factor != 1:
                     grad_logits.mul_(factor)
             grad_logits = grad_logits.to(hidden.dtype)

@@ -26,10 +26,6 @@ FUSED, FUSED_IN = "out_proj", {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "
 def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) -> None:
     """Freeze the model and give its targets adapters that change nothing yet, the same on every rank.
 
-    Args:
-        path: `model.path`, for messages.
-        seed: of the matrices A.
-
     Raises:
         UserError: the model has no such layers; the message names those it has.
     """
@@ -108,12 +104,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def save_adapter(
     weights: dict[str, torch.Tensor], model: PreTrainedModel, lora: LoraConfig, path: str, folder: Path
 ) -> None:
-    """Write the adapter as peft does, for `PeftModel.from_pretrained`.
-
-    Args:
-        weights: whole, in host memory, as `adapter_weights` names them.
-        path: of the base model.
-    """
+    """Write whole adapter weights, as `adapter_weights` names them, for `PeftModel.from_pretrained`."""
     folder.mkdir(parents=True)
     tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
     file = folder / "adapter_model.safetensors"

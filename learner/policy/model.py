@@ -121,11 +121,7 @@ class Policy(nn.Module):
     def states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, sequences: PackedSequences, at: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states of the middle and of the last layer at the packed positions `at` [N], float32 [N, 2H].
-
-        Args:
-            input_ids, position_ids, sequences: see `forward`.
-        """
+        """Hidden states of the middle and of the last layer at the packed positions `at` [N], float32 [N, 2H]."""
         layers = read_packed(self.model, input_ids, position_ids, sequences, output_hidden_states=True).hidden_states
         return torch.cat([layers[len(layers) // 2][0, at], layers[-1][0, at]], 1).float()
 
@@ -186,11 +182,6 @@ def own_slice(
     return ids, positions, sequences.divided(group, padding), predict[mine] - start, targets[mine], counts
 
 
-def gpu_bytes() -> int:
-    """Memory of this process' GPU; 0 without one."""
-    return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else 0
-
-
 def load_policy(config: Config, weights: bool = True, key: str = "model.path") -> Policy:
     """Load the model at `model.path`, for training.
 
@@ -212,10 +203,10 @@ def load_policy(config: Config, weights: bool = True, key: str = "model.path") -
     lora = config.learner.lora
     if lora is not None:
         add_adapter(model, lora, path, config.run.seed)
-    model.train()
+    gpu_bytes = int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else 0
     policy = Policy(
-        model,
-        chunk_of(model.config.get_text_config().vocab_size, gpu_bytes()),
+        model.train(),
+        chunk_of(model.config.get_text_config().vocab_size, gpu_bytes),
         config.generator.temperature,
         has_adapter=lora is not None,
         float32_head=config.model.head_dtype == "float32",
@@ -236,19 +227,13 @@ def load_policy(config: Config, weights: bool = True, key: str = "model.path") -
 def load_model(
     config: Config, kind: Any, path: str, key: str, weights: bool = True
 ) -> tuple[PreTrainedModel, dict[str, Choice], list[str]]:
-    """Load a model for training, with the learner's attention and kernels.
+    """Load a model for training, with the learner's attention and kernels; arguments and errors as in `load_policy`.
 
     Args:
         kind: `transformers`' class for models with its head, such as `AutoModelForCausalLM`.
-        path: model folder or Hugging Face name.
-        key: the setting that names it, for messages.
-        weights: see `load_policy`.
 
     Returns:
         The model, the choices of its attention and kernels, and the names of parameters that the folder does not have.
-
-    Raises:
-        UserError: see `load_policy`.
     """
     check_model_folder(path, weights, key=key)
     disable_progress_bar()
@@ -299,11 +284,7 @@ def load_model(
 
 
 def _check_loaded(model: PreTrainedModel, loading: dict[str, Any], others: frozenset[str], path: str, key: str) -> None:
-    """Refuse weights of another shape than the model's; warn of those that it does not use.
-
-    Args:
-        others: names of weights that belong to other parts of the model.
-    """
+    """Refuse weights of another shape than the model's; warn of unused ones, except `others`, of its other parts."""
     if mismatched := sorted(loading["mismatched_keys"]):
         shapes = [f"{name} ({_shape(there)}, not {_shape(here)})" for name, there, here in mismatched]
         raise UserError(

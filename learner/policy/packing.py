@@ -200,7 +200,7 @@ def _of_packing(attend: Callable[..., Any]) -> Callable[..., Any]:
         packing = module.packing
         if packing.in_rows:
             return _attention_in_rows(query, key, value, mask, **named), None
-        return attend(module, query, key, value, mask, sequences=packing.sequences, **named)  # type: ignore[no-any-return]
+        return across_ranks(attend, module, query, key, value, mask, sequences=packing.sequences, **named)
 
     return attention
 
@@ -232,11 +232,7 @@ def _attention_in_rows(
 
 
 def check_division(packing: Packing, config: LearnerConfig, key: str, path: str) -> None:
-    """Refuse to divide sequences among ranks for a model whose layers pass a state along them.
-
-    Raises:
-        UserError: they are to be divided; the message names the layers.
-    """
+    """Raise `UserError` if ranks are to divide the sequences of a model whose layers pass a state along them."""
     if config.sequence_parallel > 1 and packing.states:
         raise UserError(
             f"learner.sequence_parallel = {config.sequence_parallel}: {key} = {path!r} has layers with a state "
@@ -244,5 +240,5 @@ def check_division(packing: Packing, config: LearnerConfig, key: str, path: str)
         )
 
 
-AttentionInterface.register(PACKED_SDPA, _of_packing(across_ranks(packed_sdpa)))
-AttentionInterface.register(PACKED_VARLEN, _of_packing(across_ranks(partial(packed_varlen, varlen_attn))))
+AttentionInterface.register(PACKED_SDPA, _of_packing(packed_sdpa))
+AttentionInterface.register(PACKED_VARLEN, _of_packing(partial(packed_varlen, varlen_attn)))

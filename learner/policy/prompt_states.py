@@ -24,11 +24,7 @@ ITERATIONS = 4  # of the randomised decomposition
 
 
 class Components:
-    """Principal components of states, computed from some of them.
-
-    Args:
-        states: float32 [N, 2H].
-    """
+    """Principal components of states, computed from some of them, float32 [N, 2H]."""
 
     def __init__(self, states: torch.Tensor) -> None:
         # The added terms keep dimensions that differ only by rounding errors from being scaled up.

@@ -181,11 +181,7 @@ class Routers:
 
 
 def check_routers(routers: Routers | None, config: LearnerConfig, path: str, architecture: str) -> None:
-    """Refuse settings about routers for a model without known ones, and routers that choose more experts than exist.
-
-    Raises:
-        UserError: the settings or the routers are refused; the message names the model.
-    """
+    """Raise `UserError` for settings that need routers the model lacks, and for more chosen experts than exist."""
     if routers is not None:
         _, chosen, experts = routers.shape
         if chosen > experts:
@@ -199,12 +195,7 @@ def check_routers(routers: Routers | None, config: LearnerConfig, path: str, arc
 
 
 def routing_statistics(routing: Routing, balance: torch.Tensor, replays: bool, stats: Stats) -> None:
-    """Report load, entropy and balance of a micro-batch's routers, and how they differ from the engine's.
-
-    Args:
-        balance: the balance loss.
-        replays: whether experts are replayed in this run.
-    """
+    """Report load, entropy and balance of routers; if `replays`, also how their choice differs from the engine's."""
     layers = routing.layers.values()
     stats.loads("router", torch.stack([layer.counts for layer in layers]))
     stats.mean("router/entropy", torch.stack([layer.entropies for layer in layers]).mean(0), over="tokens")

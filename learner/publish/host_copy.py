@@ -17,16 +17,11 @@ from common.weights.memory import MemoryFile
 
 
 class HostCopy:
-    """The copy of one version into one block of memory.
-
-    Args:
-        device: where the weights are.
-    """
+    """The copy of one version, whose weights are on `device`, into one block of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _stream(device) if device.type == "cuda" else None
-        self._done: torch.cuda.Event | None = None
 
     def add(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a tensor to memory of the same shape, possibly of another type; the tensor need not outlive the call."""
@@ -41,41 +36,33 @@ class HostCopy:
 
     @property
     def is_beside(self) -> bool:
-        """True if copies run while this thread does something else."""
+        """Whether copies run while this thread does something else."""
         return self._stream is not None
 
     def mark(self) -> Callable[[], None]:
-        """Make a function that waits for the copies added so far; for any thread."""
+        """A function that waits, in any thread, for the copies added so far."""
         if self._stream is None:
-            return _nothing
-        return functools.partial(_wait, _event(self._stream), self._device)
-
-    def end(self) -> None:
-        """Note that all tensors have been added."""
-        if self._stream is not None:
-            self._done = _event(self._stream)
+            return lambda: None
+        # Waiting for such an event blocks; a thread that polls would keep a core busy.
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return functools.partial(_wait, event, self._device)
 
     def before_update(self) -> None:
         """Make the GPU, but not this thread, wait for the copy; call this before anything writes to the weights."""
-        if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
-
-    def wait(self) -> None:
-        """Return when the copy can be read."""
-        if self._done is not None:
-            _wait(self._done, self._device)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class HostMemory:
     """Host memory for a copy of the weights, which can be handed to other processes of the machine.
 
     Args:
-        file: holds the memory; by default a new one.
         is_pinned: pin the memory if there is a GPU. All of it is then allocated, even what is never written to.
 
     Attributes:
         data: uint8 [size].
-        file: see above.
+        file: holds the memory; by default a new one.
     """
 
     def __init__(self, size: int, file: MemoryFile | None = None, is_pinned: bool = True) -> None:
@@ -88,21 +75,10 @@ class HostMemory:
                 weakref.finalize(self.file.data, _unpin, address, torch.cuda.current_device()).atexit = False
 
 
-def _nothing() -> None:
-    pass
-
-
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """The one stream of all copies, so that they follow one another."""
     return torch.cuda.Stream(device, priority=-1)
-
-
-def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event after all work now in the stream. Waiting for it blocks; a thread that polls would keep a core busy."""
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    return event
 
 
 def _wait(event: torch.cuda.Event, device: torch.device) -> None:

@@ -34,10 +34,7 @@ PROMPT_STRIDE = 7919  # a prime, so that the tokens are spread over the vocabula
 
 @torch.no_grad()
 def scored_prompt(trainer: Trainer) -> ScoredPrompt:
-    """Score a fixed prompt at temperature 1, with which generators check the weights that they received.
-
-    All ranks must call this together.
-    """
+    """Score a fixed prompt at temperature 1, all ranks together; generators check the weights they receive with it."""
     # Special tokens, which an engine may treat in its own way, mostly come last in a vocabulary.
     plain = max(trainer.policy.vocabulary // 2, 1)
     length = min(PROMPT_LENGTH, trainer.config.model.max_model_len)
@@ -82,7 +79,7 @@ class RankCopies:
 
     def checksums(self, copy: WeightCopy) -> dict[int, int]:
         """Gather the checksums of all chunks; called in one thread of each rank, one copy after another."""
-        own = copy.checksums()
+        own = copy.sums.result()
         if self._world.size == 1:
             return own
         packed = np.array(list(own.items()), np.uint64).tobytes()
@@ -158,7 +155,7 @@ class Publisher:
 
     def check(self) -> None:
         """Raise the error of a finished action, if it failed; does not wait."""
-        if self._under_way is not None and self._under_way.done():
+        if not self.is_busy:
             self.wait()
 
     def shutdown(self) -> None:

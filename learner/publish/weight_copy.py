@@ -47,7 +47,8 @@ class Checksums:
         """Note that everything before `end` was added to the copy, and with `is_last` that nothing follows."""
         if not (is_last or self._copy.is_beside):
             return
-        end = end if self._share is None else min(end, self._share.stop)
+        if self._share is not None:
+            end = min(end, self._share.stop)
         copied: Callable[[], None] | None = None
         while self._next * self.chunk_bytes < end:
             start = self._next * self.chunk_bytes
@@ -61,7 +62,7 @@ class Checksums:
             self._pool.shutdown(wait=False)
 
     def result(self) -> dict[int, int]:
-        """Wait for the checksums, by chunk."""
+        """The checksums by chunk; waits until all are computed, and so until this rank's share is copied."""
         return {chunk: computed.result() for chunk, computed in self._sums.items()}
 
 
@@ -72,6 +73,7 @@ class WeightCopy:
     Attributes:
         manifest: the snapshot's, without chunks and checksums.
         memory: begins with the weights; None if this rank copies nothing.
+        on_the_way: its `before_update` must be called before the weights change.
         largest: largest absolute value of the weights; NaN if any weight is NaN, float32 [].
     """
 
@@ -81,23 +83,10 @@ class WeightCopy:
     sums: Checksums
     largest: torch.Tensor
 
-    def before_update(self) -> None:
-        """Call this before the weights change; it does not itself wait."""
-        self.on_the_way.before_update()
-
-    def checksums(self) -> dict[int, int]:
-        """Wait for the checksums of the chunks that this rank has copied."""
-        self.on_the_way.wait()
-        return self.sums.result()
-
     def snapshot(self, checksums: Mapping[int, int] | None = None) -> Snapshot:
-        """A whole snapshot in this memory.
-
-        Args:
-            checksums: of all chunks; by default all were copied here.
-        """
+        """A whole snapshot in this memory, with the checksums of all chunks; by default all were copied here."""
         assert self.memory is not None
-        checksums = self.checksums() if checksums is None else checksums
+        checksums = self.sums.result() if checksums is None else checksums
         manifest = Manifest(
             **self.manifest,
             chunk_bytes=self.sums.chunk_bytes,
@@ -121,13 +110,10 @@ def copy_weights(
     """Copy the tensors, one after another as they come, so that a sharded model is gathered piecewise.
 
     Args:
-        version: weights after this many learner steps.
         tensors: (name, tensor) as `transformers` names them; a tensor need not outlive its iteration.
         dtype: floating-point tensors are cast to it, others keep their type.
-        chunk_bytes: of the snapshot's chunks.
         snapshot: its name (`common.weights.wire`); by default a random one.
         memory: of a snapshot that is no longer read, to overwrite: writing to fresh memory takes several times as long.
-        prompt: see `WeightServer.copy`.
         device: where the tensors are; None means the CPU.
         share: bytes that this rank copies, in whole chunks; if None, it copies all, and the memory grows as needed.
     """
@@ -150,8 +136,7 @@ def copy_weights(
         before, end = end, start + tensor.numel() * wire.itemsize
         if memory is not None:
             if share is None and end > memory.file.size:
-                on_the_way.end()
-                on_the_way.wait()
+                on_the_way.mark()()
                 memory = _grown(memory, before, end)
             for gap in _overlaps(range(before, start), share):
                 memory.data[gap.start : gap.stop].zero_()
@@ -166,7 +151,6 @@ def copy_weights(
         dtypes.append(str(wire).removeprefix("torch."))
         shapes.append(list(tensor.shape))
         offsets.append(start)
-    on_the_way.end()
     if memory is not None:
         sums.advance(memory, end, is_last=True)
     manifest = {

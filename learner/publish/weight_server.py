@@ -18,11 +18,7 @@ from learner.publish.weight_copy import ScoredPrompt, WeightCopy, copy_weights
 
 
 class WeightServer:
-    """Copies tensors and serves the copy; raises `UserError` as `SnapshotServer` does.
-
-    Attributes:
-        address, sent, endpoint: those of its `SnapshotServer`.
-    """
+    """Copies tensors, and serves the copy by a `SnapshotServer`, whose `UserError` it raises."""
 
     def __init__(self, config: WeightsConfig, *, log: Any = None) -> None:
         self._server = SnapshotServer(config, log=log)
@@ -40,14 +36,12 @@ class WeightServer:
         prompt: ScoredPrompt | None = None,
         **options: Any,
     ) -> WeightCopy:
-        """Copy the weights, which may change afterwards (on a GPU: after `WeightCopy.before_update`).
+        """Copy the weights, which may change afterwards (on a GPU: after `HostCopy.before_update`).
 
         The previous copy must have been served.
 
         Args:
-            version: weights after this many learner steps.
             tensors: (name, tensor) as `transformers` names them, each tied tensor once.
-            dtype: floating-point tensors are sent in this type.
             prompt: scored with these weights; generators check theirs with it.
             options: other arguments of `copy_weights`; `memory` is by default that of `self.memory()`.
         """
@@ -69,11 +63,7 @@ class WeightServer:
         return memory if memory is not None and memory.file.size == size else HostMemory(size)
 
     def serve(self, copy: WeightCopy, checksums: Mapping[int, int] | None = None) -> None:
-        """Serve a copy from now on; in any thread, as long as `copy` is not called meanwhile.
-
-        Args:
-            checksums: of all chunks, if other ranks have copied some of them.
-        """
+        """Serve a copy, in any thread while `copy` is not called; with `checksums` if other ranks copied a part."""
         snapshot = copy.snapshot(checksums)
         if self._last is not None and self._deltas and self._server.deltas_wanted:
             snapshot = with_deltas(snapshot, self._last)

@@ -38,11 +38,7 @@ class Rendezvous:
 
 
 def read_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
-    """Read the variables that `torchrun` and the `deepspeed` launcher set for each rank; without any, a single rank.
-
-    Raises:
-        UserError: a variable is missing or invalid.
-    """
+    """Read the variables of `torchrun` or `deepspeed`; without any, a single rank. Raises `UserError` if invalid."""
     size = _count(environ, "WORLD_SIZE", 1)
     rank = _count(environ, "RANK", 0)
     if size < 1:

@@ -111,23 +111,20 @@ class World:
             return data
         size = torch.tensor([len(data)])
         dist.broadcast(size, source, group=self.group)
-        buffer = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-        if self.rank != source:
-            buffer = torch.zeros(max(1, int(size)), dtype=torch.uint8)
-        if int(size):
-            dist.broadcast(buffer, source, group=self.group)
-        return bytes(buffer.numpy())[: int(size)]
+        if not size:
+            return b""
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == source:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(buffer, source, group=self.group)
+        return bytes(buffer.numpy())
 
     def gather(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, on every rank."""
         return [self.broadcast(data, source) for source in range(self.size)]
 
     def raise_on_all_ranks(self, act: Callable[[], Result]) -> Result:
-        """Call `act` on every rank; a `UserError` on one of them is raised on all, so that all end with its message.
-
-        Raises:
-            UserError: on every rank, if `act` raised it on any.
-        """
+        """Call `act` on every rank; a `UserError` on one of them is raised on all, so that all end with its message."""
         if self.size == 1:
             return act()
         own_error: UserError | None = None
@@ -144,11 +141,7 @@ class World:
         raise own_error or UserError(f"rank {source}: {message}")
 
     def beside(self, timeout: float) -> World:
-        """The same ranks with another group, which another thread may use at the same time; call it on all ranks.
-
-        Args:
-            timeout: see `start`.
-        """
+        """The same ranks with another group, which another thread may use at the same time; call it on all ranks."""
         if self.size == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
@@ -231,11 +224,7 @@ FILE_SYSTEM_DELAY = 5.0  # seconds that a network file system may take to show a
 
 
 def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
-    """Refuse to start ranks with different releases or configurations, another Redis, or another run folder.
-
-    Raises:
-        UserError: on every rank; the message names the first rank that differs from rank 0, and the difference.
-    """
+    """Raise `UserError` on every rank if one has another release, configuration, Redis or run folder than rank 0."""
     if world.size == 1:
         return
     own = {"release": release(), "config": config.model_dump(mode="json", by_alias=True)}

@@ -125,7 +125,7 @@ def test_a_copy_beside_training_has_the_weights_before_it(shape: Shape) -> None:
     memory = HostMemory(first.manifest.total_bytes)
     for version in range(1, 4):
         copy = copy_weights(version, weights.items(), torch.bfloat16, 4 << 20, memory=memory, device=device)
-        copy.before_update()
+        copy.on_the_way.before_update()
         for tensor in weights.values():
             tensor.add_(100)
         snapshot = copy.snapshot()

@@ -305,7 +305,7 @@ def on_threads(size: int, act: Any) -> list[Any]:
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"s_aux": SINKS}], ids=["all", "window", "sinks"])
 def test_attention_over_slices_is_attention_over_all(size, lengths, options):
     """Also with fewer heads of keys than ranks, fewer tokens than ranks, and values of another width."""
-    tokens, attention = sum(lengths), across_ranks(packed_sdpa)
+    tokens, attention = sum(lengths), partial(across_ranks, packed_sdpa)
     torch.manual_seed(0)
     shapes = (8, 4), (2, 4), (2, 6)  # heads and width of queries, keys and values
     tensors = [torch.randn(1, heads, tokens, width, dtype=torch.float64) for heads, width in shapes]

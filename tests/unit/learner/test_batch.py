@@ -208,7 +208,7 @@ def test_rows_of_a_sample_are_trained_on_each_by_itself():
         ("two", 0): [1.0, [1, 2, 3], [0, 1, 2], [4.0, 4.0], [3, 3]],
     }
     assert sum(micro.layout.samples for share in shares for micro in share.mini_batches[0]) == 2
-    assert (sum(share.tokens for share in shares), sum(share.left_out for share in shares)) == (12, 0)
+    assert (sum(sum(share.lengths) for share in shares), sum(share.left_out for share in shares)) == (12, 0)
 
 
 BAD_ROW = joined([ONE, payload([1, 2], [[0, 2]], [-1, -1], [[0, 0, 2]])])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,14 +88,21 @@ def test_a_thread_waits_on_the_gpu_that_copies(cuda):
     copy = HostCopy(SECOND_GPU)
     cuda.calls.clear()
     copied = copy.mark()
-    copy.end()
-    assert cuda.calls == [("event", {"blocking": True})] * 2  # a thread that waits takes no core
-    for wait in (copied, copy.wait):
-        cuda.calls.clear()
-        thread = threading.Thread(target=wait)
-        thread.start()
-        thread.join()
-        assert cuda.calls == [("on", SECOND_GPU), ("wait",), ("off",)]
+    assert cuda.calls == [("event", {"blocking": True})]  # a thread that waits takes no core
+    cuda.calls.clear()
+    thread = threading.Thread(target=copied)
+    thread.start()
+    thread.join()
+    assert cuda.calls == [("on", SECOND_GPU), ("wait",), ("off",)]
+
+
+def test_weights_change_after_their_copy_without_a_thread_that_waits(cuda, monkeypatch):
+    copy = HostCopy(SECOND_GPU)
+    training = SimpleNamespace(wait_stream=lambda stream: cuda.calls.append(("waits for", stream)))
+    monkeypatch.setattr(host_copy.torch.cuda, "current_stream", lambda: training)
+    cuda.calls.clear()
+    copy.before_update()
+    assert cuda.calls == [("waits for", cuda)]
 
 
 def test_memory_is_pinned_while_it_is_there(cuda):

@@ -6,6 +6,7 @@ import math
 import statistics
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from learner.peak import peak_of
 from learner.policy.model import Policy, load_policy
 from learner.policy.operations import TRAINING, operations_of
 from learner.ranks.world import World
-from learner.reference import _logprobs_by
+from learner.reference import score
 from learner.stats import Phases, Stats
 from learner.trainer import Trainer
 from tests.support import other_device
@@ -109,7 +110,7 @@ def trained(
         packer = replace(trainer.packer(), share_prefixes=share_prefixes)
         batch = packer.rollout_batch(4, places, held, advantages, rewards)
         trainer.token_loss = loss or load_loss(config.algorithm)
-        trainer.reference = _logprobs_by(policy) if config.algorithm.kl_coef else None
+        trainer.reference = partial(score, policy) if config.algorithm.kl_coef else None
         trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)
         metrics = trainer.train(batch, phases)
     del metrics["tokens/per_second"]
