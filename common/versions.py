@@ -32,11 +32,8 @@ def record_versions(folder: Path, process: str, broker: Broker) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # One write at the end of the file: lines of processes that start together do not mix.
-        file = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        with (folder / FILE).open("ab", buffering=0) as file:
+            file.write(line.encode())
     except OSError as error:
         raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
 
