@@ -209,10 +209,7 @@ def _bypass(implied: dict[str, Any], fields: Mapping[str, Any]) -> None:
 
 
 def weighs(loss: str, proximal: str) -> bool:
-    """True if importance weights multiply a loss.
-
-    In bypass mode the ratio pi_theta / pi_rollout of most losses is already the importance weight.
-    """
+    """True if importance weights multiply a loss: in bypass mode, the ratio of most losses already is that weight."""
     return proximal != "rollout" or not spec_of(loss).has_ratio
 
 

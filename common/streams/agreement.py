@@ -61,9 +61,9 @@ def agree(
 
 
 def compare(broker: Broker, config: Config) -> list[Difference] | None:
-    """The changes that this configuration would make to the run; None if the run has not begun.
+    """The changes that this configuration would make to the run; None if the run has not begun. Changes nothing.
 
-    Changes nothing. Raises `UserError` like `agree`, but does not check whether processes of the run are alive.
+    Raises `UserError` like `agree`, but does not check whether processes of the run are alive.
     """
     if not broker.redis.exists(broker.key("release")):
         return None

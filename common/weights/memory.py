@@ -63,10 +63,9 @@ class MemoryFile:
 
     @classmethod
     def opened(cls, path: str, size: int) -> Self:
-        """Map the file of another process of this user, by its `path`, to write to it.
+        """Map the file of another process of this user, by its `path`, to write to it; raises what `received` does.
 
-        Raises:
-            ValueError, OSError: see `received`; the process has ended, or is another user's.
+        OSError also means that the process has ended, or is another user's.
         """
         return cls(size, os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
