@@ -23,11 +23,7 @@ FILE = "versions.jsonl"
 
 
 def record_versions(folder: Path, process: str, broker: Broker) -> None:
-    """Append a line on this process: the machine, and the versions of Python, packages, Redis and SPO.
-
-    Raises:
-        UserError: the run folder cannot be written.
-    """
+    """Append a line on this process's machine and versions; raises `UserError` if the run folder cannot be written."""
     line = json.dumps({"time": time.time(), "process": process, **versions(broker)}) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -79,11 +79,7 @@ LOSS_KEYS = {
 
 
 def without_gone(section: str, data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    """The fields of a section without the keys that it no longer has, and a line about them if there are any.
-
-    Raises:
-        ValueError: one has another value than its former default.
-    """
+    """A section's fields without its former keys, and a line on these; `ValueError` if one was not at its default."""
     gone, fields = GONE.get(section, {}), dict(data)
     former = {name: fields.pop(name) for name in data if name in gone}
     for name, value in former.items():
@@ -104,11 +100,7 @@ def group_std(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
 
 
 def offload(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    """The fields of `learner` with `offload` for `offload_optimizer` and `offload_params`, and a line.
-
-    Raises:
-        ValueError: `offload` is given too, with another value.
-    """
+    """The fields of `learner` with `offload` for the two former keys, and a line; `ValueError` if they disagree."""
     fields = dict(data)
     former: Fields = {name: fields.pop(name) for name in ("offload_optimizer", "offload_params") if name in fields}
     if not any(former.values()):

@@ -38,11 +38,7 @@ def list_dead(broker: Broker, count: int = 100) -> list[tuple[str, dict[str, Any
 
 
 def replay(broker: Broker, entry_id: str) -> str:
-    """Put a dead letter back on its stream, whose name is returned.
-
-    Raises:
-        UserError: there is no such letter, or it has been put back already.
-    """
+    """Put a dead letter back on its stream, whose name is returned; raises `UserError` if it is no longer there."""
     entries = broker.redis.xrange(broker.key("dead"), entry_id, entry_id)
     if not entries:
         raise UserError(f"no dead letter {entry_id} in run {broker.run!r}; `spo dead` lists them")

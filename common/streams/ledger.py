@@ -106,12 +106,9 @@ class SamplerLedger:
         return state
 
     def read(self, count: int = 256, block_ms: int = 1000) -> list[tuple[str, SampleHeader]]:
-        """New headers with their entry ids; everything read before must have been committed.
+        """New headers with their entry ids; everything read before must have been committed. Raises what `renew` does.
 
         Headers that were delivered and never committed, to a sampler that died or in a reply that was lost, come first.
-
-        Raises:
-            LeaseLost, RedisBehind: see `renew`; Redis was emptied meanwhile.
         """
         read = partial(self.broker.read_group, "samples", CONSUMER_GROUP, CONSUMER, count=count)
         try:
