@@ -79,7 +79,6 @@ class Connections:
                 next((one for one in group if one.is_idle()), connection).cut_off()
 
     def remove(self, connection: GuardedProtocol) -> None:
-        """Forget a connection."""
         timer = self.waiting.pop(connection, None)
         if timer is not None:
             timer.cancel()

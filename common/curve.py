@@ -17,13 +17,10 @@ KEY_BYTES = 32
 
 
 def make_keys(folder: str | Path) -> list[Path]:
-    """Write a key pair for the learner (`server`) and one for all generators (`client`).
+    """Write a key pair for the learner (`server`) and one for all generators (`client`); returns the four files.
 
-    The learner's machine needs `server.key_secret` and `client.key`; a generator's needs
-    `client.key_secret` and `server.key`.
-
-    Returns:
-        The four files; the secret ones are readable by their owner only.
+    The learner's machine needs `server.key_secret` and `client.key`; a generator's needs `client.key_secret` and
+    `server.key`. The secret ones are readable by their owner only.
 
     Raises:
         UserError: keys are there already, or the folder cannot be written.

@@ -200,13 +200,10 @@ def remove_oldest(folder: Path, keep_bytes: int, *, spare_first: bool = False) -
 
 
 def read_secret(path: str | Path, key: str) -> str:
-    """The one line of a file, without white space around it.
+    """The one line of a file, without white space around it; raises `UserError` if there is none, or it cannot be read.
 
     Args:
         key: setting or option that names the file, for messages: `broker.password_file`, `--token-file`.
-
-    Raises:
-        UserError: the file cannot be read, or is empty.
     """
     try:
         secret = Path(path).read_text(encoding="utf-8").strip()

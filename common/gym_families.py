@@ -14,21 +14,13 @@ from typing import Any
 from common.errors import UserError, nearest
 from common.plugins import check_options
 
-RUNS_ANSWERS = "its verifier evaluates the model's answer as Python code, outside of any sandbox"
+RUN_ANSWERS = (
+    "binary_matrix", "intermediate_integration", "n_queens", "polynomial_multiplication", "simple_integration",
+    "spiral_matrix", "string_insertion",
+)  # fmt: skip
 REFUSED = {
     "composite": "it mixes other families; name each of them as a source of its own",
-    **dict.fromkeys(
-        (
-            "binary_matrix",
-            "intermediate_integration",
-            "n_queens",
-            "polynomial_multiplication",
-            "simple_integration",
-            "spiral_matrix",
-            "string_insertion",
-        ),
-        RUNS_ANSWERS,
-    ),
+    **dict.fromkeys(RUN_ANSWERS, "its verifier evaluates the model's answer as Python code, outside of any sandbox"),
     **dict.fromkeys(("codeio", "isomorphic_strings", "ransom_note"), "its problems differ between processes"),
 }
 # These evaluate answers too, but an answer that is not a sum, product or quotient of numbers is wrong anyway.
@@ -44,8 +36,7 @@ def make_family(name: str, options: Mapping[str, Any], field: str) -> Any:
         field: configuration key to blame.
 
     Raises:
-        UserError: the package is not installed, the family does not exist or cannot be used, or it does not take these
-            options.
+        UserError: the package is missing, has no such family, or the family cannot be used, or not with these options.
     """
     families = installed_families()
     if name not in families:
@@ -54,10 +45,9 @@ def make_family(name: str, options: Mapping[str, Any], field: str) -> Any:
     if name in REFUSED:
         raise UserError(f"{field}: family {name!r} of reasoning-gym cannot be used: {REFUSED[name]}")
     dataset, config = families[name]
+    checked = check_options(config, options, field)
     try:
-        return dataset(config=config(**check_options(config, options, field)))
-    except UserError:
-        raise
+        return dataset(config=config(**checked))
     except Exception as error:  # an assertion of `validate`, or whatever a family raises on options it cannot use
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise UserError(f"{field}: options {dict(options)} of family {name!r}: {reason}") from None

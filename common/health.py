@@ -20,8 +20,6 @@ from common.scripts import ConfigOption, OverrideOption, entry_point
 from common.streams.broker import connect
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
 HEARTBEATS = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 
 

@@ -11,16 +11,13 @@ RECENT = 5  # newest steps, whose mean share decides
 MOST = 0.25
 
 
-def recent_share(shares: Sequence[float]) -> float | None:
-    """Mean share of the tokens masked in the newest steps; None before there are enough of them."""
-    newest = shares[-RECENT:]
-    return sum(newest) / RECENT if len(newest) == RECENT else None
-
-
 def recent_warning(shares: Sequence[float], advice: str) -> str | None:
-    """A sentence if too many of the newest steps' tokens are masked."""
-    share = recent_share(shares)
-    return f"{share:.0%} of the tokens of the last {RECENT} steps are {advice}" if share and share > MOST else None
+    """A sentence if too many of the newest steps' tokens are masked; None before there are enough steps."""
+    newest = shares[-RECENT:]
+    share = sum(newest) / RECENT
+    if len(newest) < RECENT or share <= MOST:
+        return None
+    return f"{share:.0%} of the tokens of the last {RECENT} steps are {advice}"
 
 
 def what_masks(correction: CorrectionConfig) -> str:

@@ -18,18 +18,12 @@ GPUS = "GPUs and engines"
 
 
 class Metric(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: as in `metrics.jsonl`; `…` stands for any text.
-        unit: empty for counts and for numbers without one.
-        panel: title of the panel that draws it; empty if none does.
-    """
-
-    name: str
-    unit: str
+    name: str  # as in `metrics.jsonl`; `…` stands for any text
+    unit: str  # empty for counts and for numbers without one
     meaning: str
-    panel: str = ""
+    panel: str = ""  # title of the panel that draws it; empty if none does
 
 
 # Written by the sampler with each batch.
@@ -216,11 +210,7 @@ TIME = (
 
 @cache
 def metric(name: str) -> Metric:
-    """The row of a metric.
-
-    Raises:
-        KeyError: the table has no such metric.
-    """
+    """The row of a metric; raises `KeyError` if the table has none."""
     for row in (*BATCH, *STEP, *TIME):
         if re.fullmatch(re.escape(row.name).replace("…", ".*"), name):
             return row

@@ -35,10 +35,22 @@ KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Kinds of rotary embeddings whose models state the length after scaling.
 ALREADY_SCALED = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
 HUB_SECONDS = 5.0
-# Words in the errors of transformers, vLLM and huggingface_hub, by what they mean.
-UNREACHABLE = ("connect", "offline", "connection", "resolve", "timed out")
-UNKNOWN = ("not a valid model identifier", "repository not found", "404")
-GATED = ("gated", "401", "403", "restricted")
+# Words in the errors of transformers, vLLM and huggingface_hub, and what they mean.
+HUB_FAILURES = (
+    (
+        ("gated", "401", "403", "restricted"),
+        "may not be downloaded by you: accept its licence on the hub, then `hf auth login`",
+    ),
+    (
+        ("not a valid model identifier", "repository not found", "404"),
+        "is neither a folder here nor a model of the Hugging Face hub; check the name",
+    ),
+    (
+        ("connect", "offline", "resolve", "timed out"),
+        "is not a folder here, and the Hugging Face hub cannot be reached to download it; give the path of a folder, "
+        "or copy one here with `hf download`",
+    ),
+)
 
 
 def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False, key: str = "model.path") -> None:
@@ -233,11 +245,7 @@ def model_size(folder: Path) -> ModelSize | None:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest text in tokens, as vLLM computes it; None if the file does not say.
-
-    Args:
-        config: content of `config.json`.
-    """
+    """The longest text in tokens, as vLLM computes it from the content of `config.json`; None if that does not say."""
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         return None
@@ -296,15 +304,7 @@ def download_failure(path: str, error: Exception) -> str | None:
     if Path(path).is_dir():
         return None
     text = str(error).lower()
-    if any(words in text for words in GATED):
-        return (
-            f"model.path = {path!r} may not be downloaded by you: accept its licence on the hub, then `hf auth login`"
-        )
-    if any(words in text for words in UNKNOWN):
-        return f"model.path = {path!r} is neither a folder here nor a model of the Hugging Face hub; check the name"
-    if any(words in text for words in UNREACHABLE):
-        return (
-            f"model.path = {path!r} is not a folder here, and the Hugging Face hub cannot be reached to download it; "
-            "give the path of a folder, or copy one here with `hf download`"
-        )
+    for words, problem in HUB_FAILURES:
+        if any(word in text for word in words):
+            return f"model.path = {path!r} {problem}"
     return None

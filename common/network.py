@@ -108,11 +108,7 @@ def without_password(url: str) -> str:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address, and does not listen yet.
-
-    Raises:
-        UserError: it cannot be bound; the message speaks of the options --host and --port.
-    """
+    """A socket that is bound to an address, and does not listen yet; raises `UserError` about --host and --port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -124,11 +120,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def listen(listener: socket.socket, host: str, port: int, backlog: int) -> None:
-    """Have the kernel queue connections.
-
-    Raises:
-        UserError: another process has begun to listen there since.
-    """
+    """Have the kernel queue connections; raises `UserError` if another process has begun to listen there since."""
     try:
         listener.listen(backlog)
     except OSError as error:
@@ -154,20 +146,13 @@ class RetriesExhausted(Exception):
 
 @dataclass(frozen=True)
 class Retries:
-    """How often to try, and how long to wait in between.
-
-    Attributes:
-        attempts: maximum number of attempts.
-        first, longest: pauses in seconds; they double up to the longest, each shortened at random by up to half.
-        max_retry_after: longest pause in seconds that a server may ask for.
-        clock, sleep: time in seconds, for tests.
-    """
+    """How often to try, and how long to wait in between."""
 
     attempts: int
-    first: float
+    first: float  # pause in seconds; it doubles up to the longest, each shortened at random by up to half
     longest: float
-    max_retry_after: float = math.inf
-    clock: Callable[[], float] = time.monotonic
+    max_retry_after: float = math.inf  # longest pause in seconds that a server may ask for
+    clock: Callable[[], float] = time.monotonic  # in seconds; replaced in tests, as `sleep` is
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
 
     async def __call__(self, attempt: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:

@@ -19,7 +19,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 MEASURES: dict[str, Callable[[Any, Any], float]] = {
     "gpu/utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     "gpu/memory_gb": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9,
-    "gpu/memory_share": lambda nvml, gpu: _share(nvml.nvmlDeviceGetMemoryInfo(gpu)),
+    "gpu/memory_share": lambda nvml, gpu: (memory := nvml.nvmlDeviceGetMemoryInfo(gpu)).used / memory.total,
     "gpu/watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
 }
 
@@ -98,7 +98,3 @@ def _library() -> Any:
     except nvml.NVMLError:
         return None
     return nvml
-
-
-def _share(memory: Any) -> float:
-    return float(memory.used / memory.total)

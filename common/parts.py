@@ -22,19 +22,12 @@ POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of training that is one of SPO's functions, or one of the user's own.
+    """A part of training that is one of SPO's functions, or one of the user's own."""
 
-    Attributes:
-        key: names the function; its options are under `{key}_options`.
-        builtin: the names of SPO's own.
-        group: of entry points, for functions of installed packages.
-        arguments: what the function is called with, before its options.
-    """
-
-    key: str
-    builtin: Collection[str]
-    group: str
-    arguments: tuple[str, ...]
+    key: str  # names the function; its options are under `{key}_options`
+    builtin: Collection[str]  # the names of SPO's own
+    group: str  # of entry points, for functions of installed packages
+    arguments: tuple[str, ...]  # what the function is called with, before its options
 
     def find(self, name: str) -> None:
         """Raise `UserError` if nothing has this name; imports nothing."""

@@ -38,31 +38,24 @@ _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One episode's tokens: one row or several, one after another; tokens of different rows do not see each other.
+    """One episode's tokens: one row or several, one after another; tokens of different rows do not see each other."""
 
-    Attributes:
-        token_ids: prompt, responses and tool results as the model saw them, int32 [T].
-        model_spans: half-open ranges of the tokens the model sampled, int32 [S, 2], ascending.
-        logprobs: log pi_rollout of the model tokens, in order, float32 [M].
-        version_spans: (weight version, start, end) over the model tokens, int32 [V, 3], covering all M; no version is
-            negative.
-        row_lengths: tokens of each row, int32 [R], each at least 1; empty if there is one row.
-        experts: ids of the experts that the engine chose in each layer for the first tokens of each row, uint8 or
-            uint16 [E, layers, k]; those of layers without experts have no meaning.
-        expert_lengths: how many tokens of each row have experts, int32 [R]; empty if no token has.
-        teacher_logprobs: a teacher's log-probs at each model token, float32 [M, K]: of that token (K = 1), or of the
-            teacher's K likeliest in its place; empty if it was not scored.
-        teacher_ids: ids of the likeliest tokens, int32 [M, K]; empty if the scores are of the model's own tokens.
-    """
-
-    token_ids: np.ndarray
-    model_spans: np.ndarray
-    logprobs: np.ndarray
+    token_ids: np.ndarray  # prompt, responses and tool results as the model saw them, int32 [T]
+    model_spans: np.ndarray  # half-open ranges of the tokens the model sampled, int32 [S, 2], ascending
+    logprobs: np.ndarray  # log pi_rollout of the model tokens, in order, float32 [M]
+    # (weight version, start, end) over the model tokens, int32 [V, 3], covering all M; no version is negative.
     version_spans: np.ndarray
+    # Tokens of each row, int32 [R], each at least 1; empty if there is one row.
     row_lengths: np.ndarray = field(default_factory=partial(np.empty, 0, TOKEN))
+    # Ids of the experts that the engine chose in each layer for the first tokens of each row, uint8 or uint16 [E,
+    # layers, k]; those of layers without experts have no meaning.
     experts: np.ndarray = field(default_factory=partial(np.empty, (0, 0, 0), EXPERT_IDS[0]))
+    # How many tokens of each row have experts, int32 [R]; empty if no token has.
     expert_lengths: np.ndarray = field(default_factory=partial(np.empty, 0, TOKEN))
+    # A teacher's log-probs at each model token, float32 [M, K]: of that token (K = 1), or of the teacher's K likeliest
+    # in its place; empty if it was not scored.
     teacher_logprobs: np.ndarray = field(default_factory=partial(np.empty, (0, 0), LOGPROB))
+    # Ids of the likeliest tokens, int32 [M, K]; empty if the scores are of the model's own tokens.
     teacher_ids: np.ndarray = field(default_factory=partial(np.empty, (0, 0), TOKEN))
 
     def mask(self) -> np.ndarray:

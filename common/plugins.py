@@ -60,11 +60,7 @@ def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | 
 
 
 def find_object(name: str, builtin: Iterable[str], field: str, group: str | None = None) -> str:
-    """The `module:object` behind a name that is not built in; imports nothing.
-
-    Raises:
-        UserError: nothing has this name.
-    """
+    """The `module:object` behind a name that is not built in; imports nothing. Raises `UserError` if there is none."""
     module, _, attribute = name.partition(":")
     if attribute and module.endswith(".py"):
         dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
@@ -81,11 +77,7 @@ def find_object(name: str, builtin: Iterable[str], field: str, group: str | None
 def make_object(
     kind: type, options: Mapping[str, Any], field: str, fixed: Mapping[str, Any] = {}, also: Sequence[str] = ()
 ) -> Any:
-    """`kind(**fixed, **options)`, the options checked as by `check_options`.
-
-    Raises:
-        UserError: they do not fit, or the class refuses a value.
-    """
+    """`kind(**fixed, **options)`, the options checked; raises `UserError` if the class refuses one."""
     checked = check_options(kind, options, field, fixed=fixed, also=also)
     try:
         return kind(**fixed, **checked)

@@ -45,11 +45,7 @@ ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YA
 OverrideOption = Annotated[
     list[str] | None,
     typer.Option(
-        "-o",
-        "--override",
-        metavar="KEY=VALUE",
-        autocompletion=_keys,
-        help="Override one key; may be given several times.",
+        *OVERRIDE, metavar="KEY=VALUE", autocompletion=_keys, help="Override one key; may be given several times."
     ),
 ]
 ResumeOption = Annotated[

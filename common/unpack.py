@@ -14,7 +14,6 @@ _SHORT: Final = 1 << 16  # bytes
 # All bytes but those that begin a container: fixmap, fixarray, array 16 and 32, map 16 and 32.
 _NO_CONTAINER = bytes(byte for byte in range(256) if not (0x80 <= byte <= 0x9F or 0xDC <= byte <= 0xDF))
 
-
 Buffer = bytes | bytearray | memoryview
 
 

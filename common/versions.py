@@ -23,20 +23,13 @@ FILE = "versions.jsonl"
 
 
 def record_versions(folder: Path, process: str, broker: Broker) -> None:
-    """Append a line on this process: the machine, and the versions of Python, packages, Redis and SPO.
-
-    Raises:
-        UserError: the run folder cannot be written.
-    """
+    """Append a line on this process's machine and versions; raises `UserError` if the run folder cannot be written."""
     line = json.dumps({"time": time.time(), "process": process, **versions(broker)}) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # One write at the end of the file: lines of processes that start together do not mix.
-        file = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        with (folder / FILE).open("ab", buffering=0) as file:
+            file.write(line.encode())
     except OSError as error:
         raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
 

@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from common.config import Config
 from common.config.names_elsewhere import ELSEWHERE, NAMES
 from common.config.section import section_of
-from common.config.shared import may_change
+from common.config.shared import CHANGEABLE
 from common.errors import UserError
 
 Keys = Mapping[str, FieldInfo]
@@ -164,4 +164,4 @@ def _default(field: FieldInfo) -> str:
 def _meaning(field: FieldInfo, key: str) -> str:
     extra = field.json_schema_extra
     local = " *Local.*" if isinstance(extra, dict) and extra.get("local") else ""
-    return (field.description or "").replace("|", "\\|") + local + (" *May change.*" if may_change(key) else "")
+    return (field.description or "").replace("|", "\\|") + local + (" *May change.*" if key in CHANGEABLE else "")

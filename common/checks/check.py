@@ -26,16 +26,11 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        line: for a warning or a problem, it also says how to fix it.
-        name: two words at most; by default the check's.
-    """
+    """The result of one check."""
 
     level: Level
-    line: str
-    name: str = ""
+    line: str  # for a warning or a problem, it also says how to fix it
+    name: str = ""  # two words at most; by default the check's
 
 
 def ok(line: str, name: str = "") -> Finding:
@@ -70,17 +65,12 @@ class Need(Flag):
 
 @dataclass(frozen=True)
 class Context:
-    """A process that is about to start, and its machine.
-
-    Attributes:
-        run_config: the run's configuration; None if only the machine is checked.
-        available: the needs that are met here.
-    """
+    """A process that is about to start, and its machine."""
 
     role: Role
     machine: Machine
-    run_config: Config | None = None
-    available: Need = Need.CONFIG
+    run_config: Config | None = None  # None if only the machine is checked
+    available: Need = Need.CONFIG  # the needs that are met here
 
     @property
     def config(self) -> Config:
@@ -121,13 +111,10 @@ STARTED = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)  # by `spo run`
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One entry of the list.
-
-    Attributes:
-        find: returns the findings, or None if the check does not apply. A `UserError` that it raises is a problem.
-    """
+    """One entry of the list."""
 
     name: str
+    # Returns None if the check does not apply; a `UserError` that it raises is a problem.
     find: Callable[[Context], Findings]
     when: When
     roles: Sequence[Role] = tuple(Role)

@@ -158,7 +158,7 @@ def gpus(context: Context) -> Finding:
         if required:
             return problem(
                 f"{REQUIRED} = {text}, but {build} is installed, which computes on the CPU only: use the image built "
-                "for GPUs, or leave compose.gpu.yaml out",
+                "for GPUs, or leave compose.gpu.yaml out"
             )
         return ok(f"none used: {build} computes on the CPU")
     return compare(context, required, visible_gpus(dict(environ)))
@@ -178,19 +178,16 @@ def compare(context: Context, required: int, gpus: Gpus) -> Finding:
         sizes = " * ".join(f"{context.role}.engine.{name}" for name in context.parallel_sizes)
         setting = sizes if context.role is Role.GENERATOR else "the learner's ranks on this machine"
         return problem(f"{setting} = {ranks}, but {sees}; give it more GPUs, or lower the number")
-    if (
-        context.role is Role.GENERATOR
-        and not gpus.count
-        and needs_gpu(context.machine.environ.get("VLLM_TARGET_DEVICE", ""))
-    ):
+    if gpus.count:
+        return ok(number)
+    target = context.machine.environ.get("VLLM_TARGET_DEVICE", "")
+    if context.role is Role.GENERATOR and needs_gpu(target):
         return problem(
             f"{sees}, but vllm {installed_version('vllm')} computes on GPUs: install nvidia-container-toolkit on the "
             "host and start with compose.gpu.yaml, or use the build for the CPU (pip install "
             "'spo-trainer[generator-cpu]')",
         )
-    if not gpus.count:
-        return warning(f"{sees}, so it computes on the CPU")
-    return ok(f"{number}")
+    return warning(f"{sees}, so it computes on the CPU")
 
 
 def visible_gpus(environ: dict[str, str], devices: Path = Path("/dev")) -> Gpus:

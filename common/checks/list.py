@@ -63,10 +63,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def check_start(role: Role, config: Config, machine: Machine | None = None) -> list[str]:
-    """Check what a process of this role cannot start without.
-
-    Returns:
-        Warnings for the log; a process that is refused reports its problems only.
+    """Check what a process of this role cannot start without; returns warnings for the log.
 
     Raises:
         UserError: there are problems; the message is one line with all of them.

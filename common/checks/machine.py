@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,40 +16,25 @@ UNBOUNDED = 1 << 60  # cgroup v1 writes a larger number if there is no limit
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Resources of a machine.
+    """Resources of a machine."""
 
-    Attributes:
-        architecture: as `uname -m` prints it.
-        cpu_flags: instruction sets of an x86 processor.
-        cores: number of cores this process may use, by its affinity mask.
-        cpu_quota: CPU time its control group allows, in cores; infinite without a limit.
-        memory: bytes this process may use: the machine's memory, or its control group's limit if that is lower.
-        memory_limited: whether `memory` is the control group's limit.
-        shared_memory: free bytes of /dev/shm; None if /dev/shm is missing or not writable.
-        open_files: soft limit of open files.
-        environ: environment variables.
-    """
-
-    architecture: str = "x86_64"
-    cpu_flags: frozenset[str] = frozenset()
-    cores: int = 1
-    cpu_quota: float = math.inf
+    architecture: str = "x86_64"  # as `uname -m` prints it
+    cpu_flags: frozenset[str] = frozenset()  # instruction sets of an x86 processor
+    cores: int = 1  # that this process may use, by its affinity mask
+    cpu_quota: float = math.inf  # CPU time its control group allows, in cores; infinite without a limit
+    # Bytes this process may use: the machine's memory, or its control group's limit if that is lower.
     memory: int = UNBOUNDED
-    memory_limited: bool = False
-    shared_memory: int | None = UNBOUNDED
-    open_files: int = 1 << 20
+    memory_limited: bool = False  # whether `memory` is the control group's limit
+    shared_memory: int | None = UNBOUNDED  # free bytes of /dev/shm; None if it is missing or not writable
+    open_files: int = 1 << 20  # soft limit of open files
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """The machine this process runs on. A value that cannot be read counts as unlimited.
-
-    Args:
-        root: where its /proc, /sys and /dev are.
-    """
+    """The machine whose /proc, /sys and /dev are below `root`. A value that cannot be read counts as unlimited."""
     kilobytes = _value(root / "proc/meminfo", "MemTotal").split()
     total = int(kilobytes[0]) << 10 if kilobytes else math.inf
-    group = min(_control_group(root, "memory.max", "memory/memory.limit_in_bytes"), default=math.inf)
+    group = _memory_limit(root)
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Machine(
         architecture=platform.machine(),
@@ -74,27 +59,19 @@ def _value(path: Path, *names: str) -> str:
 
 
 def _cpu_quota(root: Path) -> float:
-    limits = []
-    for folder in _groups(root, ""):
-        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
-        if quota.isdigit() and period.isdigit():
-            limits.append(int(quota) / int(period))
-    for folder in _groups(root, "cpu"):
-        quota, period = (_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-        if quota.isdigit() and period.isdigit():
-            limits.append(int(quota) / int(period))
+    pairs = [_read(folder / "cpu.max").strip().partition(" ")[::2] for folder in _groups(root, "")]
+    pairs += [
+        (_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip())
+        for folder in _groups(root, "cpu")
+    ]
+    limits = (int(quota) / int(period) for quota, period in pairs if quota.isdigit() and period.isdigit())
     return min(limits, default=math.inf)
 
 
-def _control_group(root: Path, new: str, old: str) -> Iterable[int]:
-    """Limits of this process's control group and those above it, of either version."""
-    controller, _, file = old.partition("/")
-    paths = [folder / new for folder in _groups(root, "")]
-    paths += [folder / file for folder in _groups(root, controller)]
-    for path in paths:
-        text = _read(path).strip()
-        if text.isdigit():
-            yield int(text)
+def _memory_limit(root: Path) -> float:
+    paths = [folder / "memory.max" for folder in _groups(root, "")]
+    paths += [folder / "memory.limit_in_bytes" for folder in _groups(root, "memory")]
+    return min((int(text) for path in paths if (text := _read(path).strip()).isdigit()), default=math.inf)
 
 
 def _groups(root: Path, controller: str) -> list[Path]:

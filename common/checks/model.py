@@ -52,12 +52,7 @@ def teachers(context: Context) -> Iterator[Finding]:
 
 
 def _folder(path: str, key: str, *, tokenizer: bool) -> Finding | None:
-    """Why a model folder cannot be used; None if it can, or if the path is a name of the Hugging Face hub.
-
-    Args:
-        key: the setting that names it.
-        tokenizer: whether it must have one.
-    """
+    """Why a model folder cannot be used; None if it can, or if the path is a name of the Hugging Face hub."""
     try:
         check_model_folder(path, tokenizer=tokenizer, key=key)
     except ImportError:

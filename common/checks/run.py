@@ -14,8 +14,8 @@ from common.config.data import FILES, NOT_READ, matching_files, misspelt_set
 from common.config.warnings import warnings
 from common.errors import UserError
 from common.files import near_file, read_secret
+from common.health import alive
 from common.process import Role
-from common.streams.broker import connect
 
 # Names of the key pair a role owns, and of the pair whose public key it needs.
 KEYS = {Role.LEARNER: ("server", "client"), Role.GENERATOR: ("client", "server"), Role.RELAY: ("client", "server")}
@@ -148,10 +148,7 @@ def port(context: Context) -> Finding | None:
 
 
 def _learner_is_here(context: Context) -> bool:
-    """Whether a learner of this run is alive on this machine."""
-    config, host = context.config, socket.gethostname()
     try:
-        broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name)
-    except UserError:
+        return alive(context.config, Role.LEARNER, socket.gethostname())
+    except UserError:  # Redis cannot be reached
         return False
-    return any(process["role"] == "learner" and process["host"] == host for process in broker.processes().values())

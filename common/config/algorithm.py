@@ -18,15 +18,9 @@ from common.config.sft import DemonstrationsConfig
 
 # Fields that choose a correction; any other field alone adjusts the recommended one.
 CHOICES = (
-    "preset",
-    "rollout_is",
-    "rollout_rs",
-    "rollout_token_veto_threshold",
-    "m2_threshold",
-    "bypass_mode",
-    "loss_type",
+    "preset", "rollout_is", "rollout_rs", "rollout_token_veto_threshold", "m2_threshold", "bypass_mode", "loss_type",
     "skyrl",
-)
+)  # fmt: skip
 Method = Literal["spo", "grpo", "dr_grpo", "rloo", "none"]
 METHODS = get_args(Method)
 GROUP_METHODS = ("grpo", "dr_grpo", "rloo")
@@ -130,7 +124,6 @@ class AlgorithmConfig(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether a value model is trained beside the policy."""
         return self.baseline != "tracker"
 
     @property
@@ -216,19 +209,12 @@ def _bypass(implied: dict[str, Any], fields: Mapping[str, Any]) -> None:
 
 
 def weighs(loss: str, proximal: str) -> bool:
-    """True if importance weights multiply a loss.
-
-    In bypass mode the ratio pi_theta / pi_rollout of most losses is already the importance weight.
-    """
+    """True if importance weights multiply a loss: in bypass mode, the ratio of most losses already is that weight."""
     return proximal != "rollout" or not spec_of(loss).has_ratio
 
 
 def loss_options(loss: str, config: AlgorithmConfig) -> dict[str, float]:
-    """All options of a built-in loss by name: those of `algorithm.loss_options`, and defaults.
-
-    Raises:
-        ValueError: one is unknown, missing, or out of its range.
-    """
+    """All options of a built-in loss by name; raises `ValueError` for one that is unknown, missing or out of range."""
     options, values = SPECS[loss].options, dict[str, float]()
     for name in config.loss_options:
         if name not in options:

@@ -256,11 +256,7 @@ class CorrectionConfig(Section):
         return [*stages, *self.rejection()]
 
     def rejection(self) -> list[Mask]:
-        """The stages of `rollout_rs` and its thresholds, without the veto.
-
-        Raises:
-            ValueError: a mode or a threshold is wrong; the text names it and what is allowed.
-        """
+        """The stages of `rollout_rs` and its thresholds, without the veto; raises what `stages` does."""
         if self.rollout_rs is None:
             if self.rollout_rs_threshold is not None:
                 raise ValueError(

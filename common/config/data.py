@@ -32,22 +32,15 @@ SPLITS: dict[Side, str] = {"train": "train", "heldout": "test"}  # default split
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """Where a data set is on the Hugging Face hub, and how its rows are read.
+    """Where a data set is on the Hugging Face hub, and how its rows are read."""
 
-    Attributes:
-        path: its name there.
-        config: its configuration, `load_dataset`'s second argument.
-        train_split, heldout_split: the split to train on, and the one to evaluate on.
-        answer_after: a mark; the answer is the text after its last occurrence.
-    """
-
-    path: str
+    path: str  # its name there
     prompt_column: str
     answer_column: str
-    config: str | None = None
+    config: str | None = None  # its configuration, `load_dataset`'s second argument
     train_split: str = "train"
     heldout_split: str = "train"
-    answer_after: str | None = None
+    answer_after: str | None = None  # a mark; the answer is the text after its last occurrence
 
     @property
     def splits(self) -> dict[Side, str]:
@@ -112,34 +105,24 @@ def is_pattern(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A data set to read, with all of its settings resolved.
+    """A data set to read, with all of its settings resolved."""
 
-    Attributes:
-        key: its place in the configuration, for messages: `data.train`, or `data.train[NAME]`.
-        name: its name in tasks and metrics.
-        path: if a tuple, several files that are read as one.
-        weight: its share of the training tasks, relative to the other sources'.
-        answer_column: None if the rows have no answers.
-        answer_after: a mark; the answer is the text after its last occurrence. If None, it is the whole column.
-        episode, teacher: keys of these sections that differ for its tasks.
-    """
-
-    key: str
-    name: str
-    path: str | tuple[str, ...]
+    key: str  # its place in the configuration, for messages: `data.train`, or `data.train[NAME]`
+    name: str  # its name in tasks and metrics
+    path: str | tuple[str, ...]  # if a tuple, several files that are read as one
     split: str
     config: str | None
     options: Mapping[str, Any]
-    weight: float
+    weight: float  # its share of the training tasks, relative to the other sources'
     prompt_column: str
-    answer_column: str | None
+    answer_column: str | None  # None if the rows have no answers
     id_column: str | None
-    answer_after: str | None
+    answer_after: str | None  # the answer is the text after the last such mark; if None, the whole column
     system_prompt: str | None
     prompt_markup: bool
     template_options: Mapping[str, Any]
-    episode: Mapping[str, Any]
-    teacher: Mapping[str, Any]
+    episode: Mapping[str, Any]  # keys of this section that differ for its tasks
+    teacher: Mapping[str, Any]  # keys of this section that differ for its tasks
 
     def shown(self) -> str:
         """The path, and the configuration and split of a dataset; for messages."""
@@ -186,13 +169,12 @@ class DataSource(Section):
         None, description="A set known by name that has the same columns and answers: for a local copy of it."
     )
     episode: dict[str, Any] = Field(
-        default_factory=dict,
+        {},
         description="Keys of the section `episode` that differ for this source's tasks: tools, reward, user, limits. "
         "Each replaces the whole value of the run.",
     )
     teacher: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Keys of the section `teacher` that differ for this source's tasks; `{model: null}`: none.",
+        {}, description="Keys of the section `teacher` that differ for this source's tasks; `{model: null}`: none."
     )
     # Keys of the section `data`, where they are described.
     config: str | None = None
@@ -251,9 +233,7 @@ class DataConfig(Section):
     config: str | None = Field(
         None, description="Configuration of a Hugging Face dataset, `load_dataset`'s second argument."
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="Options of generated rows, such as those of `reasoning_gym:NAME`."
-    )
+    options: dict[str, Any] = Field({}, description="Options of generated rows, such as those of `reasoning_gym:NAME`.")
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field(
         "answer", description="Column with the reference answer; null: there are no answers, and no reward needs them."
@@ -267,7 +247,7 @@ class DataConfig(Section):
         False, description="Whether markup in prompts (`<|im_end|>`, `<think>`) is read as markup; false: as text."
     )
     template_options: dict[str, Any] = Field(
-        default_factory=dict,
+        {},
         description="Variables of the chat template, e.g. `{enable_thinking: false}`; with `continue_final_message: "
         "true` the model continues a prompt's last message if that is the assistant's.",
     )
@@ -297,7 +277,6 @@ class DataConfig(Section):
         return {name: value for name, value in self.template_options.items() if name != CONTINUE}
 
     def all_sources(self) -> list[Source]:
-        """The data sets of both sides."""
         return [source for side in SIDES for source in self.sources(side)]
 
     def sources(self, side: Side) -> list[Source]:
@@ -311,9 +290,9 @@ class DataConfig(Section):
 
     def _resolved(self, item: DataSource, side: Side, key: str) -> Source:
         """Each key from the item, else from the set known by name, else from this section."""
-        known_set = KNOWN_SETS.get(item.path) if isinstance(item.path, str) else None
-        is_harbor = isinstance(item.path, str) and item.path.startswith(HARBOR)
-        known_set = HARBOR_TASKS if is_harbor else known_set
+        path = item.path if isinstance(item.path, str) else ""
+        is_harbor = path.startswith(HARBOR)
+        known_set = HARBOR_TASKS if is_harbor else KNOWN_SETS.get(path)
         place: KnownSet | DataConfig = known_set or self
         rows: KnownSet | DataConfig = known_set or KNOWN_SETS.get(item.format or "") or self
         return Source(

@@ -7,39 +7,25 @@ holds today, and refused at another value. `former_names.py` has the former name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Fields = dict[str, Any]
 CLIPPED = ("ppo_clip", "gspo", "cispo", "clip_cov")
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A key without a successor.
+class Gone(NamedTuple):
+    """A key without a successor."""
 
-    Attributes:
-        default: its former default.
-        today: what holds instead.
-    """
-
-    default: Any
-    today: str
+    default: Any  # its former default
+    today: str  # what holds instead
 
 
-@dataclass(frozen=True, slots=True)
-class LossKey:
-    """A key of `algorithm` that is an option of some losses now.
+class LossKey(NamedTuple):
+    """A key of `algorithm` that is an option of some losses now."""
 
-    Attributes:
-        default: its former default.
-        option: its name in `algorithm.loss_options`.
-        losses: those that have the option.
-    """
-
-    default: float
-    option: str
-    losses: tuple[str, ...]
+    default: float  # its former default
+    option: str  # its name in `algorithm.loss_options`
+    losses: tuple[str, ...]  # those that have the option
 
 
 # By the section's class.
@@ -48,10 +34,7 @@ GONE: dict[str, dict[str, Gone]] = {
         "top_p": Gone(1.0, "training responses are sampled from all tokens (evaluations have eval.top_p)"),
         "top_k": Gone(0, "training responses are sampled from all tokens (evaluations have eval.top_k)"),
     },
-    "WeightsConfig": {
-        "chunk_mib": Gone(8, "a chunk has 8 MiB"),
-        "credit": Gone(8, "8 chunks are requested ahead"),
-    },
+    "WeightsConfig": {"chunk_mib": Gone(8, "a chunk has 8 MiB"), "credit": Gone(8, "8 chunks are requested ahead")},
     "LearnerConfig": {
         "betas": Gone([0.9, 0.999], "give them as learner.deepspeed={optimizer: {params: {betas: [...]}}}"),
         "logprob_chunk": Gone(1024, "the logits of 1,024 tokens exist at the same time"),
@@ -96,11 +79,7 @@ LOSS_KEYS = {
 
 
 def without_gone(section: str, data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    """The fields of a section without the keys that it no longer has, and a line about them if there are any.
-
-    Raises:
-        ValueError: one has another value than its former default.
-    """
+    """A section's fields without its former keys, and a line on these; `ValueError` if one was not at its default."""
     gone, fields = GONE.get(section, {}), dict(data)
     former = {name: fields.pop(name) for name in data if name in gone}
     for name, value in former.items():
@@ -121,11 +100,7 @@ def group_std(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
 
 
 def offload(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    """The fields of `learner` with `offload` for `offload_optimizer` and `offload_params`, and a line.
-
-    Raises:
-        ValueError: `offload` is given too, with another value.
-    """
+    """The fields of `learner` with `offload` for the two former keys, and a line; `ValueError` if they disagree."""
     fields = dict(data)
     former: Fields = {name: fields.pop(name) for name in ("offload_optimizer", "offload_params") if name in fields}
     if not any(former.values()):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from common.config.agent import AgentConfig
-from common.config.section import LOCAL, Section, SourceSection
+from common.config.section import Section, SourceSection, local
 
 MAX_CALLS = 32  # calls of one turn that are run; a model could write thousands of short ones
 MOST_EPISODES = 512  # limit for a generator that chooses the number itself (`max_concurrency: auto`)
@@ -50,12 +50,12 @@ class EpisodeConfig(SourceSection):
         "the turn after a call, as `code` does.",
     )
     tools: list[str] = Field(
-        default_factory=list,
+        [],
         description="`calculator`, `code_interpreter`, `module:Class` of your own, or the name of an installed one "
         "(docs/extending.md).",
     )
     tool_options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Arguments of each tool's class, by the tool's name in `tools`."
+        {}, description="Arguments of each tool's class, by the tool's name in `tools`."
     )
     tool_timeout: float = Field(
         30.0, gt=0, description="Seconds until a tool call counts as failed and the task is tried again."
@@ -71,7 +71,7 @@ class EpisodeConfig(SourceSection):
         "installed one; null: none.",
     )
     user_options: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the user's class. docs/extending.md says what there is."
+        {}, description="Arguments of the user's class. docs/extending.md says what there is."
     )
     turn_rewards: Literal["sum", "last", "mean", "ignore"] = Field(
         "sum",
@@ -86,22 +86,15 @@ class EpisodeConfig(SourceSection):
         "sum, {name: weight}. docs/rewards.md says what each is.",
     )
     reward_options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Arguments of each reward, by its name in `reward`."
+        {}, description="Arguments of each reward, by its name in `reward`."
     )
     reward_timeout: float = Field(
-        30.0,
-        gt=0,
-        description="Seconds until scoring in a process is killed, counts as failed, and is tried again.",
+        30.0, gt=0, description="Seconds until scoring in a process is killed, counts as failed, and is tried again."
     )
-    reward_workers: int = Field(
-        2,
-        ge=1,
-        description="Processes that score, in each generator; up to four times as many while jobs are slow.",
-        json_schema_extra=LOCAL,
+    reward_workers: int = local(
+        2, ge=1, description="Processes that score, in each generator; up to four times as many while jobs are slow."
     )
-    reward_memory_mb: int = Field(
-        4096, ge=256, description="Memory of one scoring process in MiB.", json_schema_extra=LOCAL
-    )
+    reward_memory_mb: int = local(4096, ge=256, description="Memory of one scoring process in MiB.")
     rollouts_every: int = Field(
         10,
         ge=0,
@@ -117,7 +110,6 @@ class EpisodeConfig(SourceSection):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward, by its name."""
         return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
 
     def merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,11 +128,10 @@ class EpisodeConfig(SourceSection):
 class GeneratorConfig(Section):
     """A vLLM engine and how many episodes it runs at once."""
 
-    max_concurrency: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    max_concurrency: Annotated[int, Field(ge=1)] | Literal["auto"] = local(
         "auto",
         description="Episodes in flight in one process; `auto`: as many as vLLM's cache of keys and values holds "
         "(docs/gpu.md).",
-        json_schema_extra=LOCAL,
     )
     temperature: float = Field(
         1.0,
@@ -149,47 +140,37 @@ class GeneratorConfig(Section):
         "because a truncated distribution would bias every ratio.",
     )
     max_attempts: int = Field(
-        3,
-        ge=1,
-        description="Tries before a task whose engine, tools, user or reward fails is skipped.",
+        3, ge=1, description="Tries before a task whose engine, tools, user or reward fails is skipped."
     )
     retry_pause: float = Field(
         5.0, ge=0, description="Seconds until a failed task is tried again; doubled after each further failure."
     )
-    keep_prefix: Literal["none", "episodes"] = Field(
+    keep_prefix: Literal["none", "episodes"] = local(
         "none",
         description="What is still read from the prefix cache after a weight update. `none`: nothing; `episodes`: a "
         "later turn reads its own episode's keys and values, computed with older weights (docs/operations.md).",
-        json_schema_extra=LOCAL,
     )
-    logprob_tolerance: float | None = Field(
+    logprob_tolerance: float | None = local(
         None,
         gt=0,
         description="Largest mean difference from the learner's log-probs of a fixed prompt that is accepted after a "
         "weight update; null: 0.02 if both compute in float32, else 0.25 (docs/operations.md).",
-        json_schema_extra=LOCAL,
     )
-    check_every: int = Field(
+    check_every: int = local(
         10,
         ge=1,
         description="After the first three updates to trained weights, every how many updates log-probs are compared "
         "with the learner's.",
-        json_schema_extra=LOCAL,
     )
     tool_parser: str = Field(
-        "hermes",
-        description="How the endpoint of agents (`episode.agent`) reads calls: a tool parser of vLLM.",
+        "hermes", description="How the endpoint of agents (`episode.agent`) reads calls: a tool parser of vLLM."
     )
     reasoning_parser: str | None = Field(
         None,
         description="How the endpoint separates a reply's thinking from its text: a reasoning parser of vLLM; "
         "null: it does not.",
     )
-    engine: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Passed to vLLM's engine arguments untouched.",
-        json_schema_extra=LOCAL,
-    )
+    engine: dict[str, Any] = local({}, description="Passed to vLLM's engine arguments untouched.")
 
     @property
     def most_episodes(self) -> int:
@@ -200,27 +181,15 @@ class GeneratorConfig(Section):
 class SandboxConfig(Section):
     """Where model-written code runs."""
 
-    url: str | None = Field(
-        None,
-        description="A SandboxFusion-compatible server; null: programs run isolated on the generator's machine.",
-        json_schema_extra=LOCAL,
+    url: str | None = local(
+        None, description="A SandboxFusion-compatible server; null: programs run isolated on the generator's machine."
     )
-    token: str | None = Field(
+    token: str | None = local(
         None,
         description="Bearer token for the server; null: `SPO_SANDBOX_TOKEN` of the environment, which stays out of the "
         "run's files.",
-        json_schema_extra=LOCAL,
     )
-    token_file: str | None = Field(
-        None, description="File with that token, in place of `token`.", json_schema_extra=LOCAL
-    )
-    concurrency: int = Field(
-        128, ge=1, description="Programs that one process runs at a time.", json_schema_extra=LOCAL
-    )
-    wait: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds that a starting generator waits for its sandbox to answer.",
-        json_schema_extra=LOCAL,
-    )
+    token_file: str | None = local(None, description="File with that token, in place of `token`.")
+    concurrency: int = local(128, ge=1, description="Programs that one process runs at a time.")
+    wait: float = local(60.0, gt=0, description="Seconds that a starting generator waits for its sandbox to answer.")
     memory_mb: int = Field(1024, ge=16, description="Memory of one program in MiB.")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, field_validator
 
 from common.config.former_keys import offload, without_gone
-from common.config.section import LOCAL, ON_OFF, Section
+from common.config.section import ON_OFF, Section, local
 
 MAX_RANK = 512  # the largest of vLLM's LoRA kernels
 ALL_LINEAR: Final = "all-linear"
@@ -50,46 +50,35 @@ class LoraConfig(Section):
 class WeightsConfig(Section):
     """The socket that serves weights."""
 
-    bind: str = Field(
-        "tcp://127.0.0.1:*", description="Address the learner serves weights on.", json_schema_extra=LOCAL
-    )
-    advertise: str | None = Field(
-        None,
-        description="Address that generators connect to, if it is not `bind`.",
-        json_schema_extra=LOCAL,
-    )
-    curve_dir: str | None = Field(
+    bind: str = local("tcp://127.0.0.1:*", description="Address the learner serves weights on.")
+    advertise: str | None = local(None, description="Address that generators connect to, if it is not `bind`.")
+    curve_dir: str | None = local(
         None,
         description="Folder with CURVE keys (`server.key`, `server.key_secret`, `client.key`, `client.key_secret`).",
-        json_schema_extra=LOCAL,
     )
-    deltas: Deltas = Field(
+    deltas: Deltas = local(
         "auto",
         description="Whether weights are pulled as lossless differences from the previous version. `auto`: from other "
         "machines; `on`: from this one too, instead of through shared memory; `off`: always whole; a learner with "
         "`off` makes no differences.",
-        json_schema_extra=LOCAL,
     )
-    shared_folder: Annotated[str, ON_OFF] = Field(
+    shared_folder: Annotated[str, ON_OFF] = local(
         "auto",
         pattern="^(auto|off|/.*)$",
         description="Folder with Unix sockets, through which processes of one machine hand each other weights in "
         "shared memory: `auto`: one of this account in /dev/shm; in containers, a volume that they share; `off`: "
         "weights always go over the weight socket.",
-        json_schema_extra=LOCAL,
     )
-    relay: str = Field(
+    relay: str = local(
         "auto",
         description="Server from which generators pull weights. `auto`: a relay (`spo-relay`) on their machine while "
         "one is alive, else the learner; `direct`: always the learner; `tcp://host:port`: that relay, or the learner "
         "while it fails.",
-        json_schema_extra=LOCAL,
     )
-    host: str | None = Field(
+    host: str | None = local(
         None,
         description="Name by which relays and generators of this machine find each other; null: its host name. In "
         "containers, whose host names differ, give the name of their node.",
-        json_schema_extra=LOCAL,
     )
 
 
@@ -189,9 +178,7 @@ class LearnerConfig(Section):
     )
     lora: LoraConfig | None = None
     weights: WeightsConfig = WeightsConfig()
-    deepspeed: dict[str, Any] = Field(
-        default_factory=dict, description="Merged into the DeepSpeed configuration.", json_schema_extra=LOCAL
-    )
+    deepspeed: dict[str, Any] = local({}, description="Merged into the DeepSpeed configuration.")
 
     @classmethod
     def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:

@@ -212,7 +212,6 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
 
 
 def _assign(tree: Any, keys: list[str], text: str, source: str) -> None:
-    """Set one value given as text at a path of keys."""
     try:
         value = parse_yaml(text)
     except yaml.YAMLError:

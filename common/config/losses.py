@@ -8,18 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A number that a loss reads from `algorithm.loss_options`.
+    """A number that a loss reads from `algorithm.loss_options`."""
 
-    Attributes:
-        allowed: an interval; a bracket includes its end, a parenthesis excludes it.
-        default: None if the option must be given.
-    """
-
-    allowed: str
-    default: float | None = None
+    allowed: str  # an interval; a bracket includes its end, a parenthesis excludes it
+    default: float | None = None  # None if the option must be given
 
     def holds(self, value: float) -> bool:
-        """Whether the value is in the interval."""
         low, high = map(float, self.allowed[1:-1].split(","))
         above = value >= low if self.allowed[0] == "[" else value > low
         return above and (value <= high if self.allowed[-1] == "]" else value < high)
@@ -27,23 +21,17 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """The properties of a loss.
+    """The properties of a loss."""
 
-    Attributes:
-        formula: the loss of a token, with r = pi_theta / pi_old, A the advantage, and the options in braces; {clip} is
-            r clamped to [1 - low, 1 + high].
-        by_row: whether its authors, and verl, always average it by row.
-        has_ratio: whether it contains pi_theta / pi_old, which is the importance weight if pi_old generated the tokens.
-        weighs_rows: whether importance weights enter its row ratio, instead of multiplying the loss.
-        compares: whether it chooses tokens by comparing all tokens of a mini-batch.
-    """
-
+    # The loss of a token, with r = pi_theta / pi_old, A the advantage, and the options in braces; {clip} is r clamped
+    # to [1 - low, 1 + high].
     formula: str
     options: Mapping[str, Option] = field(default_factory=dict)
-    by_row: bool = False
+    by_row: bool = False  # whether its authors, and verl, always average it by row
+    # Whether it contains pi_theta / pi_old, which is the importance weight if pi_old generated the tokens.
     has_ratio: bool = True
-    weighs_rows: bool = False
-    compares: bool = False
+    weighs_rows: bool = False  # whether importance weights enter its row ratio, instead of multiplying the loss
+    compares: bool = False  # whether it chooses tokens by comparing all tokens of a mini-batch
 
 
 POSITIVE = "(0, inf)"

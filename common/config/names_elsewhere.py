@@ -7,9 +7,7 @@ _MINI = "say learner.mini_batches, the number of optimizer steps of a batch, ins
 _ONCE = "each batch is trained on once; learner.mini_batches is its number of optimizer steps"
 _EPOCHS = "say run.steps: prompts are chosen by their values, not in epochs"
 _GROUP = "say algorithm.group_size, with algorithm.method=grpo or rloo; the default, spo, needs one response per prompt"
-_OVERLONG = "prompts longer than data.max_prompt_tokens are skipped and counted, never cut"
 _VLLM = "it is vLLM's: say generator.engine={{{0}: VALUE}}"
-_GPUS = "spo run divides the machine's GPUs; run.learner_gpus and run.generator_gpus choose them"
 _OPTION = "say algorithm.loss_options={{{0}: VALUE}}"
 _CLIP = "say algorithm.loss_options={low: VALUE, high: VALUE}"
 
@@ -27,7 +25,7 @@ NAMES: dict[str, dict[str, str]] = {
         "entropy_coeff": "algorithm.entropy_coef",
         "experiment_name": "run.experiment",
         "filter_groups": "algorithm.refill_degenerate",
-        "filter_overlong_prompts": _OVERLONG,
+        "filter_overlong_prompts": "prompts longer than data.max_prompt_tokens are skipped and counted, never cut",
         "kl_loss_coef": "algorithm.kl_coef",
         "kl_loss_type": "algorithm.kl_estimator",
         "logger": "run.log_to",
@@ -41,7 +39,7 @@ NAMES: dict[str, dict[str, str]] = {
         "max_prompt_length": "data.max_prompt_tokens",
         "max_response_length": "episode.max_response_tokens",
         "n": _GROUP,
-        "n_gpus_per_node": _GPUS,
+        "n_gpus_per_node": "spo run divides the machine's GPUs; run.learner_gpus and run.generator_gpus choose them",
         "norm_adv_by_std_in_grpo": "say algorithm.method=grpo, or dr_grpo for false",
         "optimizer_offload": "say learner.offload=optimizer",
         "param_offload": "say learner.offload=all",
@@ -53,7 +51,7 @@ NAMES: dict[str, dict[str, str]] = {
         "rollout_correction": "algorithm.correction",
         "save_freq": "learner.checkpoint_every",
         "target_modules": "learner.lora.targets",
-        "tensor_model_parallel_size": "it is vLLM's: say generator.engine={tensor_parallel_size: VALUE}",
+        "tensor_model_parallel_size": _VLLM.format("tensor_parallel_size"),
         "test_freq": "eval.every",
         "tool_config_path": "episode.tools",
         "total_epochs": _EPOCHS,
@@ -119,7 +117,7 @@ NAMES: dict[str, dict[str, str]] = {
         "eps_clip_low": _OPTION.format("low"),
         "eval_before_train": "eval.before_training",
         "eval_interval": "eval.every",
-        "inference_engine_tensor_parallel_size": "it is vLLM's: say generator.engine={tensor_parallel_size: VALUE}",
+        "inference_engine_tensor_parallel_size": _VLLM.format("tensor_parallel_size"),
         "kl_estimator_type": "algorithm.kl_estimator",
         "loss_reduction": "algorithm.aggregation",
         "max_generate_length": "episode.max_response_tokens",
@@ -160,17 +158,14 @@ NAMES: dict[str, dict[str, str]] = {
         "seq_len": "model.max_model_len",
     },
     "vLLM": {
-        name: _VLLM.format(name)
-        for name in (
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
-            "enforce_eager",
-            "gpu_memory_utilization",
-            "max_num_batched_tokens",
-            "tensor_parallel_size",
-        )
-    }
-    | {"max_num_seqs": "generator.max_concurrency"},
+        "enable_chunked_prefill": _VLLM.format("enable_chunked_prefill"),
+        "enable_prefix_caching": _VLLM.format("enable_prefix_caching"),
+        "enforce_eager": _VLLM.format("enforce_eager"),
+        "gpu_memory_utilization": _VLLM.format("gpu_memory_utilization"),
+        "max_num_batched_tokens": _VLLM.format("max_num_batched_tokens"),
+        "max_num_seqs": "generator.max_concurrency",
+        "tensor_parallel_size": _VLLM.format("tensor_parallel_size"),
+    },
     "others": {
         "epochs": _EPOCHS,
         "eval.n": "eval.samples",

@@ -16,22 +16,14 @@ RECOMMENDED = "decoupled_k3_rs_seq_tis"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One named correction.
+    """One named correction."""
 
-    Attributes:
-        name: as in `algorithm.correction.preset`.
-        fields: what it sets in `algorithm.correction`; the rest keeps verl's defaults.
-        formula: what it computes, in words.
-        use: when to use it.
-        source: paper or public description.
-        algorithm: what it sets in `algorithm` beside the correction, unless other values are given.
-    """
-
-    name: str
-    fields: dict[str, Any]
-    formula: str
-    use: str
-    source: str
+    name: str  # as in `algorithm.correction.preset`
+    fields: dict[str, Any]  # what it sets in `algorithm.correction`; the rest keeps verl's defaults
+    formula: str  # what it computes, in words
+    use: str  # when to use it
+    source: str  # paper or public description
+    # What it sets in `algorithm` beside the correction, unless other values are given.
     algorithm: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -270,11 +262,7 @@ def read_arguments(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of this name or alias.
-
-    Raises:
-        ValueError: no preset has this name; the text suggests similar names.
-    """
+    """The preset of this name or alias; raises `ValueError`, which suggests similar names, if there is none."""
     preset = PRESETS.get(ALIASES.get(name, name))
     if preset is None:
         near = difflib.get_close_matches(name, [*PRESETS, *ALIASES], n=3, cutoff=0.4)

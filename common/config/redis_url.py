@@ -22,29 +22,22 @@ def names_sentinels(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SentinelUrl:
-    """The sentinels to ask for the master, and the master's name.
+    """The sentinels to ask for the master, and the master's name."""
 
-    Attributes:
-        sentinels: host and port of each.
-        service: the name that the sentinels have for the master and its replicas.
-        db: database number.
-        user, password: of the sentinels; `broker.password_file` has the data servers' password.
-        tls: redis-py's options for certificates, the same for sentinels and data servers; None without TLS.
-    """
-
-    sentinels: tuple[tuple[str, int], ...]
-    service: str
-    db: int = 0
+    sentinels: tuple[tuple[str, int], ...]  # host and port of each
+    service: str  # the name that the sentinels have for the master and its replicas
+    db: int = 0  # number of the database
+    # The sentinels' account, and its password; `broker.password_file` has the data servers' password.
     user: str | None = None
     password: str | None = None
+    # Options of redis-py for certificates, the same for sentinels and data servers; None without TLS.
     tls: Mapping[str, str | bool] | None = None
 
     @classmethod
     def parse(cls, url: str) -> SentinelUrl:
-        """Read an address that `names_sentinels`; port and database may be left out.
+        """Read an address that `names_sentinels`; raises `ValueError`, which says why it is not valid.
 
-        Raises:
-            ValueError: it is not valid; the text says why.
+        Port and database may be left out.
         """
         address, _, options = url.partition("?")
         scheme, _, rest = address.partition("://")

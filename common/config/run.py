@@ -18,7 +18,7 @@ from common.config.data import DataConfig, Source
 from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfig
 from common.config.learner import LearnerConfig
 from common.config.sampler import EvalConfig, SamplerConfig
-from common.config.section import LOCAL, NUMBERS_AS_TEXT, Section
+from common.config.section import NUMBERS_AS_TEXT, Section, local
 from common.config.sft import SftConfig
 from common.config.teacher import TeacherConfig
 
@@ -34,30 +34,26 @@ class RunConfig(Section):
 
     name: str = Field("spo", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; prefix of its Redis keys.")
     experiment: str = Field("default", description="Folder under `output_dir` that holds the run's files.")
-    output_dir: str = Field("runs", description="Where run folders are made.", json_schema_extra=LOCAL)
-    modules: str | None = Field(
+    output_dir: str = local("runs", description="Where run folders are made.")
+    modules: str | None = local(
         None,
         description="Folder of your own modules, for names of the form `module:object`; searched after "
         "installed packages. null: the folder of the YAML file.",
-        json_schema_extra=LOCAL,
     )
-    learner_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = Field(
+    learner_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = local(
         None,
         description="GPUs of the learner under `spo run`, one rank on each, in torch's numbering: `0-3` or `0,2`. "
         "null: half of them, or the nearest number with which it fits (docs/gpu.md).",
-        json_schema_extra=LOCAL,
     )
-    generator_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = Field(
+    generator_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = local(
         None,
         description="GPUs of the generators under `spo run`; each generator takes as many as `generator.engine` "
         "requires. null: the others.",
-        json_schema_extra=LOCAL,
     )
-    teacher_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = Field(
+    teacher_gpus: Annotated[str | None, NUMBERS_AS_TEXT] = local(
         None,
         description="GPUs of the teachers under `spo run`; each server takes as many as `teacher.engine` requires. "
         "null: the last ones.",
-        json_schema_extra=LOCAL,
     )
     steps: int = Field(
         100,
@@ -138,16 +134,13 @@ class ModelConfig(Section):
 class BrokerConfig(Section):
     """The Redis server between the processes."""
 
-    url: str = Field(
+    url: str = local(
         "redis://127.0.0.1:6379/0",
         description="`redis://`, `rediss://`, `unix://`, or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB` "
         "(`rediss+sentinel://` with TLS).",
-        json_schema_extra=LOCAL,
     )
-    password_file: str | None = Field(
-        None, description="File with the server's password, in place of one in `url`.", json_schema_extra=LOCAL
-    )
-    wait: float = Field(60.0, ge=0, description="Seconds to wait for the server.", json_schema_extra=LOCAL)
+    password_file: str | None = local(None, description="File with the server's password, in place of one in `url`.")
+    wait: float = local(60.0, ge=0, description="Seconds to wait for the server.")
     dead_after: float = Field(
         10.0,
         gt=0,
@@ -220,7 +213,6 @@ class Config(Section):
 
     @property
     def uses_containers(self) -> bool:
-        """Whether an agent of a source runs in containers."""
         return any(episode.agent and episode.agent.image for episode in self.episodes_in_use().values())
 
     def teachers_in_use(self) -> dict[str, TeacherConfig]:

@@ -9,6 +9,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
@@ -20,35 +21,29 @@ from common.config.names_elsewhere import ELSEWHERE
 from common.errors import UserError, nearest
 from common.network import without_password
 
-LOCAL: dict[str, Any] = {"local": True}
 SECRETS = ("sandbox.token",)  # messages do not show their values
 # Names of the forms of `data.train`; pydantic inserts them into the locations of errors.
 FORMS = ("path", "files", "list")
 
 
-def _as_word(value: Any) -> Any:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return value
-
-
-ON_OFF = BeforeValidator(_as_word)  # for text that may be `on` or `off`, which YAML reads as true and false
+# For text that may be `on` or `off`, which YAML reads as true and false.
+ON_OFF = BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value)
 # For text such as `0,2`, because YAML reads a single `0` as a number.
 NUMBERS_AS_TEXT = BeforeValidator(
     lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 )
 
 
+def local(default: Any, **options: Any) -> Any:
+    """A pydantic `Field` that describes the machine a process runs on: processes of one run may differ in it."""
+    return Field(default, json_schema_extra={"local": True}, **options)
+
+
 class Section(BaseModel):
     """A section, in which unknown keys are errors and values cannot be changed once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    _notes: tuple[str, ...] = PrivateAttr(())
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """A line for each former key or name that was read."""
-        return self._notes
+    _notes: list[str] = PrivateAttr([])  # a line for each former key or name that was read
 
     @classmethod
     def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -67,31 +62,18 @@ class Section(BaseModel):
             return handler(data)
         fields, notes = cls.read_former(data)
         section = handler(fields)
-        section._notes = tuple(notes)
+        section._notes = notes
         return section
 
 
 class SourceSection(Section):
-    """A section that a source of the data may override in part.
+    """A section that a source of the data may override in part."""
 
-    Attributes:
-        section: its key in the configuration.
-        of_the_run: keys that are the same for all sources.
-    """
-
-    section: ClassVar[str]
-    of_the_run: ClassVar[tuple[str, ...]]
+    section: ClassVar[str]  # its key in the configuration
+    of_the_run: ClassVar[tuple[str, ...]]  # keys that are the same for all sources
 
     def with_changes(self, changes: Mapping[str, Any], source: str) -> Self:
-        """The section for the tasks of a source.
-
-        Args:
-            changes: the source's own values.
-            source: key of the source, for messages.
-
-        Raises:
-            UserError: a key or a value is wrong.
-        """
+        """The section with a source's changes; raises `UserError`, with the source's key, if one of them is wrong."""
         if not changes:
             return self
         name = f"{source}.{self.section}"
@@ -113,8 +95,8 @@ def explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseMod
     """All problems of a section as one line: which key, what was given, what is allowed.
 
     Args:
-        tree: what was validated by `model`.
-        name: of the section, for messages; empty for the whole configuration.
+        tree: the mapping that `model` refused.
+        name: of the section; empty for the whole configuration.
     """
     problems: dict[tuple[str | int, ...], list[Any]] = {}
     for problem in error.errors():
@@ -129,11 +111,7 @@ def explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseMod
 def _explain(
     location: list[str | int], tree: Mapping[str, Any], model: type[BaseModel], name: str, problem: Any, *others: Any
 ) -> str:
-    """One line on a key.
-
-    Args:
-        others: problems of the same value, one for each other form that it may have.
-    """
+    """One line on a key; `others` are problems of the same value, one for each other form that it may have."""
     key = _join(name, _named(location, tree))
     if problem["type"] == "extra_forbidden":
         siblings, value = _keys_at(model, location[:-1]), problem["input"]
@@ -197,7 +175,6 @@ def _without_forms(location: Iterable[str | int], tree: Any, model: type[BaseMod
 
 
 def _within(tree: Any, part: str | int) -> Any:
-    """The value at a key or a position; None if there is none."""
     try:
         return tree[part]
     except (LookupError, TypeError):
@@ -243,7 +220,7 @@ def keys_of(model: type[BaseModel], before: str = "") -> Iterator[str]:
 
 def notes_of(section: Section, before: str = "") -> Iterator[str]:
     """The notes of a section and of the sections within it, each preceded by the key of its section."""
-    yield from (_join(before, note) for note in section.notes)
+    yield from (_join(before, note) for note in section._notes)
     for name in type(section).model_fields:
         value = getattr(section, name)
         for one in value if isinstance(value, list) else (value,):

@@ -56,11 +56,6 @@ SECRETS = (("broker", "url"), ("sandbox", "url"), ("sandbox", "token"))
 PASSWORD_OPTIONS = ("password", "ssl_password")
 
 
-def may_change(key: str) -> bool:
-    """True if `section.key` may differ from what the run has trained with so far."""
-    return key in CHANGEABLE
-
-
 def dump_config(config: Config, *, absolute: bool = False) -> str:
     """The resolved configuration as YAML, every key spelled out, without secrets: those are named in a comment.
 
@@ -95,7 +90,6 @@ def secrets(config: Config) -> dict[str, Any]:
 
 
 def address_without_password(url: str) -> str:
-    """The same address without its password; the user's name stays."""
     before, mark, query = url.partition("?")
     scheme, _, rest = before.partition("://")
     authority, slash, path = rest.partition("/")

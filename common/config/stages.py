@@ -18,22 +18,14 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Multiply token losses by min(ratio, upper); with a band, by the ratio inside it and by 0 outside.
+    """Multiply token losses by min(ratio, upper); with a band, by the ratio inside it and by 0 outside."""
 
-    Attributes:
-        level: the ratio of each `token`, or the product over the `sequence`.
-        lower, upper: ends of the band; without a band, `upper` is the truncation C, and `lower` is only reported.
-        zero_outside: whether there is a band.
-        sees: which tokens enter a product.
-        by_age: whether `thresholds_by_age` moves the bound.
-    """
-
-    level: Literal["token", "sequence"]
-    lower: float
-    upper: float
-    zero_outside: bool = False
-    sees: Sees = "all"
-    by_age: bool = True
+    level: Literal["token", "sequence"]  # the ratio of each token, or the product over the sequence
+    lower: float  # of the band; without one it is only reported
+    upper: float  # of the band; without one, the truncation C
+    zero_outside: bool = False  # whether there is a band
+    sees: Sees = "all"  # which tokens enter a product
+    by_age: bool = True  # whether `thresholds_by_age` moves the bound
 
     @property
     def of_rows(self) -> bool:
@@ -42,27 +34,18 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Keep the tokens or rows with lower <= statistic <= upper.
+    """Keep the tokens or rows with lower <= statistic <= upper, bounds in units of the estimator."""
 
-    Attributes:
-        name: its name in metrics.
-        level: `token`; the `sum`, the `mean` or the `max` over a row's tokens; `any`: a row is dropped if any of its
-            tokens is out of bounds.
-        estimator: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
-        lower, upper: bounds in units of the estimator.
-        sees: which tokens enter the statistic of a row.
-        bound: each token's x is first clamped to +-bound.
-        by_age: whether `thresholds_by_age` moves the bounds.
-    """
-
-    name: str
+    name: str  # in metrics
+    # `token`; the `sum`, the `mean` or the `max` over a row's tokens; `any`: a row is dropped if any of its tokens is
+    # out of bounds.
     level: Literal["token", "sum", "mean", "max", "any"]
-    estimator: Literal["k1", "k2", "k3"]
+    estimator: Literal["k1", "k2", "k3"]  # k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x
     lower: float
     upper: float
-    sees: Sees = "all"
-    bound: float = LOG_RATIO_BOUND
-    by_age: bool = True
+    sees: Sees = "all"  # which tokens enter the statistic of a row
+    bound: float = LOG_RATIO_BOUND  # each token's x is first clamped to +-bound
+    by_age: bool = True  # whether `thresholds_by_age` moves the bounds
 
     @property
     def of_rows(self) -> bool:
@@ -74,13 +57,10 @@ class SecondMoment:
     """Drop the tokens with the largest x^2 of the mini-batch, until the mean of the others is below the threshold.
 
     M2PO, arXiv 2510.01161. At least one token stays.
-
-    Attributes:
-        by_age: False, because `thresholds_by_age` does not move the threshold.
     """
 
     threshold: float
-    by_age: bool = False
+    by_age: bool = False  # `thresholds_by_age` does not move the threshold
 
 
 Stage = Weight | Mask | SecondMoment

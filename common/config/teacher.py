@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from common.config.section import LOCAL, SourceSection
+from common.config.section import SourceSection, local
 
 # The keys that name a teacher; at most one of them is set.
 TEACHER_KEYS = ("model", "url", "context")
@@ -45,16 +45,13 @@ class TeacherConfig(SourceSection):
     model: str | None = Field(
         None, description="Model folder or Hugging Face name of a teacher that `spo run` serves with vLLM."
     )
-    url: str | None = Field(
+    url: str | None = local(
         None,
         description="Or the address, up to `/v1`, of an OpenAI-compatible server that returns the log-probs of a "
         "prompt's tokens, as vLLM's own does.",
-        json_schema_extra=LOCAL,
     )
     url_model: str | None = Field(None, description="Name of the model at `url`; null: the first that it serves.")
-    api_key_env: str | None = Field(
-        None, description="Environment variable with the key for `url`.", json_schema_extra=LOCAL
-    )
+    api_key_env: str | None = local(None, description="Environment variable with the key for `url`.")
     context: str | None = Field(
         None,
         description="Or text added to the prompt, with which the policy is its own teacher; it may have the fields "
@@ -63,14 +60,8 @@ class TeacherConfig(SourceSection):
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="Type in which `model` computes; null: `model.dtype`."
     )
-    engine: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Passed to vLLM's engine arguments for `model` untouched.",
-        json_schema_extra=LOCAL,
-    )
-    max_concurrency: int = Field(
-        64, ge=1, description="Concurrent requests of one generator to a teacher's server.", json_schema_extra=LOCAL
-    )
+    engine: dict[str, Any] = local({}, description="Passed to vLLM's engine arguments for `model` untouched.")
+    max_concurrency: int = local(64, ge=1, description="Concurrent requests of one generator to a teacher's server.")
     top_k: int = Field(
         0,
         ge=0,
@@ -91,7 +82,6 @@ class TeacherConfig(SourceSection):
 
     @property
     def is_set(self) -> bool:
-        """Whether there is a teacher."""
         return any(getattr(self, key) is not None for key in TEACHER_KEYS)
 
     @property

@@ -15,11 +15,6 @@ from common.config.run import Config
 from common.config.sampler import KINDS
 from common.config.section import Section, notes_of
 
-# Settings that only some methods read, and those methods.
-METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
-    "group_size": GROUP_METHODS,
-    "refill_degenerate": GROUP_METHODS,
-}
 # Keys of the section `data` that hold for sources which do not set them.
 READ_BY_SOURCES = (
     "config", "prompt_column", "answer_column", "answer_after", "id_column", "system_prompt", "prompt_markup",
@@ -83,9 +78,9 @@ def _method(config: Config) -> Iterator[str]:
     """Settings of other methods, and settings that matter only if the tracker is the baseline."""
     algorithm, sampler = config.algorithm, config.sampler
     method = f"with algorithm.method = {algorithm.method!r}"
-    for name, methods in METHOD_SETTINGS.items():
-        if algorithm.method not in methods:
-            yield from _idle("algorithm.", algorithm, (name,), f"{method}; it belongs to {', '.join(methods)}")
+    if algorithm.method not in GROUP_METHODS:
+        why = f"{method}; it belongs to {', '.join(GROUP_METHODS)}"
+        yield from _idle("algorithm.", algorithm, ("group_size", "refill_degenerate"), why)
     if algorithm.method in GROUP_METHODS or algorithm.advantage not in (None, algorithm.method):
         why = f"{method}, which z-scores no batch" if algorithm.advantage is None else "with an own algorithm.advantage"
         yield from _idle("sampler.advantage.", sampler.advantage, ("token_weighted", "clip"), why)

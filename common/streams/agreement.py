@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import Config, Difference, differences, shared_values
-from common.config.shared import may_change
+from common.config.shared import CHANGEABLE
 from common.errors import UserError
 from common.files import checkpoint_versions
 from common.model import cached_folder, model_digests
@@ -61,9 +61,9 @@ def agree(
 
 
 def compare(broker: Broker, config: Config) -> list[Difference] | None:
-    """The changes that this configuration would make to the run; None if the run has not begun.
+    """The changes that this configuration would make to the run; None if the run has not begun. Changes nothing.
 
-    Changes nothing. Raises `UserError` like `agree`, but does not check whether processes of the run are alive.
+    Raises `UserError` like `agree`, but does not check whether processes of the run are alive.
     """
     if not broker.redis.exists(broker.key("release")):
         return None
@@ -99,7 +99,7 @@ def check_changes(changes: Sequence[Difference], run: str, step: int | None, ahe
     """
     if step == 0:
         return
-    refused = [change for change in changes if step is None or not may_change(change.key)]
+    refused = [change for change in changes if step is None or change.key not in CHANGEABLE]
     if refused and step is None:
         raise UserError(
             f"{run} was started with another configuration: {_listed(refused)}; use that, or choose another run.name"
@@ -132,13 +132,10 @@ def _agree_on_model(broker: Broker, config: Config, role: Role, log: Any) -> Non
 
 
 def agree_on_download(broker: Broker, config: Config) -> None:
-    """Compare the model's files with the run's if `model.path` is a Hugging Face name.
+    """Compare the model's files with the run's if `model.path` is a Hugging Face name; raises `UserError` like `agree`.
 
     To be called once the model is loaded, because loading may download another revision than the cache had. Files that
     this cache lacks are not compared: caches of one revision may lack different files.
-
-    Raises:
-        UserError: the run was started with another revision.
     """
     name = config.model.path
     folder = None if Path(name).is_dir() else cached_folder(name)
@@ -215,16 +212,16 @@ def _replace(broker: Broker, before: str, config: Config, changes: Sequence[Diff
     if step == 0:
         # What was generated so far belongs to the other configuration.
         arguments: list[str | int] = [before, after, settling, broker.key(""), release()]
-        done = broker.script("begin_anew")([broker.key("config"), broker.key("reconfigured")], arguments)
+        done = broker.call("begin_anew", ("config", "reconfigured"), arguments)
         line = "another configuration: the run, which has not trained yet, starts from the beginning"
     else:
         rows = [
             json.dumps({"step": step, "key": c.key, "from": c.there, "to": c.here, "time": round(time.time())})
             for c in changes
         ]
-        keys = [broker.key(name) for name in ("config", "reconfigured", "changes", "finished")]
+        keys = ("config", "reconfigured", "changes", "finished")
         last = EarlyStop.of(broker).last_version(config.run.steps, config.run.stop_when)
-        done = broker.script("reconfigure")(keys, [before, after, settling, int(step < last), *rows])
+        done = broker.call("reconfigure", keys, [before, after, settling, int(step < last), *rows])
         line = "the run's configuration changes"
     if done and log is not None:
         log.warning(line, step=step, changes=shown)

@@ -64,7 +64,7 @@ class BatchInbox:
             if time.monotonic() > deadline:
                 raise Replaced(f"run {broker.run!r} already has a learner ({holder}); stop that one first")
             time.sleep(0.1)
-        self._epoch = int(broker.script("become_learner")([key], [self.owner]))
+        self._epoch = int(broker.call("become_learner", ["learner"], [self.owner]))
         return self
 
     def check(self) -> None:
@@ -119,10 +119,10 @@ class BatchInbox:
         # Not required any more: a call that is repeated because its reply was lost finds this batch released.
         if self._newest_batch in entries:
             self._newest_batch = b""
-        keys = [broker.key(name) for name in ("learner", "steps", "endpoints", "batches", "counters", "payload:")]
+        keys = ("learner", "steps", "endpoints", "batches", "counters", "payload:")
         arguments: list[Any] = [self.owner, self._epoch, step, STEPS_KEPT, endpoint, CONSUMER_GROUP]
         arguments += [self._newest_batch, self._newest_step, len(entries)]
-        released, detail = broker.script("learner")(keys, [*arguments, *entries, *sample_ids])
+        released, detail = broker.call("learner", keys, [*arguments, *entries, *sample_ids])
         if released >= 0:
             if detail:
                 self._newest_step = detail

@@ -27,6 +27,7 @@ SOCKET_TIMEOUT = 30.0
 MEMORY_SHARE = 0.8  # of `maxmemory`, above which no task is sent and the learner saves early
 SHORTEST_OUTAGE = 1.0  # seconds; a shorter silence is never an outage
 NOEVICTION = "noeviction"
+UNREADABLE: dict[str, Any] = {"role": "unknown", "state": "unreadable"}  # stands for what a process has published
 
 
 class Memory(NamedTuple):
@@ -78,11 +79,12 @@ class Broker:
         pattern = re.sub(r"([\\*?\[\]^])", r"\\\1", self.key(prefix)) + "*"
         return [key.decode() for key in self.redis.scan_iter(pattern, count=1000)]
 
-    def script(self, name: str) -> Script:
-        if name not in self._scripts:
-            source = (Path(__file__).parent / f"{name}.lua").read_text(encoding="utf-8")
-            self._scripts[name] = self.redis.register_script(source)
-        return self._scripts[name]
+    def call(self, script: str, names: Iterable[str], arguments: Sequence[Any]) -> Any:
+        """Run a script on keys of the run."""
+        if script not in self._scripts:
+            source = (Path(__file__).parent / f"{script}.lua").read_text(encoding="utf-8")
+            self._scripts[script] = self.redis.register_script(source)
+        return self._scripts[script]([self.key(name) for name in names], arguments)
 
     def was_cut_off(self, seconds: float) -> bool:
         """Whether a process that has not reached Redis for `seconds` cannot tell which others are silent.
@@ -127,7 +129,7 @@ class Broker:
 
     def set(self, name: str, value: str | int, seconds: int = 0) -> None:
         """Set a small key, also in a full Redis; it expires after `seconds`, if these are given."""
-        self.script("set")([self.key(name)], [value, seconds])
+        self.call("set", [name], [value, seconds])
 
     def memory(self) -> Memory:
         try:
@@ -171,8 +173,9 @@ class Broker:
         return self.all_evaluations().results
 
     def all_evaluations(self) -> PublishedEvaluations:
-        """Held-out results by version, oldest first, and how many cannot be read."""
-        return evaluations(self.redis.hvals(self.key("evaluations")))
+        values = [read_published(_EVALUATION, data) for data in self.redis.hvals(self.key("evaluations"))]
+        results = [value for value in values if value is not None]
+        return PublishedEvaluations(sorted(results, key=lambda result: result["version"]), len(values) - len(results))
 
     def processes(self) -> dict[str, dict[str, Any]]:
         """Living processes by id, with the values each publishes and `age`, seconds since its last heartbeat.
@@ -187,7 +190,8 @@ class Broker:
         now = seconds + micros / 1e6
         ages = {process_id: now - milliseconds / 1000 for process_id, milliseconds in heartbeats}
         return {
-            process_id.decode(errors="replace"): process_status(data) | {"age": ages[process_id]}
+            process_id.decode(errors="replace"): (read_published(_PROCESS, data) or UNREADABLE)
+            | {"age": ages[process_id]}
             for process_id, data in sorted(entries.items())
             # A heartbeat from the future comes from a process that died before Redis' clock was set back.
             if abs(ages.get(process_id, self.dead_after)) < self.dead_after
@@ -266,18 +270,8 @@ _PROCESS = TypeAdapter(ProcessStatus)
 _EVALUATION = TypeAdapter(EvaluationResult)
 
 
-def process_status(data: bytes) -> dict[str, Any]:
-    """What a process published about itself; the state is `unreadable` if it cannot be read."""
-    return read_published(_PROCESS, data) or {"role": "unknown", "state": "unreadable"}
-
-
-def evaluations(entries: Iterable[bytes]) -> PublishedEvaluations:
-    values = [read_published(_EVALUATION, data) for data in entries]
-    results = [value for value in values if value is not None]
-    return PublishedEvaluations(sorted(results, key=lambda result: result["version"]), len(values) - len(results))
-
-
 def read_published(kind: TypeAdapter[Any], data: bytes) -> dict[str, Any] | None:
+    """What a process published, as one of these mappings; None if it cannot be read."""
     try:
         value: dict[str, Any] = kind.validate_python(unpack(data), strict=True)
     except (Unreadable, ValidationError):

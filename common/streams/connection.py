@@ -55,11 +55,7 @@ class Patience(ExponentialBackoff):
         self._ended = True
 
     def compute(self, failures: int) -> float:
-        """Wait before a call is retried for the n-th time; returns 0, because the caller need not wait as well.
-
-        Raises:
-            ConnectionError: `end` was called.
-        """
+        """Wait before the n-th retry; returns 0: the caller need not wait too. Raises `ConnectionError` after `end`."""
         until = time.monotonic() + super().compute(failures)
         while not self._ended and (left := until - time.monotonic()) > 0:
             time.sleep(min(LOOK_EVERY, left))

@@ -28,8 +28,7 @@ def add(broker: Broker, letter: bytes) -> None:
 
 def bury(broker: Broker, stream: str, group: str, entry_id: str, letter: bytes) -> None:
     """Move an entry of a stream to the dead letters."""
-    keys = [broker.key(name) for name in ("dead", stream, "counters")]
-    broker.script("bury")(keys, [letter, MAX_LETTERS, group, entry_id])
+    broker.call("bury", ("dead", stream, "counters"), [letter, MAX_LETTERS, group, entry_id])
 
 
 def list_dead(broker: Broker, count: int = 100) -> list[tuple[str, dict[str, Any]]]:
@@ -39,17 +38,13 @@ def list_dead(broker: Broker, count: int = 100) -> list[tuple[str, dict[str, Any
 
 
 def replay(broker: Broker, entry_id: str) -> str:
-    """Put a dead letter back on its stream; returns the stream's name.
-
-    Raises:
-        UserError: there is no such letter, or it has been put back already.
-    """
+    """Put a dead letter back on its stream, whose name is returned; raises `UserError` if it is no longer there."""
     entries = broker.redis.xrange(broker.key("dead"), entry_id, entry_id)
     if not entries:
         raise UserError(f"no dead letter {entry_id} in run {broker.run!r}; `spo dead` lists them")
     note = unpack(entries[0][1][b"letter"], MAX_LETTER)
     fields = [item for pair in note["fields"].items() for item in pair]
-    keys = [broker.key(name) for name in ("dead", note["stream"], "counters")]
-    if not broker.script("replay")(keys, [entry_id, int(note["stream"].startswith(COUNTED)), *fields]):
+    arguments = [entry_id, int(note["stream"].startswith(COUNTED)), *fields]
+    if not broker.call("replay", ("dead", note["stream"], "counters"), arguments):
         raise UserError(f"dead letter {entry_id} of run {broker.run!r} has been replayed already")
     return str(note["stream"])

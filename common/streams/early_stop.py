@@ -17,19 +17,12 @@ FIELD = "early_stop"  # of the sampler's state in Redis
 
 @dataclass(slots=True)
 class EarlyStop:
-    """The best held-out reward of a run; the sampler keeps it in its state.
+    """The best held-out reward of a run; the sampler keeps it in its state."""
 
-    Attributes:
-        best: mean held-out reward, NaN before the first evaluation.
-        version: the weight version that reached `best`.
-        since: number of evaluations after that, none of which was better.
-        end: the last version of the run, chosen once `since` reached `run.stop_when`; 0 before that.
-    """
-
-    best: float = math.nan
-    version: int = -1
-    since: int = 0
-    end: int = 0
+    best: float = math.nan  # mean held-out reward, NaN before the first evaluation
+    version: int = -1  # the weight version that reached `best`
+    since: int = 0  # number of evaluations after that, none of which was better
+    end: int = 0  # the last version of the run, chosen once `since` reached `run.stop_when`; 0 before that
 
     @classmethod
     def of(cls, broker: Broker) -> Self:
@@ -61,7 +54,6 @@ class EarlyStop:
         return self.end > 0 and self.is_due(patience)
 
     def last_version(self, steps: int, patience: int | None) -> int:
-        """The last version of a run with these `run.steps` and `run.stop_when`."""
         return min(self.end, steps) if self.holds(patience) else steps
 
     def __str__(self) -> str:

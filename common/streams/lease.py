@@ -114,8 +114,7 @@ class SamplerLease:
                 return LedgerState(*hashes), sequence
 
     def _hold(self, length_ms: int, dead: str = "") -> tuple[str, int]:
-        keys = [self._broker.key("lease"), self._broker.key("state")]
-        holder, sequence = self._broker.script("hold")(keys, [self.owner, length_ms, dead])
+        holder, sequence = self._broker.call("hold", ("lease", "state"), [self.owner, length_ms, dead])
         return holder.decode(), int(sequence)
 
     def _read_hash(self, name: str) -> dict[str, bytes]:

@@ -24,6 +24,10 @@ CONSUMER_GROUP = "sampler"
 CONSUMER = "sampler"
 PAGE = 500  # entries of the journal that are read at a time
 LEASE_LOST, BEHIND, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
+KEYS = (
+    "lease", "state", "samples", "tasks", "batches", "tracker", "open", "outstanding", "counters", "evaluations",
+    "payload:", "pin:", "journal",
+)  # fmt: skip
 
 
 class Pin(NamedTuple):
@@ -35,37 +39,24 @@ class Pin(NamedTuple):
 
 @dataclass
 class Commit:
-    """What one round of the sampler changes.
+    """What one round of the sampler changes."""
 
-    Attributes:
-        counted: entry ids of the headers that are counted with this commit.
-        tracker: new rows by prompt id.
-        open_add, open_remove: the open batch, by sample id.
-        closed: names of evaluations that are over; their unanswered tasks are withdrawn.
-        dispatch: new tasks, each with the record that the sampler needs when the task's header arrives.
-        outstanding_remove: task ids whose header is counted.
-        batches: manifests to send to the learner.
-        unlink: samples whose payload is no longer needed.
-        counters: increments by name.
-        scalars: single values to keep.
-        evaluations: held-out results by version, packed.
-        rewards, restored: see `JournalEntry`; for the journal.
-    """
-
-    counted: list[str] = field(default_factory=list)
-    tracker: dict[str, bytes] = field(default_factory=dict)
-    open_add: dict[str, bytes] = field(default_factory=dict)
-    open_remove: list[str] = field(default_factory=list)
-    outstanding_remove: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)  # entry ids of the headers that are counted with this commit
+    tracker: dict[str, bytes] = field(default_factory=dict)  # new rows by prompt id
+    open_add: dict[str, bytes] = field(default_factory=dict)  # to the open batch, by sample id
+    open_remove: list[str] = field(default_factory=list)  # from the open batch
+    outstanding_remove: list[str] = field(default_factory=list)  # task ids whose header is counted
+    # Names of evaluations that are over; their unanswered tasks are withdrawn.
     closed: list[str] = field(default_factory=list)
+    # New tasks, each with the record that the sampler needs when the task's header arrives.
     dispatch: list[tuple[Task, bytes]] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
-    unlink: list[str] = field(default_factory=list)
-    counters: dict[str, int] = field(default_factory=dict)
-    scalars: dict[str, bytes | str | int | float] = field(default_factory=dict)
-    evaluations: dict[int, bytes] = field(default_factory=dict)
-    rewards: list[tuple[str, float, float, str]] = field(default_factory=list)
-    restored: dict[str, Any] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)  # manifests to send to the learner
+    unlink: list[str] = field(default_factory=list)  # samples whose payload is no longer needed
+    counters: dict[str, int] = field(default_factory=dict)  # increments by name
+    scalars: dict[str, bytes | str | int | float] = field(default_factory=dict)  # single values to keep
+    evaluations: dict[int, bytes] = field(default_factory=dict)  # held-out results by version, packed
+    rewards: list[tuple[str, float, float, str]] = field(default_factory=list)  # see `JournalEntry`, for the journal
+    restored: dict[str, Any] = field(default_factory=dict)  # see `JournalEntry`, for the journal
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -105,33 +96,19 @@ class SamplerLedger:
         self._sequence = 0
         self._seen = ("", b"", 0.0)  # evaluation, how often generators with its version have asked, since when
         self._pin_looked = -math.inf
-        self._keys = [
-            broker.key(name)
-            for name in (
-                "lease", "state", "samples", "tasks", "batches", "tracker", "open", "outstanding", "counters",
-                "evaluations", "payload:", "pin:", "journal",
-            )
-        ]  # fmt: skip
         broker.ensure_group("samples", CONSUMER_GROUP)
 
     def acquire(self, wait: float | None = None) -> LedgerState:
-        """Become the run's sampler and read the run's state; waits as `SamplerLease.take` does.
-
-        Raises:
-            LeaseLost: another sampler is alive.
-        """
+        """Become the run's sampler and read the run's state; waits and raises as `SamplerLease.take` does."""
         self.broker.ensure_group("samples", CONSUMER_GROUP)  # Redis may have lost it
         self._lease.take(wait)
         state, self._sequence = self._lease.read()
         return state
 
     def read(self, count: int = 256, block_ms: int = 1000) -> list[tuple[str, SampleHeader]]:
-        """New headers with their entry ids; everything read before must have been committed.
+        """New headers with their entry ids; everything read before must have been committed. Raises what `renew` does.
 
         Headers that were delivered and never committed, to a sampler that died or in a reply that was lost, come first.
-
-        Raises:
-            LeaseLost, RedisBehind: see `renew`; Redis was emptied meanwhile.
         """
         read = partial(self.broker.read_group, "samples", CONSUMER_GROUP, CONSUMER, count=count)
         try:
@@ -156,7 +133,7 @@ class SamplerLedger:
         record = [JournalEntry.of(sequence, commit).pack()] if self._journal else []
         arguments: list[Any] = [self._lease.owner, self._lease.length_ms, sequence, CONSUMER_GROUP, GENERATORS_GROUP]
         arguments += [*commit.arguments(), len(record), *record]
-        acknowledged = int(self.broker.script("commit")(self._keys, arguments))
+        acknowledged = int(self.broker.call("commit", KEYS, arguments))
         if acknowledged == LEASE_LOST:
             raise LeaseLost(f"run {self.broker.run!r} has another sampler now")
         if acknowledged == BEHIND:
@@ -187,7 +164,7 @@ class SamplerLedger:
             The last entry that was read, "" at the end of the stream; and the ids.
         """
         start = f"({after}" if after else "-"
-        last, ids = self.broker.script("ids")([self.broker.key(stream)], [start, count])
+        last, ids = self.broker.call("ids", [stream], [start, count])
         return last.decode(), [task_id.decode(errors="replace") for task_id in ids]
 
     def pin(self, evaluation: str) -> Pin | None:
@@ -203,7 +180,6 @@ class SamplerLedger:
         return Pin(int(version), now - self._seen[2])
 
     def add_dead_letter(self, header: SampleHeader, reason: str) -> None:
-        """Add a dead letter for a header that cannot be counted."""
         fields = {b"id": header.task_id.encode(), b"header": header.pack()}
         dead.add(self.broker, dead.letter("samples", reason, fields, CONSUMER))
 
@@ -213,14 +189,13 @@ class SamplerLedger:
         Raises:
             LeaseLost: another sampler has replaced this one; nothing was changed.
         """
-        broker, key = self.broker, self.broker.key
-        groups = {key("tasks"): GENERATORS_GROUP, key("samples"): CONSUMER_GROUP, key("batches"): LEARNERS_GROUP}
-        names = ("state", "steps", "tracker", "open", "outstanding", "counters", "evaluations", "journal")
-        keys = [*(key(name) for name in ("lease", "learner")), *groups, *(key(name) for name in names)]
+        broker, groups = self.broker, {"tasks": GENERATORS_GROUP, "samples": CONSUMER_GROUP, "batches": LEARNERS_GROUP}
+        names = ["lease", "learner", *groups, "state", "steps", "tracker", "open", "outstanding", "counters"]
+        names += ["evaluations", "journal"]
         # Without holders, every generator checks each of its tasks, and finds them gone.
         for prefix in ("tasks:", "pin:", "holders:", "takeovers:"):
-            keys += broker.keys_of(prefix)
-        if broker.script("reset")(keys, [self._lease.owner, self._lease.length_ms, *groups.values()]) < 0:
+            names += [key.removeprefix(broker.key("")) for key in broker.keys_of(prefix)]
+        if broker.call("reset", names, [self._lease.owner, self._lease.length_ms, *groups.values()]) < 0:
             raise LeaseLost(f"run {broker.run!r} has another sampler now")
         self.clear_payloads()
 
@@ -259,29 +234,20 @@ def _flat(pairs: dict[Any, Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One commit.
+    """One commit."""
 
-    Attributes:
-        sequence: its number, 1 more than that of the previous commit.
-        rewards: prompt id, reward, forgetting factor and task id of each value that was updated, in order.
-        dispatched, counted: task ids.
-        batches: number and sample ids of each.
-        discarded: tasks whose tokens, if any, will be in no batch.
-        restored: what this commit took from the run folder, after Redis was lost: `version` at which it continues,
-            `rows` of the tracker by prompt id, packed; state of its `population`.
-        version: of the weights, as the sampler knew it; -1 before the first.
-        counters: increments by name.
-    """
-
-    sequence: int
+    sequence: int  # its number, 1 more than that of the previous commit
+    # Prompt id, reward, forgetting factor and task id of each value that was updated, in order.
     rewards: Sequence[tuple[str, float, float, str]]
-    dispatched: Sequence[str]
-    counted: Sequence[str]
-    batches: Sequence[tuple[int, Sequence[str]]]
-    discarded: Sequence[str]
+    dispatched: Sequence[str]  # task ids
+    counted: Sequence[str]  # task ids
+    batches: Sequence[tuple[int, Sequence[str]]]  # number and sample ids of each
+    discarded: Sequence[str]  # tasks whose tokens, if any, will be in no batch
+    # What this commit took from the run folder, after Redis was lost: `version` at which it continues, `rows` of the
+    # tracker by prompt id, packed; state of its `population`.
     restored: Mapping[str, Any] = field(default_factory=dict)
-    version: int = -1
-    counters: Mapping[str, int] = field(default_factory=dict)
+    version: int = -1  # of the weights, as the sampler knew it; -1 before the first
+    counters: Mapping[str, int] = field(default_factory=dict)  # increments by name
 
     @classmethod
     def of(cls, sequence: int, commit: Commit) -> JournalEntry:

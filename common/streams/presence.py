@@ -24,12 +24,9 @@ WARN_AFTER = 3  # times `dead_after`: by then a supervisor has had time to start
 
 
 class Presence:
-    """A background thread that renews this process's entry every `interval` seconds.
+    """A background thread that renews this process's entry every `interval` seconds."""
 
-    Attributes:
-        measured: returns metrics that each heartbeat adds to those of the status.
-    """
-
+    # Returns metrics that each heartbeat adds to those of the status.
     measured: Callable[[], dict[str, float]] = dict
 
     def __init__(self, broker: Broker, process_id: str, role: str, interval: float = 1.0) -> None:
@@ -50,11 +47,9 @@ class Presence:
         self._values = self._values | values
 
     def beat(self) -> None:
-        broker = self._broker
-        keys = [broker.key("processes"), broker.key("alive")]
         values = self._values | {"metrics": {**self._values.get("metrics", {}), **_usage(), **self.measured()}}
-        forget_ms = int(1000 * FORGET_AFTER * broker.dead_after)
-        broker.script("present")(keys, [self.process_id, msgpack.packb(values), forget_ms])
+        forget_ms = int(1000 * FORGET_AFTER * self._broker.dead_after)
+        self._broker.call("present", ("processes", "alive"), [self.process_id, msgpack.packb(values), forget_ms])
 
     def start(self) -> Self:
         """Publish once, then continue in the background."""
@@ -100,11 +95,7 @@ def learner_gone(broker: Broker) -> float | None:
 
 
 class LearnerWatch:
-    """Warns, in a process that waits for the learner, once the learner has long been gone, and at growing intervals.
-
-    Args:
-        clock: in seconds.
-    """
+    """Warns, in a process that waits for the learner, once the learner has long been gone, and at growing intervals."""
 
     def __init__(self, broker: Broker, log: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._broker, self._log, self._clock = broker, log, clock

@@ -39,7 +39,7 @@ def announce(broker: Broker, host: str, name: str, endpoint: Mapping[str, str]) 
     """Publish where a relay on `host` serves; holds for `broker.dead_after` seconds."""
     seconds, micros = broker.redis.time()
     entry = msgpack.packb({**endpoint, "name": name, "at": seconds + micros / 1e6})
-    broker.script("relay")([broker.key(f"relays:{host}")], [name, entry, int(broker.dead_after * 1000)])
+    broker.call("relay", [f"relays:{host}"], [name, entry, int(broker.dead_after * 1000)])
 
 
 def withdraw(broker: Broker, host: str, name: str) -> None:

@@ -64,17 +64,11 @@ class Finished:
 
 
 class Pulse(NamedTuple):
-    """The reply to a heartbeat.
+    """The reply to a heartbeat."""
 
-    Attributes:
-        lost: held tasks that another process has taken over, or that are not needed any more.
-        finished: whether the run is over.
-        evaluation: name of the one that is under way, or "".
-    """
-
-    lost: set[EntryId]
-    finished: bool
-    evaluation: str
+    lost: set[EntryId]  # held tasks that another process has taken over, or that are not needed any more
+    finished: bool  # whether the run is over
+    evaluation: str  # name of the one that is under way, or ""
 
 
 class ServerClock:
@@ -126,7 +120,9 @@ class TaskInbox:
         """
         self._appear()
         names = (TRAINING, "state", "pin:", HOLDERS)
-        name, *replies, unknown = self._call("lease", names, [CONSUMER_GROUP, self.consumer, version, n, training])
+        name, *replies, unknown = self._broker.call(
+            "lease", names, [CONSUMER_GROUP, self.consumer, version, n, training]
+        )
         evaluation = name.decode()
         self._notice(unknown)
         deliveries: list[Delivery] = []
@@ -158,7 +154,7 @@ class TaskInbox:
         arguments: list[str | int] = [CONSUMER_GROUP, self.consumer, self._silence_ms, n, LEASES_A_CALL]
         arguments += [int(1000 * seconds) for seconds in self._clock.expected()]
         arguments += [entry_id.id for entry_id in self._held | self._delivered if entry_id.stream == stream]
-        shown, taken, unknown = self._call("adopt", names, arguments)
+        shown, taken, unknown = self._broker.call("adopt", names, arguments)
         self._clock.learn(int(shown) / 1000, asked)
         self._notice(unknown)
         entries = [(entry_id, pairs(fields)) for entry_id, fields, _ in taken]
@@ -194,12 +190,12 @@ class TaskInbox:
             arguments: list[Any] = [CONSUMER_GROUP, self.consumer]
             for delivery in returned:
                 arguments += (delivery.entry_id.id, delivery.attempt)
-            moved += int(self._call("requeue", [stream], arguments))
+            moved += int(self._broker.call("requeue", [stream], arguments))
         return moved
 
     def leave(self) -> None:
         """Forget this consumer; to be called when it has no task left."""
-        self._call("leave", (TRAINING, "state", HOLDERS, TAKEOVERS), [CONSUMER_GROUP, self.consumer])
+        self._broker.call("leave", (TRAINING, "state", HOLDERS, TAKEOVERS), [CONSUMER_GROUP, self.consumer])
 
     def set_aside(
         self, delivery: Delivery, failure: Failure, reason: str, *, retire: bool = False, **fields: Any
@@ -216,10 +212,6 @@ class TaskInbox:
         letter = dead.letter(TRAINING, reason, entry, self.consumer)
         return Finished(delivery.entry_id, header, dead_letter=letter)
 
-    def _call(self, script: str, names: Sequence[str], arguments: Sequence[Any]) -> Any:
-        """Run a script on these keys of the run."""
-        return self._broker.script(script)([self._broker.key(name) for name in names], arguments)
-
     def _appear(self) -> None:
         """Register this process before Redis leases it a task; heartbeats keep it registered."""
         if time.monotonic() - self._beaten > self._broker.dead_after / 4:
@@ -228,7 +220,7 @@ class TaskInbox:
     def _say_alive(self, *evaluations: str) -> list[Any]:
         """Renew everything that this process has leased; returns the reply of beat.lua."""
         names = (HOLDERS, TAKEOVERS, "finished", "state", *evaluations)
-        reply: list[Any] = self._call("beat", names, [self.consumer])
+        reply: list[Any] = self._broker.call("beat", names, [self.consumer])
         before, self._beaten = self._beaten, time.monotonic()
         if before > -math.inf and self._broker.was_cut_off(self._beaten - before):
             self._judges_from = self._beaten + self._broker.dead_after
@@ -247,7 +239,7 @@ class TaskInbox:
         for stream in {entry_id.stream for entry_id in entry_ids}:
             arguments = [CONSUMER_GROUP, self.consumer]
             arguments += [entry_id.id for entry_id in entry_ids if entry_id.stream == stream]
-            lost |= {EntryId(stream, entry.decode()) for entry in self._call("held", [stream], arguments)}
+            lost |= {EntryId(stream, entry.decode()) for entry in self._broker.call("held", [stream], arguments)}
         return lost
 
     def _finish(self, stream: str, results: Sequence[Finished]) -> int:
@@ -269,7 +261,7 @@ class TaskInbox:
         if not arguments:
             return 0
         names = (stream, "samples", "counters", "dead", "payload:", "previous:")
-        return int(self._call("finish", names, [CONSUMER_GROUP, *arguments]))
+        return int(self._broker.call("finish", names, [CONSUMER_GROUP, *arguments]))
 
     def _read(
         self,
@@ -316,7 +308,6 @@ def _stream(evaluation: str) -> str:
 
 
 def _by_stream(items: Iterable[tuple[EntryId, T]]) -> Iterable[tuple[str, list[T]]]:
-    """Items by the stream that their entry is in."""
     streams: defaultdict[str, list[T]] = defaultdict(list)
     for entry_id, item in items:
         streams[entry_id.stream].append(item)

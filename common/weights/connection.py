@@ -57,20 +57,13 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A server of weights.
-
-    Attributes:
-        server_key: its public key; empty if unknown or none.
-        relay: a relay's name; empty for the learner itself.
-        configured: whether the address is from the user's configuration.
-        password: required if there is no key; empty if unknown or none.
-    """
+    """A server of weights."""
 
     address: str
-    server_key: str = ""
-    relay: str = ""
-    configured: bool = False
-    password: str = ""
+    server_key: str = ""  # its public key; empty if unknown or none
+    relay: str = ""  # a relay's name; empty for the learner itself
+    configured: bool = False  # whether the address is from the user's configuration
+    password: str = ""  # required if there is no key; empty if unknown or none
 
 
 @dataclass

@@ -64,10 +64,9 @@ def encode(chunk: Buffer, base: Buffer, width: int) -> bytes | None:
 
 
 def decode(delta: Buffer, base: Buffer, width: int) -> memoryview:
-    """Apply a delta made by `encode`. Only the checksum of the chunk tells whether the base was the right one.
+    """Apply a delta made by `encode`; raises `WrongDelta` if it cannot be unpacked, or has another size.
 
-    Raises:
-        WrongDelta: it cannot be unpacked, or has another size.
+    Only the checksum of the chunk tells whether the base was the right one.
     """
     size = len(base)
     try:

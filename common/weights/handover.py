@@ -31,7 +31,6 @@ HERE, GONE, REFUSED = b"here", b"gone", b"refused"
 REQUEST_BYTES = 256
 MOST_SILENT = 128  # clients without a request; if there are more, the oldest is cut off
 SUFFIX = ".sock"
-
 DEFAULT_FOLDER = "/dev/shm/spo-{account}"
 
 Find = Callable[[str], Snapshot | None]

@@ -63,10 +63,9 @@ class MemoryFile:
 
     @classmethod
     def opened(cls, path: str, size: int) -> Self:
-        """Map the file of another process of this user, by its `path`, to write to it.
+        """Map the file of another process of this user, by its `path`, to write to it; raises what `received` does.
 
-        Raises:
-            ValueError, OSError: see `received`; the process has ended, or is another user's.
+        OSError also means that the process has ended, or is another user's.
         """
         return cls(size, os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
@@ -97,20 +96,14 @@ class MemoryFile:
 
 @dataclass(eq=False)
 class Snapshot:
-    """One version's weights as a server sends them: the manifest, packed once, and its chunks.
-
-    Attributes:
-        chunks: bytes of each; None until it has arrived.
-        file: holds the chunks; other processes of this machine are handed it.
-        deltas: of each chunk from the manifest's `base`; None if there is none, so that the chunk itself is sent.
-        memory: the object that `file` belongs to, to which the next snapshot can be written.
-    """
+    """One version's weights as a server sends them: the manifest, packed once, and its chunks."""
 
     manifest: Manifest
-    chunks: list[memoryview | None]
-    file: MemoryFile
+    chunks: list[memoryview | None]  # bytes of each; None until it has arrived
+    file: MemoryFile  # holds the chunks; other processes of this machine are handed it
+    # Of each chunk from the manifest's `base`; None if there is none, so that the chunk itself is sent.
     deltas: list[memoryview | None] = field(default_factory=list)
-    memory: Any = None
+    memory: Any = None  # the object that `file` belongs to, to which the next snapshot can be written
     packed_manifest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,20 +132,15 @@ class Snapshot:
 
 @dataclass
 class Transfer:
-    """A snapshot that is being received into a file.
-
-    Attributes:
-        base: the file with the snapshot that deltas start from; None if it is not here. It may be `file` itself, whose
-            missing chunks still hold the base's bytes.
-        missing: chunks that have not arrived.
-        seconds: spent on it so far.
-    """
+    """A snapshot that is being received into a file."""
 
     manifest: Manifest
     file: MemoryFile
+    # The file with the snapshot that deltas start from; None if it is not here. It may be `file` itself, whose missing
+    # chunks still hold the base's bytes.
     base: MemoryFile | None = None
-    missing: set[int] = field(init=False)
-    seconds: float = 0.0
+    missing: set[int] = field(init=False)  # chunks that have not arrived
+    seconds: float = 0.0  # spent on it so far
 
     def __post_init__(self) -> None:
         self.missing = set(range(len(self.manifest.checksums)))
@@ -160,20 +148,13 @@ class Transfer:
 
 @dataclass
 class TransferStats:
-    """Counts over all transfers of a client, and where it pulls from now.
+    """Counts over all transfers of a client, and where it pulls from now."""
 
-    Attributes:
-        transferred_bytes: size of the snapshots that arrived.
-        received_bytes: bytes received for them over the network; fewer if chunks came as deltas.
-        delta_chunks: chunks that came as deltas.
-        corrupt_chunks: chunks and deltas with wrong checksums.
-    """
-
-    transferred_bytes: int = 0
-    received_bytes: int = 0
-    delta_chunks: int = 0
+    transferred_bytes: int = 0  # size of the snapshots that arrived
+    received_bytes: int = 0  # over the network; fewer than those if chunks came as deltas
+    delta_chunks: int = 0  # chunks that came as deltas
     seconds: float = 0.0
-    corrupt_chunks: int = 0
+    corrupt_chunks: int = 0  # chunks and deltas with wrong checksums
     restarts: int = 0
     reconnects: int = 0
     source: str = ""

@@ -225,7 +225,6 @@ class SnapshotServer:
             self._send_chunk(client, snapshot, request.chunk, request.delta)
 
     def _find(self, name: str) -> Snapshot | None:
-        """The snapshot of that name, if it is still served."""
         return next((one for one in (self._newest, self._older) if one is not None and one.name == name), None)
 
     def _add_chunk(self, snapshot: Snapshot, chunk: int, data: memoryview, delta: memoryview | None) -> None:

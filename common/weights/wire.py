@@ -41,14 +41,11 @@ ITEM_SIZE = {
     "bool": 1,
 }
 
-
 MAX_MANIFEST = 1 << 20  # values
 MAX_SNAPSHOT = 1 << 50  # bytes
 
 SnapshotName = Annotated[str, Field(pattern=r"^[0-9a-z]+-[0-9]{1,18}$", max_length=100)]
 Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
-
-
 Index = Annotated[int, Field(ge=0, lt=1 << 31)]
 Offset = Annotated[int, Field(ge=0, le=MAX_SNAPSHOT)]
 

@@ -24,6 +24,7 @@ from common.config.algorithm import loss_options
 from common.config.data import KNOWN_SETS
 from common.config.losses import SPECS
 from common.config.presets import ALIASES, PRESETS, RECOMMENDED
+from common.config.section import notes_of
 from common.config.warnings import warnings
 from tests.support.checks import config_of
 
@@ -245,7 +246,7 @@ def test_former_names_are_read_with_a_warning(former: dict[str, Any], today: dic
     assert config.algorithm.correction.model_dump() == expected.correction.model_dump()
     assert (config.algorithm.loss, config.algorithm.proximal) == (expected.loss, expected.proximal)
     lines = [line for line in warnings(config) if "older" in line]
-    assert len(lines) == len(config.algorithm.correction.notes) > 0
+    assert len(lines) == len([*notes_of(config.algorithm.correction)]) > 0
     assert all("; say " in line for line in lines)
 
 
