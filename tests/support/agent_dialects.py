@@ -42,12 +42,10 @@ class Chat:
     def __init__(self, url: str, key: str, http: Any) -> None:
         self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, http_client=http)
 
-    async def ask(
-        self, conversation: Conversation, max_tokens: int, streamed: bool, reply: Reply, **asked: Any
-    ) -> None:
+    async def ask(self, conversation: Conversation, max_tokens: int, streamed: bool, reply: Reply, **more: Any) -> None:
         """Add the model's reply to `reply`, piece by piece if it is streamed."""
         system = [{"role": "system", "content": conversation.system}] if conversation.system else []
-        body: dict[str, Any] = {"model": "policy", "max_tokens": max_tokens, **asked}
+        body: dict[str, Any] = {"model": "policy", "max_tokens": max_tokens, **more}
         body["messages"] = [*system, *(self._message(turn) for turn in conversation.turns)]
         if conversation.tools:
             body["tools"] = [{"type": "function", "function": {"name": "calculator", "parameters": TOOL}}]
@@ -83,10 +81,8 @@ class Responses:
     def __init__(self, url: str, key: str, http: Any) -> None:
         self._client = openai.AsyncOpenAI(base_url=f"{url}/s/{key}/v1", api_key="none", http_client=http)
 
-    async def ask(
-        self, conversation: Conversation, max_tokens: int, streamed: bool, reply: Reply, **asked: Any
-    ) -> None:
-        body: dict[str, Any] = {"model": "policy", "max_output_tokens": max_tokens, **asked}
+    async def ask(self, conversation: Conversation, max_tokens: int, streamed: bool, reply: Reply, **more: Any) -> None:
+        body: dict[str, Any] = {"model": "policy", "max_output_tokens": max_tokens, **more}
         body["instructions"] = conversation.system or None
         body["input"] = [item for turn in conversation.turns for item in self._items(turn)]
         if conversation.tools:
@@ -124,10 +120,8 @@ class Messages:
     def __init__(self, url: str, key: str, http: Any) -> None:
         self._client = anthropic.AsyncAnthropic(base_url=url, api_key=key, http_client=http)
 
-    async def ask(
-        self, conversation: Conversation, max_tokens: int, streamed: bool, reply: Reply, **asked: Any
-    ) -> None:
-        body: dict[str, Any] = {"model": "policy", "max_tokens": max_tokens, **asked}
+    async def ask(self, conversation: Conversation, max_tokens: int, streamed: bool, reply: Reply, **more: Any) -> None:
+        body: dict[str, Any] = {"model": "policy", "max_tokens": max_tokens, **more}
         if conversation.system:
             body["system"] = conversation.system
         body["messages"] = [self._message(turn) for turn in conversation.turns]

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import pytest
+
 DEADLINE = 600.0
 
 
@@ -52,6 +54,13 @@ def within(context: Callable[[], AbstractAsyncContextManager[Any]], gives: int =
         return in_event_loop(scene)
 
     return decorate
+
+
+async def cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its end, which is its cancellation."""
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def used(make: Callable[[], Any], act: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -62,7 +62,7 @@ MULTIMODAL: dict[str, Multimodal] = {
 }
 
 
-def tiny_multimodal(kind: str, seed: int = 0, **text: Any) -> PreTrainedModel:
+def tiny_multimodal(kind: str, **text: Any) -> PreTrainedModel:
     """A model in float32; `text` replaces settings of its language part."""
     row, tokenizer = MULTIMODAL[kind], build_tokenizer()
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
@@ -70,7 +70,7 @@ def tiny_multimodal(kind: str, seed: int = 0, **text: Any) -> PreTrainedModel:
     vision = row.vision | ({"out_hidden_size": sizes["hidden_size"]} if "out_hidden_size" in row.vision else {})
     tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]}
     config = AutoConfig.for_model(kind, text_config=sizes, vision_config=vision, **tied, **row.whole)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -79,9 +79,9 @@ def tiny_multimodal(kind: str, seed: int = 0, **text: Any) -> PreTrainedModel:
     return model.float().eval()
 
 
-def save_multimodal(folder: Path | str, kind: str, seed: int = 0, **text: Any) -> PreTrainedModel:
+def save_multimodal(folder: Path | str, kind: str, **text: Any) -> PreTrainedModel:
     """Write such a model, with the tokenizer of the tiny models, into a folder."""
-    model = tiny_multimodal(kind, seed, **text)
+    model = tiny_multimodal(kind, **text)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return model

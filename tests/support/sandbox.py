@@ -22,10 +22,10 @@ FOREVER = "import time; time.sleep(1000)"
 class SandboxServer:
     """A running `spo-sandbox` with settings like `workers=1`."""
 
-    def __init__(self, *settings: str, token: str | None = None, port: int = 0, **environment: str) -> None:
+    def __init__(self, *settings: str, token: str | None = None, **environment: str) -> None:
         options = [word for setting in settings for word in ("-o", setting)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sandbox_client.cli", "--port", str(port), *options],
+            [sys.executable, "-m", "sandbox_client.cli", "--port", "0", *options],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "SPO_LOG": "json", **({"SPO_SANDBOX_TOKEN": token} if token else {}), **environment},

@@ -21,7 +21,7 @@ from common.unpack import MAX_DEPTH
 from generator.rewards import Outcome
 from generator.rewards import pool as module
 from generator.rewards.pool import MAX_GROWTH, Pool, RewardFailed, WorkerDied
-from tests.support.event_loop import DEADLINE, within
+from tests.support.event_loop import DEADLINE, cancelled, within
 from tests.support.processes import children, ended
 
 HERE = "tests.support.some_rewards"
@@ -180,9 +180,7 @@ async def test_others_go_on_while_jobs_hang_up_to_a_most_of_processes(pool: Pool
 async def test_a_cancelled_job_ends_and_takes_no_worker_along(pool: Pool, tmp_path: Path) -> None:
     job = asyncio.create_task(tell(pool, HANG, hello=str(tmp_path / "hello")))
     await appears(tmp_path / "hello")
-    job.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await job
+    await cancelled(job)
     assert await asyncio.to_thread(all_ended, tmp_path / "hello")
     (waiting,) = waits(pool, tmp_path, 1)
     await appears(tmp_path / "hello0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import stat
@@ -26,6 +25,7 @@ from sampler.loop import Sampler
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
 from tests.support.sampler_driving import audited, committed_counts, drive, reach, start, started
 from tests.support.streams import put_back, saved_keys
+from tests.support.whole_run import json_lines
 
 
 class Killed(Exception): ...
@@ -249,8 +249,7 @@ def test_whatever_redis_has_lost_a_run_starts_from_the_newest_checkpoint(run: Ru
     assert run.broker.counters()["lost"] > 0
     run.finish()
     assert [batch.batch_id for batch in run.learner.batches] == [4, 5]
-    folder = run.config.run.folder / "rollouts"
-    rows = [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
+    rows = json_lines(*(run.config.run.folder / "rollouts").iterdir())
     written = {row["task_id"]: row["prompt_id"] for row in rows}
     assert len(written) == len(rows)
     asked = {task.task_id: task.prompt_id for task in run.generator.tasks if task.kind == "train"}
@@ -276,8 +275,7 @@ def test_an_episode_answered_again_is_kept_as_it_was_counted(run: Run) -> None:
     run.sampler.round()
     generator.work()
     drive(run.sampler, generator, NoopLearner(broker, 1))
-    folder = run.config.run.folder / "rollouts"
-    rows = [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
+    rows = json_lines(*(run.config.run.folder / "rollouts").iterdir())
     kept = {row["task_id"]: row["reward"] for row in rows}
     assert len(kept) == len(rows)
     counted = [header for header in generator.headers if header.kind == "train"]

@@ -17,7 +17,7 @@ import pytest
 from sandbox_client import CommandStatus, RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
-from tests.support.event_loop import in_event_loop, within
+from tests.support.event_loop import cancelled, in_event_loop, within
 from tests.support.sandbox import FOREVER, SandboxUnderTest, programs_of, workers_of
 from tests.support.waiting import until
 
@@ -168,9 +168,7 @@ async def test_a_cancelled_caller_leaves_nothing_running() -> None:
         await asyncio.sleep(0)
         if started:
             await until(running)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancelled(task)
         # The one worker is free again, so the program is dead; a run cancelled while it waits takes no slot.
         first = asyncio.create_task(sandbox.run_code(program("import time; time.sleep(0.3); print(1)")))
         waiting = asyncio.create_task(sandbox.run_code(program(FOREVER)))

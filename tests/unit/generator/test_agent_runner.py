@@ -19,7 +19,7 @@ from generator.agents.sandboxed import check_agents
 from generator.agents.session import EndpointFailed
 from launcher.tasks import calculator_agent
 from tests.support.agents import PretendEndpoint, agent_config, agent_task, agent_tasks, play_agent, run_agent
-from tests.support.event_loop import in_event_loop
+from tests.support.event_loop import cancelled, in_event_loop
 from tests.support.waiting import until
 
 OWN = {"reward": "agent"}
@@ -151,9 +151,7 @@ async def test_a_cancelled_episode_ends_its_agent() -> None:
         await until(lambda: endpoint.sessions and endpoint.sessions[0].requests)
         assert attempt.episode.step is not None
         assert (attempt.episode.step.name, attempt.episode.step.ends) == ("agent", math.inf)
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
+        await cancelled(playing)
     assert endpoint.sessions[0].reason == "stopped"
     said = [(entry.role, entry.text) for entry in attempt.episode.transcript.entries]
     assert said == [("user", "What is 1+1?"), ("assistant", "2")]

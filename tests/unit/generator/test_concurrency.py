@@ -10,7 +10,7 @@ import pytest
 from generator import concurrency
 from generator.concurrency import TimedOut, with_timeout
 from tests.support.episode import Blocking
-from tests.support.event_loop import in_event_loop
+from tests.support.event_loop import cancelled, in_event_loop
 
 FAR, SOON = 600.0, 0.01
 
@@ -36,9 +36,7 @@ async def gives(error: BaseException) -> None:
 async def cancelled_while_it_waits(blocking: Blocking, call: Awaitable[None]) -> None:
     waiting = asyncio.create_task(with_timeout(FAR, call))
     await blocking.entered.wait()
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
+    await cancelled(waiting)
 
 
 @in_event_loop

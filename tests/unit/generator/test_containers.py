@@ -228,10 +228,10 @@ def leaves(**files: str) -> Any:
     return tests
 
 
-async def graded(engine: StandIn, folder: Path, tests: Any = TESTS, **container: Any) -> float:
+async def graded(engine: StandIn, folder: Path, **container: Any) -> float:
     async with used(engine, config(container=container)) as made, made.started({}) as one:
         await one.run(agent_task(folder))
-        return await grade(one, tests)
+        return await grade(one, TESTS)
 
 
 @in_event_loop

@@ -37,9 +37,9 @@ def conversations(template: ChatTemplate, wrap: tuple[str, str] | None = None) -
     return Conversations(Prompts(template, DataConfig(train="none.jsonl")), wrap)
 
 
-def turns_of(template: ChatTemplate, messages: list[dict[str, Any]], first: int = 1, **others: Any) -> list[str]:
+def turns_of(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]:
     """Text of each turn that would have been sampled."""
-    ids, spans = conversations(template, **others).encode(messages, first)
+    ids, spans = conversations(template).encode(messages, 1)
     return [template.text(ids[start:end]) for start, end in spans]
 
 

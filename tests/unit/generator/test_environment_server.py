@@ -31,7 +31,7 @@ from tests.support.environment import (
     scores,
     task,
 )
-from tests.support.event_loop import in_event_loop
+from tests.support.event_loop import cancelled, in_event_loop
 from tests.support.waiting import until
 
 LAST = RECORDED["played"]["messages"][-1][1]
@@ -122,9 +122,7 @@ async def test_an_episode_that_nobody_waits_for_is_cancelled() -> None:
     async with StandIn(lambda call: call.replay("played", 0, 2)) as server, client_of(server.address) as client:
         playing = asyncio.create_task(client.run(task()))
         run = await server.calls.get()
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
+        await cancelled(playing)
         cancel = await server.calls.get()
     assert (cancel.method, cancel.content) == ("cancel", {"request_id": run.number.decode()})
 

@@ -158,9 +158,9 @@ def test_where_nothing_is_kept_nothing_is_sent(fake_broker: Broker, monkeypatch:
     assert (header.reason, header.record, header.turns) == ("EngineFailed: x", None, 1)
 
 
-def with_tool(broker: Broker, tool: str, tool_timeout: float = 600.0, **generator: Any) -> Rig:
+def with_tool(broker: Broker, tool: str, **generator: Any) -> Rig:
     """A generator whose tasks call this tool where their prompt does, and answer 7 otherwise."""
-    episode = {"tools": [f"tests.support.tool_examples:{tool}"], "max_assistant_turns": 2, "tool_timeout": tool_timeout}
+    episode = {"tools": [f"tests.support.tool_examples:{tool}"], "max_assistant_turns": 2, "tool_timeout": 600.0}
     rig = Rig(broker, episode=episode, data={"train": "t", "max_prompt_tokens": 200}, generator=generator)
 
     def turn(prompt_ids: Any) -> Any:

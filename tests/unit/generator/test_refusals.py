@@ -28,21 +28,15 @@ class Asking(Echo):
     def __init__(self, sandboxes: str) -> None: ...
 
 
-class Nameless(Echo):
-    name = "no name"
-
-
-class NoSchema(Echo):
-    schema = {"type": "nothing"}  # noqa: RUF012
+Nameless = type("Nameless", (Echo,), {"name": "no name"})
+NoSchema = type("NoSchema", (Echo,), {"schema": {"type": "nothing"}})
+Slow = type("Slow", (Echo,), {"timeout": 30.0})
+Unfinished = type("Unfinished", (), {"stop": ()})
 
 
 class Synchronous(Echo):
     def call(self, text: str) -> str:  # type: ignore[override]
         return text
-
-
-class Slow(Echo):
-    timeout = 30.0
 
 
 class NoFinish:
@@ -55,10 +49,6 @@ class Greeting(NoFinish):
     def __init__(self, greeting: str, checker: Checker, loud: bool = False) -> None: ...
 
     finish = NoFinish.start
-
-
-class Unfinished:
-    stop = ()
 
 
 class Demanding(Hermes):

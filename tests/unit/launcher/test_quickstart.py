@@ -48,11 +48,6 @@ def some(task: QuickstartTask, count: int, seed: int = 0) -> list[Problem]:
     return list(itertools.islice(task.problems(random.Random(seed)), count))
 
 
-def final_answer(text: str) -> str:
-    """The answer of a turn, without its working."""
-    return text.partition("<answer>")[2].removesuffix("</answer>") if "<answer>" in text else text
-
-
 @each_demonstrated
 @pytest.mark.integration
 def test_a_demonstration_with_a_right_end_is_worth_1(task: QuickstartTask) -> None:
@@ -66,7 +61,8 @@ def test_a_demonstration_with_a_right_end_is_worth_1(task: QuickstartTask) -> No
         assert played.tokens().tolist() == row.token_ids.tolist()
         sampled = [i for start, end in played.spans for i in range(start, end)]
         assert [i for i, weight in enumerate(row.weights) if weight] == sampled
-        assert reward == float(final_answer(turns[-1].content) == problem.answer)
+        answer = turns[-1].content.rpartition("<answer>")[2].removesuffix("</answer>")  # without its working
+        assert reward == float(answer == problem.answer)
         rewards.add(reward)
     assert rewards == {0.0, 1.0}
 
@@ -90,10 +86,6 @@ def test_problems_configuration_and_pieces_of_a_task_fit(task: QuickstartTask) -
     assert base.get_vocab().items() <= tokenizer.get_vocab().items()
 
 
-def numbers(problem: Problem) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", problem.prompt)]
-
-
 def divisors(number: int) -> set[int]:
     return {i for i in range(1, number + 1) if number % i == 0}
 
@@ -113,7 +105,8 @@ def test_the_first_program_answers_and_the_others_mostly_do_not(level: str) -> N
     problems = [problem for problem in some(code.TASK, 400) if problem.columns["level"] == level]
     assert len(problems) > 30
     for problem in problems:
-        assert problem.answer == code.printed(problem.solution[0]) == str(ANSWERS[level](*numbers(problem)))
+        numbers = map(int, re.findall(r"\d+", problem.prompt))
+        assert problem.answer == code.printed(problem.solution[0]) == str(ANSWERS[level](*numbers))
     wrong = [(problem, program) for problem in problems for program in problem.solution[1:]]
     lucky = sum(code.printed(program) == problem.answer for problem, program in wrong)
     assert lucky < 0.1 * len(wrong)

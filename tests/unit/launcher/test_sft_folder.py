@@ -5,7 +5,6 @@ And which steps of `spo sft` are evaluated.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from launcher.sft.settings import supervised
 from launcher.sft.train import answering, prepare, train
 from learner.batch.demonstrations import Demonstrations, folder_of
 from tests.support import checks
+from tests.support.sampler import write_rows
 
 
 @pytest.fixture
@@ -34,8 +34,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def rows(path: Path, count: int) -> None:
-    path.write_text(json.dumps({"prompt": "What is 1?", "completion": "1"}) + "\n")
-    path.write_text(path.read_text() * count)
+    write_rows(path, *[{"prompt": "What is 1?", "completion": "1"}] * count)
 
 
 def config_of(tokenizer: Path, run: dict[str, Any] | None = None, **sft: Any) -> Config:

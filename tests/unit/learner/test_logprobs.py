@@ -225,7 +225,8 @@ def test_the_engines_gap_is_told_from_staleness(model):
     for number, payload in enumerate(payloads):
         own = [engine[version][number][at] for at, version in enumerate(payload.versions().tolist())]
         rows.append(Payload(payload.token_ids, payload.model_spans, np.float32(own), payload.version_spans))
-    batch = batch_of(6, rows)
+    micros = [PACKER.micro_batch([(row, 0.0) for row in part]) for part in (rows[:2], rows[2:])]
+    batch = RolloutBatch(6, [micros], len(rows), [], rewards=[0.0] * len(rows))
     metrics = exact_statistics(batch, past, lambda micro: score(policy, micro), ALONE)
     versions = np.concatenate([row.versions() for row in rows])
     own = np.concatenate([in_own_turn(micro).numpy() for micro in batch.mini_batches[0]])
@@ -251,11 +252,3 @@ def test_what_is_sampled_after_an_update_within_a_turn_is_of_no_version_alone():
     micro = PACKER.micro_batch([(row, 0.0) for row in rows])
     assert in_own_turn(micro).tolist() == [True] * 5 + [False] * 2 + [True] * 7
     assert in_own_turn(PACKER.micro_batch([])).tolist() == []
-
-
-def batch_of(version: int, rows: list[Payload]) -> RolloutBatch:
-    micros = [
-        PACKER.micro_batch([(row, 0.0) for row in rows[:2]]),
-        PACKER.micro_batch([(row, 0.0) for row in rows[2:]]),
-    ]
-    return RolloutBatch(version, [micros], len(rows), [], rewards=[0.0] * len(rows))

@@ -35,7 +35,8 @@ from tests.support.families import tiny
 from tests.support.learner import ALONE, PACKER, VOCABULARY, learner_config, make_payload, policy_of, save_tiny_model
 
 Weights = dict[str, torch.Tensor]
-UP = "model.layers.1.mlp.up_proj.weight"
+Edit = Callable[[Weights], Weights]
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -50,39 +51,26 @@ def edited(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in merged.items() if value is not None}))
 
 
-def changed(folder: Path, tied: bool, edit: Callable[[Weights], Any], **config: Any) -> str:
+def changed(folder: Path, tied: bool, edit: Edit, **config: Any) -> str:
     """A tiny model after changes to its weights and to its config.json."""
     path = save_tiny_model(folder, tied=tied)
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
+    weights = edit(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     edited(folder / "config.json", **config)
     return path
 
 
-def halved(weights: Weights) -> None:
-    weights[UP] = weights[UP][: len(weights[UP]) // 2].clone()
+def without(part: str) -> Edit:
+    return lambda weights: {name: weight for name, weight in weights.items() if part not in name}
 
 
-def no_matrix(weights: Weights) -> None:
-    del weights[UP]
+def halved(weights: Weights) -> Weights:
+    return weights | {UP: weights[UP][: len(weights[UP]) // 2].clone()}
 
 
-def no_layer(weights: Weights) -> None:
-    for name in [name for name in weights if ".layers.1." in name]:
-        del weights[name]
-
-
-def headless(weights: Weights) -> None:
-    del weights["lm_head.weight"]
-
-
-def twice(weights: Weights) -> None:
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-
-
-def doubled(weights: Weights) -> None:
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * 2
+def with_head(factor: float) -> Edit:
+    """Give the output layer weights of its own, the embeddings times `factor`."""
+    return lambda weights: weights | {"lm_head.weight": factor * weights["model.embed_tokens.weight"]}
 
 
 # Qwen3's own default, of which common/model_files.py does not know.
@@ -90,13 +78,13 @@ BY_DEFAULT = {"tie_word_embeddings": None, "architectures": None}
 UNTIED, TIED = "and the configuration does not tie it", "and the configuration ties it"
 
 
-UNFIT: dict[str, tuple[bool, Callable[[Weights], Any], dict[str, Any], str]] = {
-    "head": (False, headless, {}, f"lacks lm_head.weight, {UNTIED}"),
-    "head by default": (False, headless, BY_DEFAULT, f"lacks lm_head.weight, {UNTIED}"),
-    "matrix": (True, no_matrix, {}, f"lacks {UP}, {UNTIED}"),
-    "layer": (True, no_layer, {}, r"lacks model.layers.1.input_layernorm.weight, .* and 8 more, and the .* tie them"),
+UNFIT: dict[str, tuple[bool, Edit, dict[str, Any], str]] = {
+    "head": (False, without("lm_head"), {}, f"lacks lm_head.weight, {UNTIED}"),
+    "head by default": (False, without("lm_head"), BY_DEFAULT, f"lacks lm_head.weight, {UNTIED}"),
+    "matrix": (True, without(UP), {}, f"lacks {UP}, {UNTIED}"),
+    "layer": (True, without(".layers.1."), {}, f"lacks {NORM}, .* and 8 more, and the .* tie them"),
     "shape": (True, halved, {}, rf"other shapes than its config.json says: {UP} \(96×64, not 192×64\)"),
-    "another head": (True, doubled, {}, rf"has an output layer of its own \(lm_head.weight\), {TIED}"),
+    "another head": (True, with_head(2), {}, rf"has an output layer of its own \(lm_head.weight\), {TIED}"),
 }
 
 
@@ -109,7 +97,7 @@ def test_weights_that_are_not_there_or_do_not_fit_are_refused_by_name(tmp_path, 
 
 
 def test_of_a_reference_too_by_its_own_setting(tmp_path, model):
-    reference = changed(tmp_path, False, no_matrix)
+    reference = changed(tmp_path, False, without(UP))
     config = learner_config(model, "runs", algorithm={"kl_coef": 0.1, "reference": reference})
     with pytest.raises(UserError, match=rf"^algorithm.reference = '{re.escape(reference)}': the file lacks {UP}"):
         load_reference(config, ALONE, None)
@@ -117,20 +105,20 @@ def test_of_a_reference_too_by_its_own_setting(tmp_path, model):
 
 def test_of_a_critic_all_but_its_head(tmp_path, model):
     load_value_model(learner_config(model, "runs"))
-    for name, edit in (("lacking", no_matrix), ("halved", halved)):
+    for name, edit in (("lacking", without(UP)), ("halved", halved)):
         path = changed(tmp_path / name, True, edit)
         with pytest.raises(UserError, match=UP):
             load_value_model(learner_config(path, "runs"))
 
 
 def test_tied_weights_may_be_there_once_or_twice(tmp_path):
-    policy = policy_of(changed(tmp_path, True, twice)).model
+    policy = policy_of(changed(tmp_path, True, with_head(1))).model
     assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
 
 
 def test_weights_without_a_place_are_named(tmp_path):
     name = "model.layers.0.self_attn.q_proj.bias"
-    path = changed(tmp_path, True, lambda weights: weights.update({name: torch.zeros(64)}))
+    path = changed(tmp_path, True, lambda weights: weights | {name: torch.zeros(64)})
     with structlog.testing.capture_logs() as logs:
         policy_of(path)
     (line,) = [line for line in logs if "not used" in line["event"]]

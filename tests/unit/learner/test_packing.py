@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,8 @@ KINDS = [
     "Nemotron-H", "Granite-4", "GLM-5",
     "Nemotron",  # hands no arguments down to its attention
 ]  # fmt: skip
-STATES = ["Qwen3.5", "LFM2", "Nemotron-H"]
+STATES = ["Qwen3.5", "LFM2", "Nemotron-H"]  # layers with a state
+WAYS = ["computed again in the backward pass", "with a common beginning", "with an adapter"]
 LENGTHS = [9, 66, 5]  # linear attention computes chunks of 64 tokens
 
 
@@ -50,21 +52,8 @@ def gradients(policy: Policy, logprobs: torch.Tensor) -> list[torch.Tensor | Non
     return [None if one.grad is None else one.grad.clone() for one in policy.parameters()]
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_log_probs_and_gradients_are_those_of_each_row_alone(family: str) -> None:
-    policy = policy_of(family)
-    rows = some_rows(policy, LENGTHS)
-    expected = alone(policy, rows)
-    of_expected = gradients(policy, expected)
-    together = packed(policy, rows)
-    torch.testing.assert_close(together, expected, atol=2e-5, rtol=0)
-    # A sum over many tokens, in another order.
-    torch.testing.assert_close(gradients(policy, together), of_expected, atol=2e-4, rtol=2e-3)
-
-
-@pytest.mark.parametrize("family", STATES)
-@pytest.mark.parametrize("way", ["computed again in the backward pass", "with a common beginning", "with an adapter"])
-def test_layers_with_a_state_do_so(family: str, way: str) -> None:
+@pytest.mark.parametrize(("family", "way"), [*((family, "as they are") for family in KINDS), *product(STATES, WAYS)])
+def test_log_probs_and_gradients_are_those_of_each_row_alone(family: str, way: str) -> None:
     shares, has_adapter = way.endswith("beginning"), way.endswith("adapter")
     policy = policy_of(family, has_adapter=has_adapter)
     rows = some_rows(policy, LENGTHS)
@@ -75,6 +64,7 @@ def test_layers_with_a_state_do_so(family: str, way: str) -> None:
     policy = policy_of(family, checkpointing=way.startswith("computed"), has_adapter=has_adapter)
     together = packed(policy, rows, share=shares)
     torch.testing.assert_close(together, expected, atol=2e-5, rtol=0)
+    # A sum over many tokens, in another order.
     torch.testing.assert_close(gradients(policy, together), of_expected, atol=2e-4, rtol=2e-3)
 
 

@@ -191,15 +191,7 @@ def test_comparing_only_reports_the_error_of_interpolation():
     assert compared["away"] == pytest.approx((0.1 * 3 + 3.0) / 5, rel=1e-6)
 
 
-N, V = 6, 8
 PLAIN: dict[str, Any] = {"loss": "reinforce", "correction": {"preset": "disabled"}}
-
-
-def distributions() -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the policy and of a teacher [N, V] each."""
-    torch.manual_seed(0)
-    policy, teacher = torch.randn(2, N, V, dtype=torch.float64).log_softmax(-1)
-    return policy, teacher
 
 
 def whole_kl(policy: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -212,9 +204,10 @@ def merged(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([logprobs.gather(1, ids), others], -1)
 
 
-@pytest.mark.parametrize("k", [1, 3, V - 1])
+@pytest.mark.parametrize("k", [1, 3, 7])
 def test_the_coarse_kl_is_that_of_the_merged_outcomes(k):
-    policy, teacher = distributions()
+    torch.manual_seed(0)
+    policy, teacher = torch.randn(2, 6, 8, dtype=torch.float64).log_softmax(-1)  # of 6 places and 8 token ids
     ids = teacher.topk(k).indices
     logits = [policy.clone().requires_grad_() for _ in range(2)]
     kl = coarse_kl(logits[0].log_softmax(-1).gather(1, ids), teacher.gather(1, ids))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from sampler.values.selection import CRITERIA
 from sampler.values.states import write_states
 from sampler.values.tracker import ValueTracker
 from sampler.values.traits import NGRAMS, count_ngrams, prompt_traits
+from tests.support.sampler import write_rows
 
 LOG: Any = structlog.get_logger()
 BATCH = 128
@@ -181,8 +181,7 @@ def test_a_prompts_weight_follows_its_spread() -> None:
 
 
 def make_prompts(folder: Path, rows: list[dict[str, Any]]) -> PromptSet:
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": "1"} | row) + "\n" for i, row in enumerate(rows)))
+    path = write_rows(folder / "data.jsonl", *({"prompt": f"p{i}", "answer": "1"} | row for i, row in enumerate(rows)))
     return load_prompts(DataConfig(train=str(path)).sources("train"), LOG)
 
 

@@ -23,6 +23,7 @@ from common.streams.broker import Broker
 from sampler import cli
 from sampler.prompts.prompt_set import PromptSet, load_data, load_prompts, too_few
 from tests.support.sampler import make_config, sent
+from tests.support.sampler import write_rows as jsonl
 
 LOG = structlog.get_logger()
 GOOD = {"prompt": "1+1", "answer": 2, "level": {"a": [1, None, 0.5]}}
@@ -36,11 +37,6 @@ def load(train: Any, **data: Any) -> tuple[PromptSet, dict[str, str], dict[str, 
         prompts = load_prompts(config.sources("train"), LOG)
     skipped = {entry["row"]: entry["reason"] for entry in logs if entry["event"] == "row skipped"}
     return prompts, skipped, {entry["event"]: entry for entry in logs}
-
-
-def jsonl(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def parquet(path: Path, **columns: Any) -> Path:
