@@ -318,7 +318,9 @@ class Sampler:
             )  # fmt: skip
         if self.state.last_version < last:
             self.log.info(f"the run ends at step {self.state.last_version}: {self.state.early_stop}")
-        if not self.memory.is_short():
+        # After the learner's last step no memory is freed any more, and answers to held-out tasks bring no payload.
+        is_last = self.config.run.has_learner and self.state.version >= self.state.last_version
+        if is_last or not self.memory.is_short():
             self.evaluations.start_due()
 
     def dispatch(self) -> None:

@@ -249,6 +249,17 @@ def test_an_evaluation_is_sent_in_slices(broker: Broker, tmp_path: Path, monkeyp
     assert {result["samples"] for result in broker.evaluations()} == {30}
 
 
+def test_the_last_evaluation_needs_no_memory_to_be_freed(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sampler.evaluation.SLICE", 4)
+    sampler, generator, learner = started(broker, tmp_path, heldout=30)
+    monkeypatch.setattr(sampler.memory, "is_short", lambda: sampler.state.version >= sampler.state.last_version)
+    drive(sampler, generator, learner)
+    assert broker.evaluations()[-1]["version"] == sampler.config.run.steps
+    audited(broker, sampler.config)
+
+
 def test_figures_of_each_set_and_of_each_value_of_a_column(broker: Broker, tmp_path: Path) -> None:
     for name, levels in (("aime", ["1", "2", None]), ("hmmt", ["2", "2", "3"])):
         lines = [{"prompt": f"{name} {i}", "answer": i, "level": level} for i, level in enumerate(levels)]
