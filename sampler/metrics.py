@@ -17,9 +17,9 @@ from sampler.files.metrics_file import Entry, Histogram, MetricsFile
 from sampler.process_metrics import ProcessMetrics
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
+from sampler.tracker import Visit
 from sampler.trackers.feed import TrackerFeed
 from sampler.value_audit import ValueAudit
-from sampler.values.tracker import Visit
 
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
 MEASURED_HERE = ("reward/mean",)  # metrics of the learner that the sampler measures itself

@@ -16,9 +16,9 @@ from common.streams.ledger import Commit
 from sampler.admission import Admission
 from sampler.batches import ClosedBatch, OpenBatch
 from sampler.records import TRACKER_ROWS, DispatchedTask, EvaluationCounts, OpenSample, packed_rows, tracker_rows
+from sampler.tracker import Counts, ValueTracker, Visit
 from sampler.values.drift import PromptDrift
 from sampler.values.population import PromptTraits
-from sampler.values.tracker import Counts, ValueTracker, Visit
 
 BEFORE_FIRST_STEP = -1
 ROWS_PER_COMMIT = 10_000

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 
 from sampler.files.metrics_file import Histogram
-from sampler.values.tracker import ValueTracker
+from sampler.tracker import ValueTracker
 
 WINDOW = 64  # batches
 BINS = 10

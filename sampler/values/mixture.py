@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sampler.values.tracker import ValueTracker
+from sampler.tracker import ValueTracker
 
 # The fractional part of k times this number is spread evenly however many k there have been (a Kronecker sequence), so
 # that each source's share of the tasks so far stays within a few tasks of its weight.

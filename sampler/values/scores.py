@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import UserError
-from sampler.values.tracker import ValueTracker
+from sampler.tracker import ValueTracker
 
 if TYPE_CHECKING:
     from sampler.prompts.prompt_set import PromptSet  # imports pyarrow, which not every role has

@@ -17,8 +17,8 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.tasks import Delivery, Finished, TaskInbox
 from sampler.prompts.prompt_set import PromptSet
+from sampler.tracker import ValueTracker
 from sampler.values.drift import PromptDrift
-from sampler.values.tracker import ValueTracker
 from tests.support.streams import payload
 
 

@@ -14,10 +14,10 @@ import structlog
 from common.config import DataConfig, DataSource, RunTrackerConfig, TrackerConfig
 from common.errors import UserError
 from sampler.prompts.prompt_set import PromptSet, load_prompts
+from sampler.tracker import ValueTracker
 from sampler.values.population import BLOCK, GRID, Features, Population, PromptTraits
 from sampler.values.selection import CRITERIA
 from sampler.values.states import write_states
-from sampler.values.tracker import ValueTracker
 from sampler.values.traits import NGRAMS, count_ngrams, prompt_traits
 from tests.support.sampler import write_rows
 

@@ -16,11 +16,12 @@ from common.config import Config, SamplerConfig
 from common.files import tracker_path
 from common.messages import Batch, Step, Task
 from common.streams.broker import Broker
+from sampler import tracker
 from sampler.admission import Admission
 from sampler.batches import OpenBatch
 from sampler.loop import MAX_REPLACEMENTS, Sampler
 from sampler.records import DispatchedTask, OpenSample
-from sampler.values import selection, tracker
+from sampler.values import selection
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, reward_of
 from tests.support.sampler_driving import start, summary
 from tests.support.sampler_memory import MemoryRun

@@ -30,9 +30,9 @@ from sampler.metrics import EpisodeMetrics, SamplerMetrics, staleness
 from sampler.process_metrics import MAX_VALUES, ProcessMetrics
 from sampler.records import EvaluationCounts, OpenSample
 from sampler.state import SamplerState
+from sampler.tracker import ValueTracker, Visit
 from sampler.trackers.tensorboard_tracker import TensorBoardTracker
 from sampler.value_audit import ValueAudit
-from sampler.values.tracker import ValueTracker, Visit
 from tests.support.sampler import make_config
 from tests.support.streams import dispatch
 

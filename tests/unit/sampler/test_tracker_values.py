@@ -15,11 +15,11 @@ from common.errors import UserError
 from common.files import tracker_path
 from sampler.files.snapshots import read_snapshot, write_snapshot
 from sampler.state import SamplerState
+from sampler.tracker import ValueTracker
 from sampler.values import selection
 from sampler.values.drift import PromptDrift
 from sampler.values.mixture import Mixture
 from sampler.values.selection import CRITERIA, draw, probabilities, selection_weights
-from sampler.values.tracker import ValueTracker
 from tests.support.golden import close, golden
 from tests.support.sampler import make_config
 

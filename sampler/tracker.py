@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -188,6 +188,12 @@ class ValueTracker:
         weights[self.retired] = 0.0
         return weights
 
+    def select(self, n: int, rng: np.random.Generator, exclude: Iterable[str] = ()) -> list[str]:
+        """Draw n prompts by their weights, none twice, and none of `exclude` while there are enough others."""
+        blocked = np.zeros(len(self.prompt_ids), bool)
+        blocked[[self.index[prompt_id] for prompt_id in exclude]] = True
+        return [self.prompt_ids[i] for i in self.draw(n, rng, blocked)]
+
     def draw(
         self,
         n: int,
@@ -195,7 +201,7 @@ class ValueTracker:
         blocked: np.ndarray | None = None,
         pool: tuple[int, int] | None = None,
     ) -> np.ndarray:
-        """Draw the indices of n prompts by their weights, int64 [n]; see `sampler.values.selection.draw`.
+        """Select by index, int64 [n]; see `sampler.values.selection.draw`.
 
         Args:
             blocked: drawn only after all others, bool [N].
