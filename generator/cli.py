@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,11 +20,15 @@ from common.nvml import GpuReader
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree, agree_on_download
-from common.streams.broker import connect
+from common.streams.broker import Broker, connect
 from common.streams.presence import Presence
 from common.streams.relays import machine_name, nearby
 from common.streams.tasks import TaskInbox
 from common.versions import record_versions
+
+if TYPE_CHECKING:
+    from generator.episode.parts import RunParts
+    from generator.metrics import GeneratorMetrics
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -47,10 +51,11 @@ def generate(
     keep_files_private()
     settings = load_config(config, override or ())
     name = name or f"generator-{socket.gethostname()}-{os.getpid()}"
-    raise SystemExit(asyncio.run(_serve(settings, name)))
+    asyncio.run(_serve(settings, name))
 
 
-async def _serve(config: Config, name: str) -> int:
+async def _serve(config: Config, name: str) -> None:
+    """Check the configuration, wait for what episodes need, and generate; raises `UserError` if it cannot be used."""
     log = logs.setup(name)
     notes = check_start(Role.GENERATOR, config)
     for line in episode_warnings(config):
@@ -77,56 +82,63 @@ async def _serve(config: Config, name: str) -> int:
         await check_containers(config, log)
         for line in notes:  # logged only now, so that a refused process reports only the reason
             log.warning(line)
-        # vLLM takes seconds to import, so this waits until the configuration is known to be good.
-        from generator.agents.endpoint import Endpoint, check_parsers
-        from generator.concurrency import exit_after
-        from generator.engine.engine import Engine
-        from generator.loop import Generator, serve
-        from generator.metrics import GeneratorMetrics
-        from generator.services import Services
-        from generator.teacher.server import start_servers
-        from generator.weights.weight_client import WeightClient
-
-        has_agents = any(episode.agent for episode in config.episodes_in_use().values())
-        if has_agents:
-            check_parsers(config)
-        presence.status(state="starting engine")
-        log.info("starting engine", model=config.model.path)
-        engine = await Engine.start(config, log)
-        endpoint = weights = None
-        if config.run.has_learner:
-            settings = config.learner.weights
-            machine = machine_name(settings)
-            weights = WeightClient(
-                lambda: broker.endpoint("weights"), settings, relays=lambda: nearby(broker, machine), log=log
-            )
-        metrics = GeneratorMetrics(Timeline(config.run.folder, name), engine.counts, engine.gpus)
-        presence.measured = GpuReader(engine.gpus).start()
-        loop = asyncio.get_running_loop()
-        # For tools and simulated users that block; one that hangs keeps its thread for ever.
-        loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.most_episodes, "blocking"))
-        code = 1
-        try:
-            if has_agents:
-                endpoint = await Endpoint.start(config, engine, log)
-            agree_on_download(broker, config)
-            teachers = await start_servers(config, presence, log)
-            inbox = TaskInbox(broker, name)
-            services = Services(broker, inbox, presence, engine, weights, parts, metrics, log, endpoint, teachers)
-            await serve(Generator(config, services), broker)
-            code = 0
-        except UserError:
-            code = 2  # `entry_point` prints it
-            raise
-        finally:
-            if weights is not None:
-                weights.close()
-            if endpoint is not None:
-                await endpoint.close()
-            await engine.close()
-            exit_after(code)
+        metrics = await _generate(config, name, broker, presence, parts, log)
     log.info("stopped", episodes=metrics.episodes, tokens=metrics.sampled)
-    return code
+
+
+async def _generate(
+    config: Config, name: str, broker: Broker, presence: Presence, parts: RunParts, log: Any
+) -> GeneratorMetrics:
+    """Start the engine and answer prompts until the run is finished or the process is asked to stop."""
+    # vLLM takes seconds to import, so this waits until the configuration is known to be good.
+    from generator.agents.endpoint import Endpoint, check_parsers
+    from generator.concurrency import exit_after
+    from generator.engine.engine import Engine
+    from generator.loop import Generator, serve
+    from generator.metrics import GeneratorMetrics
+    from generator.services import Services
+    from generator.teacher.server import start_servers
+    from generator.weights.weight_client import WeightClient
+
+    has_agents = any(episode.agent for episode in config.episodes_in_use().values())
+    if has_agents:
+        check_parsers(config)
+    presence.status(state="starting engine")
+    log.info("starting engine", model=config.model.path)
+    engine = await Engine.start(config, log)
+    endpoint = weights = None
+    if config.run.has_learner:
+        settings = config.learner.weights
+        machine = machine_name(settings)
+        weights = WeightClient(
+            lambda: broker.endpoint("weights"), settings, relays=lambda: nearby(broker, machine), log=log
+        )
+    metrics = GeneratorMetrics(Timeline(config.run.folder, name), engine.counts, engine.gpus)
+    presence.measured = GpuReader(engine.gpus).start()
+    loop = asyncio.get_running_loop()
+    # For tools and simulated users that block; one that hangs keeps its thread for ever.
+    loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.most_episodes, "blocking"))
+    code = 1
+    try:
+        if has_agents:
+            endpoint = await Endpoint.start(config, engine, log)
+        agree_on_download(broker, config)
+        teachers = await start_servers(config, presence, log)
+        inbox = TaskInbox(broker, name)
+        services = Services(broker, inbox, presence, engine, weights, parts, metrics, log, endpoint, teachers)
+        await serve(Generator(config, services), broker)
+        code = 0
+    except UserError:
+        code = 2  # `entry_point` prints it
+        raise
+    finally:
+        if weights is not None:
+            weights.close()
+        if endpoint is not None:
+            await endpoint.close()
+        await engine.close()
+        exit_after(code)
+    return metrics
 
 
 main = entry_point(app)

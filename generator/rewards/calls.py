@@ -45,7 +45,7 @@ class Function:
         self._rest = next((key for key, one in parameters.items() if one.kind is Parameter.VAR_KEYWORD), None)
         starred = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         named = {key: one for key, one in parameters.items() if one.kind not in starred}
-        # Parameters that SPO fills, each with the name of its value: `_row` gets the row, and does not use it.
+        # Parameters that SPO fills, each with the name of its value; the underscore of `_row` says that it is not used.
         self._filled = {key: key.lstrip("_") for key, one in named.items() if self._fills(key, one, options)}
         required = [key for key, one in named.items() if one.default is Parameter.empty]
         unknown = [key for key in required if key not in self._filled and key not in options]
