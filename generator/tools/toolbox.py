@@ -206,6 +206,8 @@ def _check(entry: str, tool: Any, tool_timeout: float) -> None:
         raise UserError(f"{field} needs `async def call(self, **arguments)`, or `async def open(self, task)`")
     # A tool that runs programs has its limit in `run_timeout`, at which the sandbox ends a program.
     own = getattr(tool, "run_timeout", getattr(tool, "timeout", None))
+    if own is not None and not (isinstance(own, int | float) and own > 0):
+        raise UserError(f"{field}: its own limit must be a positive number of seconds or None, got {own!r}")
     if own is not None and own >= tool_timeout:
         raise UserError(
             f"{field}: its own limit of {own:g} s is never reached within episode.tool_timeout = {tool_timeout:g} s; "

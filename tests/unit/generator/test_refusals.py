@@ -31,6 +31,7 @@ class Asking(Echo):
 Nameless = type("Nameless", (Echo,), {"name": "no name"})
 NoSchema = type("NoSchema", (Echo,), {"schema": {"type": "nothing"}})
 Slow = type("Slow", (Echo,), {"timeout": 30.0})
+Worded = type("Worded", (Echo,), {"timeout": "5"})
 Unfinished = type("Unfinished", (), {"stop": ()})
 
 
@@ -76,6 +77,7 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
         (tool(f"{HERE}:NoSchema"), "its schema is not a JSON schema"),
         (tool(f"{HERE}:Synchronous"), "needs `async def call"),
         (tool(f"{HERE}:Slow"), "limit of 30 s is never reached within episode.tool_timeout = 30 s"),
+        (tool(f"{HERE}:Worded"), "its own limit must be a positive number of seconds or None, got '5'"),
         (tool(f"{HERE}:Asking"), "tool_options of .*sandboxes"),
         (tool(f"{TOOLS}:Echo", after="x"), "tool_options of .*Echo': .*after.*; allowed: before"),
         ({"tools": [f"{TOOLS}:Echo"] * 2}, "two tools named 'echo'"),
