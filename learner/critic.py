@@ -214,12 +214,9 @@ class Critic:
     def _values(self, micro: MicroBatch) -> torch.Tensor:
         """V of the states in which the model tokens were sampled, float32 [N]."""
         numbers = self.engine(micro.input_ids, micro.position_ids, micro.sequences, micro.predict)
-        return numbers[: micro.model_tokens] + self._start(micro)
-
-    def _start(self, micro: MicroBatch) -> torch.Tensor | float:
-        """c: the values before the critic has learned anything."""
         assert micro.tracked is not None
-        return micro.tracked.float() if self.config.algorithm.baseline == "both" else MIDDLE
+        c = micro.tracked.float() if self.config.algorithm.baseline == "both" else MIDDLE
+        return numbers[: micro.model_tokens] + c
 
 
 def _report(micro: MicroBatch, values: torch.Tensor, target: torch.Tensor, stats: Stats) -> None:

@@ -33,7 +33,6 @@ from learner.policy.engine import (
     set_learning_rate,
 )
 from learner.policy.forward_check import check_policy
-from learner.policy.lora import merged_weights
 from learner.policy.model import Policy
 from learner.policy.operations import Operations, operations_of
 from learner.policy.routers import Routing, routing_statistics
@@ -126,12 +125,6 @@ class Trainer:
         """
         weights = full_weights(self.engine)
         return self.disk_names.of_adapter(weights) if self.policy.has_adapter else self.disk_names.of(weights)
-
-    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter, whole, with any adapter merged, by the model's name; all ranks must consume this together."""
-        if not self.policy.has_adapter:
-            return full_weights(self.engine)
-        return merged_weights(self.policy.model, self.engine.zero_optimization_stage() == 3)
 
     def train(
         self, batch: RolloutBatch, phases: Phases | None = None, record: TokenRecord | None = None

@@ -37,8 +37,11 @@ def export_adapter(trainer: Trainer, folder: Path) -> Callable[[], None]:
 
 def export_model(trainer: Trainer, folder: Path) -> Callable[[], None]:
     """Gather the weights on rank 0, with the adapter merged, all ranks together; returns a function to write them."""
-    state = _gathered(trainer.merged_weights(), trainer.world)
-    return lambda: write_model(trainer.policy.model, state, trainer.config.model.path, folder)
+    engine, policy = trainer.engine, trainer.policy
+    is_divided = engine.zero_optimization_stage() == 3
+    weights = merged_weights(policy.model, is_divided) if policy.has_adapter else full_weights(engine)
+    state = _gathered(weights, trainer.world)
+    return lambda: write_model(policy.model, state, trainer.config.model.path, folder)
 
 
 def export_critic(trainer: Trainer, folder: Path) -> Callable[[], None]:

@@ -127,12 +127,12 @@ def layers_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]
     """
     mixers = {name: module for name, module in model.named_modules() if _takes_cache(module)}
     for name, module in mixers.items():
+        has_mixers_inside = any(other.startswith(f"{name}.") for other in mixers)
+        is_inside_attention = any(name.startswith(f"{other}.") and _dispatches(mixers[other]) for other in mixers)
         if _dispatches(module):
-            if any(other.startswith(f"{name}.") for other in mixers):
+            if has_mixers_inside:
                 yield name, module, True
-        elif not any(other.startswith(f"{name}.") for other in mixers) and not any(
-            name.startswith(f"{other}.") and _dispatches(mixers[other]) for other in mixers
-        ):
+        elif not has_mixers_inside and not is_inside_attention:
             yield name, module, False
 
 
