@@ -220,6 +220,7 @@ class AnswerView(Protocol):
 
     def close(self) -> None:
         """End the display; by default there is nothing to do."""
+        return
 
 
 class LineView(AnswerView):

@@ -35,6 +35,7 @@ class View(Protocol):
 
     def close(self) -> None:
         """End the display; by default there is nothing to do."""
+        return
 
 
 def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
