@@ -116,7 +116,8 @@ def _joined(tests: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     joined = {"inputs": [test["input"] for test in tests], "outputs": [test["output"] for test in tests]}
     if all(test.get("testtype", "stdin") == "stdin" for test in tests):
         return joined
-    name = tests[0].get("fn_name") or (tests[0].get("metadata") or {}).get("func_name")
+    metadata = _loaded(tests[0].get("metadata"))
+    name = tests[0].get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
     if name is None:
         raise ValueError(
             'tests of a function (testtype: functional) do not name it; give {"fn_name": ..., "inputs": ...}'

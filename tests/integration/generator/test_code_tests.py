@@ -151,6 +151,8 @@ CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
 PAIRS = "def pairs(n):\n    return [(i, {i: None}) for i in range(n)]\n"
 PAIRED = {"fn_name": "pairs", "inputs": [[2]], "outputs": [[[0, {"0": None}], [1, {"1": None}]]]}
 LINES = {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"']}
+FUNCTIONAL = {"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}
+NAMED_IN_TEXT = FUNCTIONAL | {"metadata": json.dumps(FUNCTIONAL["metadata"])}
 CHECK = {"assertions": ["def check(f):\n    assert f(1, 2) == 3"], "entry_point": "add"}
 FORMS = {
     "APPS, a function": (CALLS, ADD, WRONG_ADD),
@@ -158,6 +160,8 @@ FORMS = {
     "APPS, each output in a list": (CALLS | {"outputs": [[3], [7]]}, SOLUTION, WRONG_ADD),
     "tuples and keys that are numbers": (PAIRED, PAIRS, PAIRS.replace("range(n)", "range(n - 1)")),
     "LiveCodeBench, arguments in lines": (LINES, ADD, WRONG_ADD),
+    "LiveCodeBench, the name in metadata": ([FUNCTIONAL], ADD, WRONG_ADD),
+    "LiveCodeBench, the name in metadata as text": ([NAMED_IN_TEXT], ADD, WRONG_ADD),
     "LiveCodeBench, stdin": (json.dumps([{"input": "1\n2\n", "output": "3\n", "testtype": "stdin"}]), SUM, DOUBLE),
     "stdin as a list of lines": (json.dumps({"inputs": [["1", "2"], "3\n4"], "outputs": [["3"], 7]}), SUM, DOUBLE),
     "HumanEval, with the name": (CHECK, ADD, WRONG_ADD),
