@@ -63,7 +63,7 @@ def score_answer(family: str, answer: str, entry: Mapping[str, Any]) -> float:
     if family in ARITHMETIC_ANSWERS and not ARITHMETIC.fullmatch(answer):
         return 0.0
     try:
-        return min(max(float(verifier.score_answer(answer, entry)), 0.0), 1.0)
+        return min(max(0.0, float(verifier.score_answer(answer, entry))), 1.0)  # in this order NaN becomes 0
     except Exception:  # verifiers parse what the model wrote, and not all of them can handle any text
         return 0.0
 

@@ -303,7 +303,7 @@ def download_failure(path: str, error: Exception) -> str | None:
     """Why a model of the Hugging Face hub is not here, as one line; None if the error is about something else."""
     if Path(path).is_dir():
         return None
-    text = str(error).lower()
+    text = str(error).replace(path, "").lower()  # a name may have such words, or "404"
     for words, problem in HUB_FAILURES:
         if any(word in text for word in words):
             return f"model.path = {path!r} {problem}"

@@ -114,8 +114,8 @@ def _with_scheme(text: str) -> str:
 
 
 def has_port(url: str) -> bool:
-    """True if the port is a number, or left out; a slash in a password would put other text in its place."""
+    """True if the port is from 1 to 65535, or left out; a slash in a password would put other text in its place."""
     try:
-        return urlsplit(url).port is not False
+        return urlsplit(url).port != 0
     except ValueError:
         return False

@@ -60,6 +60,7 @@ SECTIONS = [
     ("learner: {weights: {bind: 'tcp://0.0.0.0:5555'}}", "is open to the network without keys | spo keys"),
     ("learner: {weights: {relay: node-1}}", "auto, direct, or a relay's tcp://host:port"),
     ("sandbox: {url: 'http://here:70000'}", "no valid port"),
+    ("sandbox: {url: 'http://here:0'}", "no valid port"),
     ("{generator: {temperature: 0.7}, sampler: {drift: {mode: ledger}}, teacher: {url: 'http://x/v1'}}",
      "teacher.url = 'http://x/v1' | scores prompts at temperature 1, but generator.temperature = 0.7"),
     ("teacher: {url: 'http://me:secret@x/v1'}", "teacher.url = 'http://me:***@x/v1' has a password"),

@@ -201,10 +201,11 @@ def test_settings_of_routers_need_experts(name: str, value: object, tmp_path: Pa
         ("We couldn't connect to 'https://...' to load the files", "hub cannot be reached"),
         ("You are trying to access a gated repo. 401 Client Error", "accept its licence"),
         ("Qwen9ForCausalLM is not supported", None),
+        ("owner/name-403 is not a valid model identifier", "check the name"),
     ],
 )
 def test_a_failed_download_is_one_line_with_its_cause(message: str, line: str | None) -> None:
-    failure = download_failure("owner/name", OSError(message))
+    failure = download_failure("owner/name-403", OSError(message))
     assert failure is None if line is None else line in str(failure)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -143,13 +144,15 @@ def gym(family: str, split: str = "train", **options: Any) -> list[dict[str, Any
     return items
 
 
-def test_an_item_has_a_prompt_an_answer_and_its_verifiers_needs() -> None:
+def test_an_item_has_a_prompt_an_answer_and_its_verifiers_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in gym("chain_sum", size=5, min_terms=3, max_terms=3, max_digits=1):
         expression = row["prompt"].partition(": ")[2].removesuffix(" =")
         assert len(expression.split()) == 5
         assert row["answer"] == str(eval(expression))
         assert score_answer("chain_sum", row["answer"], json.loads(row["entry"])) == 1.0
         assert score_answer("chain_sum", "0.5", json.loads(row["entry"])) < 1.0
+    monkeypatch.setattr(installed_families()["chain_sum"][0], "score_answer", lambda *_: math.nan)
+    assert score_answer("chain_sum", row["answer"], json.loads(row["entry"])) == 0
     (row,) = gym("decimal_arithmetic", size=1, min_num_decimal_places=5, max_num_decimal_places=5, precision=12)
     assert json.loads(row["entry"])["options"]["max_num_decimal_places"] == 5
 
