@@ -182,7 +182,7 @@ def episode_lines(episode: dict[str, Any]) -> Iterator[Text]:
 def token_lines(episode: dict[str, Any], decode: Callable[[int], str] | None) -> Iterator[Text]:
     """Position, id, log-prob and version of every token, and its text if `decode` is given."""
     ids = episode.get("token_ids")
-    if not isinstance(ids, list):
+    if not isinstance(ids, list) or "version_spans" not in episode:
         yield Text("the tokens of this episode were not kept")
         return
     versions = (span[0] for span in episode["version_spans"] for _ in range(span[1], span[2]))

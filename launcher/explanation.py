@@ -87,7 +87,8 @@ def _rejection(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"is below {correction.m2_threshold:g}"
         )
     if not correction.masks and correction.m2_threshold is None:
-        yield "none"
+        if algorithm.negative_max_prob == 1:
+            yield "none"
     elif correction.skyrl is not None:
         yield "each rule sees only what earlier rules kept; the loss keeps the denominator from before rejection"
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ def _event(process: str, line: bytes) -> Event | None:
     try:
         fields = json.loads(line)
         start, end = float(fields["start"]), fields.get("end")
-        if end is not None and not float(end) >= start:
+        if not math.isfinite(start) or (end is not None and not start <= float(end) < math.inf):
             return None
         details = {name: value for name, value in fields.items() if name not in RESERVED}
         lane, name = str(fields.get("lane", "")), str(fields["name"])

@@ -62,10 +62,10 @@ async def _try_source(source: Source, own: Config, track: Any) -> AsyncIterator[
     containers = Containers(own, sockets)
     try:
         rows = list(_usable(source))
-        built, missing = await _build(source, containers, track(rows, len(rows), "images"))
+        built, lacking, missing = await _build(source, containers, track(rows, len(rows), "images"))
         for line in missing:
             yield problem(f"{source.key}: {line}")
-        yield ok(f"{source.key}: {built} images built, {len(rows) - len(missing)} of {len(rows)} tasks have theirs")
+        yield ok(f"{source.key}: {built} images built, {len(rows) - lacking} of {len(rows)} tasks have theirs")
         if not missing and "container" in own.episode.reward_weights:
             step = max(1, len(rows) // SAMPLE)
             for number, row in rows[::step][:SAMPLE]:
@@ -76,26 +76,29 @@ async def _try_source(source: Source, own: Config, track: Any) -> AsyncIterator[
         await containers.close()
 
 
-async def _build(source: Source, containers: Containers, rows: Any) -> tuple[int, list[str]]:
-    """Build the missing images; returns how many were built, and a line for each that could not be."""
-    opened, built, wrong, seen = open_source(source), 0, list[str](), set[str]()
+async def _build(source: Source, containers: Containers, rows: Any) -> tuple[int, int, list[str]]:
+    """Build the missing images.
+
+    Returns:
+        How many were built, how many tasks lack theirs, and a line for each image that is not there.
+    """
+    opened, built, lacking = open_source(source), 0, 0
+    missing: dict[str, str] = {}
     for number, row in rows:
         image = containers.image_of(row)
-        if image in seen or await containers.engine.has_image(image):
-            continue
-        seen.add(image)
-        where = opened.where(number)
-        folder = opened.folders[number] if isinstance(opened, HarborTasks) else None
-        if folder is None or not (folder / DOCKERFILE).is_file():
-            wrong.append(f"{where}: there is no image {image!r}; build or pull it")
-            continue
-        try:
-            context = files_of(folder / "environment", "Dockerfile")
-            await containers.engine.build(image, context, os.environ.get("SPO_BUILD_NETWORK"), BUILD_SECONDS)
-            built += 1
-        except FAILURES as error:
-            wrong.append(f"{where}: {error}")
-    return built, wrong
+        if image not in missing and not await containers.engine.has_image(image):
+            where = opened.where(number)
+            folder = opened.folders[number] if isinstance(opened, HarborTasks) else None
+            try:
+                if folder is None or not (folder / DOCKERFILE).is_file():
+                    raise ContainerFailed(f"there is no image {image!r}; build or pull it")
+                context = files_of(folder / "environment", "Dockerfile")
+                await containers.engine.build(image, context, os.environ.get("SPO_BUILD_NETWORK"), BUILD_SECONDS)
+                built += 1
+            except FAILURES as error:
+                missing[image] = f"{where}: {error}"
+        lacking += image in missing
+    return built, lacking, list(missing.values())
 
 
 async def _played(source: Source, own: Config, containers: Containers, number: int, row: dict[str, Any]) -> Finding:

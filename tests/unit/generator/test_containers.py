@@ -417,3 +417,14 @@ def test_an_image_that_does_not_build_is_named_with_its_last_words(tmp_path, mon
         wrong, _ = asyncio.run(try_tasks(harbor_config(tmp_path / "tasks")))
     assert wrong.level == "problem"
     assert re.search(r"tasks/a: spo-harbor/a:\w+ does not build: make: not found \(after: Step 2/2", wrong.line)
+
+
+def test_each_task_whose_image_is_missing_counts_and_the_image_is_named_once(tmp_path, monkeypatch) -> None:
+    for name in "abc":
+        pulled = {"environment_Dockerfile": None, "task_toml": '[environment]\ndocker_image = "none:1"\n'}
+        harbor_task(tmp_path / "tasks" / name, **(pulled if name != "c" else {}))
+    with stand_in(tmp_path) as engine:
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.path}")
+        missing, count = asyncio.run(try_tasks(harbor_config(tmp_path / "tasks")))
+    assert "tasks/a: there is no image 'none:1'; build or pull it" in missing.line
+    assert "1 images built, 1 of 3 tasks have theirs" in count.line

@@ -238,9 +238,13 @@ def write_timelines(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_no_two_slices_of_a_thread_overlap_and_none_is_lost(tmp_path: Path, name: str) -> None:
     write_timelines(tmp_path)
+    spans = [("NaN", "1"), ("1", "NaN"), ("1", "Infinity"), ("2", "1")]
+    lines = [f'{{"name": "train", "start": {start}, "end": {end}}}\n' for start, end in spans]
+    (tmp_path / "timeline/sampler.jsonl").write_text("".join(lines))
     path = tmp_path / name
     result = CliRunner().invoke(app, ["trace", str(tmp_path), "-o", str(path)])
     assert result.exit_code == 0, result.output
+    assert "4 lines" in result.output
     events = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())[
         "traceEvents"
     ]
