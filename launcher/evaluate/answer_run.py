@@ -89,7 +89,8 @@ class AnswerScreen:
             with interruptible():
                 yield
         except EndedEarly as stopped:
-            self.show(f"{stopped}; the same command continues from here")
+            (how,) = getattr(stopped, "__notes__", ["the same command continues from here"])
+            self.show(f"{stopped}; {how}")
             raise SystemExit(stopped.code) from None
 
     @property

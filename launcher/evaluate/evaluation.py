@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.model import check_model_folder, exported_model
 from launcher.evaluate.answer_run import UNSEEN, AnswerScreen, answer
 from launcher.run.processes import EMBEDDED
+from launcher.run.supervisor import EndedEarly
 from sampler.evaluation_metrics import Response, summarize_groups
 from sampler.files.answer_file import Request, read_answers
 
@@ -44,6 +45,10 @@ def evaluate(
     except UserError:
         if temporary is not None:
             shutil.rmtree(temporary)
+        raise
+    except EndedEarly as early:
+        if temporary is not None:
+            early.add_note(f"--output {file} continues from here")
         raise
     figures = answer_figures(read_answers(file), count.wanted - count.answered, k, config.right_from)
     if temporary is not None:

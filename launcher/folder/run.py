@@ -80,7 +80,8 @@ class Run:
         summary, steps = self._summary(), self.steps
         if summary:
             # A finished run that was given more steps is unfinished again.
-            has_all = steps is None or summary.get("steps", steps) >= steps or bool(summary.get("ended_early"))
+            made = _whole(summary.get("steps"))
+            has_all = steps is None or made is None or made >= steps or bool(summary.get("ended_early"))
             return "finished" if summary.get("finished") and has_all else "stopped"
         newest = self.metrics.last_time()
         if is_locked(self.folder.path) or newest > time.time() - RECENT:

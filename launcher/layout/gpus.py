@@ -76,15 +76,15 @@ def select(text: str, gpus: Sequence[Gpu], name: str) -> list[Gpu]:
         UserError: the text is not a list of GPUs, or it names a GPU twice or one that does not exist.
     """
     numbers: list[int] = []
+    there = f"GPUs here are 0 to {len(gpus) - 1}" if gpus else "there is no GPU here"
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise UserError(f"{name} = {text!r}: must be numbers of GPUs, such as 0-3 or 0,2")
-        numbers += range(int(first), int(last if dash else first) + 1)
-    there = f"GPUs here are 0 to {len(gpus) - 1}" if gpus else "there is no GPU here"
+        if int(last or first) >= len(gpus):
+            raise UserError(f"{name} = {text!r} names GPU {max(int(first), len(gpus))}, but {there}")
+        numbers += range(int(first), int(last or first) + 1)
     for position, number in enumerate(numbers):
-        if number >= len(gpus):
-            raise UserError(f"{name} = {text!r} names GPU {number}, but {there}")
         if number in numbers[:position]:
             raise UserError(f"{name} = {text!r} names GPU {number} twice")
     return [gpus[number] for number in numbers]

@@ -112,6 +112,7 @@ REFUSED: list[tuple[str, int | dict[str, Any], dict[str, Any], Choice]] = [
     ("must be numbers of GPUs, such as 0-3 or 0,2", 8, {}, Choice(None, "0-x")),
     ("must be numbers of GPUs", 8, {}, Choice(None, "3-1")),
     ("names GPU 0 twice", 8, {}, Choice(None, "0,0-1")),
+    ("names GPU 8, but GPUs here are 0 to 7", 8, {}, Choice(None, "0-99999999999")),
     ("no GPU is left for the learner", 8, {}, Choice(None, None, "0-7")),
     ("leave none of 8 for the learner", 8, {}, Choice(9)),
     ("there are GPUs for 2, of 1 each", 8, {}, Choice(3, "0-5")),

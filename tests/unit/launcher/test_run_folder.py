@@ -178,7 +178,8 @@ def test_state_and_counters_follow_what_a_run_writes(tmp_path: Path) -> None:
     assert (run.state, run.counters) == ("stopped", {"counted": 64, "dispatched": 80})
     (folder / "lock").write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": "today"}))
     assert run.state == "running"
-    (folder / "summary.json").write_text(json.dumps({"finished": True, "counters": {"counted": 70, "dead": 1}}))
+    summary = {"finished": True, "steps": None, "counters": {"counted": 70, "dead": 1}}
+    (folder / "summary.json").write_text(json.dumps(summary))
     assert (run.state, run.counters) == ("finished", {"counted": 70, "dispatched": 80, "dead": 1})
     # Extended: what it writes is newer than the summary of its first end.
     write_metrics(folder, 2, {"reward/mean": 0.5}, time=time.time() + 60)

@@ -19,6 +19,7 @@ from common.errors import UserError
 from launcher.evaluate import evaluation
 from launcher.evaluate.answer_run import AnswerCount
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from launcher.run.supervisor import EndedEarly
 from launcher.values.command import ScoreRange, at_most, find_files, read_all, write_scores
 from launcher.values.split import split_data
 from sampler.files.answer_file import Request
@@ -169,6 +170,22 @@ def test_a_checkpoint_is_evaluated_by_its_export(spo: Spo, tmp_path: Path, monke
     figures = json.loads(ran.stdout)
     assert (figures["accuracy"], figures["avg@2"], figures["pass@2"], figures["set_aside"]) == (0.5, 0.5, 1.0, 1)
     assert figures["level=1/accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("output", [None, "answers.jsonl"])
+def test_an_evaluation_that_was_stopped_says_how_to_continue_it(
+    spo: Spo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None
+) -> None:
+    def answer(*_: Any, **__: Any) -> AnswerCount:
+        raise EndedEarly("stopped", 130)
+
+    monkeypatch.setattr(evaluation, "answer", answer)
+    monkeypatch.setattr(evaluation, "model_path", str)
+    make_config(tmp_path, heldout=2)
+    ran = spo("eval", "m", "-c", CONFIG, *(["--output", output] if output else []))
+    assert ran.returncode == 130
+    how = "the same command continues" if output else r"--output \S+/spo-eval-\w+/answers.jsonl continues"
+    assert re.search(f"stopped; {how} from here", ran.stdout)
 
 
 def test_each_data_set_has_its_own_figures() -> None:
