@@ -141,7 +141,7 @@ def _report(folder: Path) -> str:
 
 def table(folder: Path) -> str:
     """All steps, done one after the other, as a table."""
-    lines = ["| step | command | what came of it |", "|---|---|---|"]
+    lines = ["| step | command | result |", "|---|---|---|"]
     for name, command, do in steps(folder):
         began, result = time.monotonic(), do()
         lines.append(f"| {name} | `{command}` | {result} |")
