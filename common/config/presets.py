@@ -186,14 +186,14 @@ ALL = (
     Preset(
         "decoupled_token_icepop",
         {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-        f"{DECOUPLED_PPO}; token loss * pi_old / pi_rollout inside [0.5, 5], * 0 outside; the others count in the denominator",
+        f"{DECOUPLED_PPO}; token loss * pi_old / pi_rollout inside [0.5, 5], * 0 outside; divided by all tokens",
         "As icepop, but tokens outside the band shrink the step.",
         "IcePop, arXiv 2510.18855, as in verl",
     ),
     Preset(
         "bypass_pg_token_icepop",
         {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-        f"{GRADIENT} * pi_theta / pi_rollout inside [0.5, 5], * 0 outside; no clip; the others count in the denominator",
+        f"{GRADIENT} * pi_theta / pi_rollout inside [0.5, 5], * 0 outside; no clip; divided by all tokens",
         "The policy gradient without the tokens on which the policies disagree, and without an extra forward pass.",
         "REINFORCE with IcePop, arXiv 2510.18855, as in verl",
         algorithm=POLICY_GRADIENT,
