@@ -167,7 +167,7 @@ TIME = (
     Metric("queue/samples", "", "results that are not counted yet", QUEUES),
     Metric("queue/batches", "", "batches that are not released yet", QUEUES),
     Metric("queue/outstanding", "", "tasks in flight"),
-    Metric("queue/dead", "", "dead letters", QUEUES),
+    Metric("queue/dead", "", "skipped tasks ([dead letters](operations.md#when-an-episode-fails))", QUEUES),
     Metric("samples/set_aside…", "", "skipped tasks, also [by kind](operations.md#when-an-episode-fails)", ENDINGS),
     Metric("samples/per_second", "samples/s", "samples counted in the last seconds"),
     Metric("samples/…", "", "counters of the run: `dispatched`, `counted`, `rewarded`, `batched`, `late`, …"),
