@@ -1,12 +1,12 @@
 """Repairs Redis's append-only log, then becomes the server: `repaired_redis.py FOLDER SERVER ARGUMENT...`.
 
-A machine that stops in the middle of a write leaves an incomplete transaction at the end of the log. Redis skips it
-when it starts, but leaves it in the log and appends after it. When Redis reads the log again, it merges the incomplete
-transaction with the next one, and commands that were committed once run twice (valkey-io/valkey#4342 reports this for
-Valkey). The server's own tool cuts the incomplete transaction off. The tool is the server's binary under another name,
-so it is always there and of the same version. It would also cut off everything after a wrong byte in the middle of the
-log: what it cuts off is kept beside the log, and if that would be too much, the log is left as it is, and Redis refuses
-to start.
+A machine that stops in the middle of a write leaves an incomplete transaction at the end of the log. When Redis starts,
+it cuts off only the incomplete command at the end, leaves the transaction's other commands in the log, and appends
+after them. At the next start it merges the incomplete transaction with the next one, and commands run twice
+(valkey-io/valkey#4342 describes such a log). The server's own tool cuts the whole incomplete transaction off. The tool
+is the server's binary under another name, so it is always there and of the same version. It would also cut off
+everything after a wrong byte in the middle of the log: the part that it cuts off is kept beside the log, and if that
+part would be too long, the log is left as it is, and Redis refuses to start.
 
 This module imports nothing of the project, so that Redis starts in milliseconds.
 """
