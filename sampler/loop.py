@@ -26,14 +26,14 @@ from sampler.files.snapshots import Snapshots
 from sampler.lost_tasks import LostTasks
 from sampler.memory_watch import MemoryWatch
 from sampler.metrics import SamplerMetrics
+from sampler.mixture import Mixture
 from sampler.process_metrics import SamplerTimeline
 from sampler.prompts.prompt_set import RunData
 from sampler.records import DispatchedTask, OpenSample
 from sampler.results import EqualRewards, FailureLimit, checked, refused
+from sampler.scores import apply_initial_values
 from sampler.seeds import task_seed
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
-from sampler.values.mixture import Mixture
-from sampler.values.scores import apply_initial_values
 from sampler.values.traits import prompt_traits
 
 MAX_HEADERS = 512  # read in one round

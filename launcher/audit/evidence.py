@@ -15,8 +15,8 @@ from common.streams.ledger import JournalEntry
 from launcher.audit.records import FolderRecords, KeptEpisode, RedisRecords
 from sampler.prompts.prompt_set import RunData
 from sampler.records import tracker_rows
+from sampler.scores import apply_initial_values
 from sampler.tracker import ValueTracker
-from sampler.values.scores import apply_initial_values
 from sampler.values.traits import prompt_traits
 
 

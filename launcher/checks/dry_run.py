@@ -28,9 +28,9 @@ from launcher.checks.rewards import score_empty
 from launcher.checks.vocabulary import vocabularies
 from launcher.layout.layout import NOTHING_ASKED, Choice, lay_out
 from sampler.prompts.prompt_set import PromptSet, RunData, load_data, too_few
+from sampler.scores import apply_initial_values
 from sampler.state import SamplerState
 from sampler.values.kinds import KINDS
-from sampler.values.scores import apply_initial_values
 from sampler.values.traits import prompt_traits
 
 PROMPTS = 64  # prompts of each source for which an episode is started

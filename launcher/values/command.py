@@ -27,7 +27,7 @@ from launcher.evaluate.answer_run import AnswerScreen, answer
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
 from sampler.files.answer_file import Request
-from sampler.values.scores import Accept, collect_scores
+from sampler.scores import Accept, collect_scores
 
 MAX_NAMED = 10  # bad rows that are listed
 BINS = 10

@@ -32,7 +32,7 @@ from sampler.files.episode_files import episode_line
 from sampler.prompts.prompt_set import check_rows, read_answer, read_prompt
 from sampler.prompts.row import BadRow
 from sampler.prompts.rows import open_rows
-from sampler.values.scores import read_scores
+from sampler.scores import read_scores
 from sandbox_client.client import _parse as parse_sandbox_answer
 from tests.support.mutations import Mutations, from_json, from_msgpack, to_json, to_msgpack
 

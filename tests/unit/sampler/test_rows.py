@@ -21,8 +21,8 @@ from common.gym_families import installed_families, score_answer
 from sampler.prompts.gym_rows import GymRows
 from sampler.prompts.prompt_set import PromptSet, load_prompts
 from sampler.prompts.rows import open_rows
+from sampler.scores import apply_initial_values, prompt_key, read_scores, recipe_key
 from sampler.tracker import ValueTracker
-from sampler.values.scores import apply_initial_values, prompt_key, read_scores, recipe_key
 from tests.support.golden import GOLDEN
 from tests.support.sampler import sent
 

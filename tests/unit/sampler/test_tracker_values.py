@@ -14,11 +14,11 @@ from common.config import DriftConfig, SelectionConfig, TrackerConfig
 from common.errors import UserError
 from common.files import tracker_path
 from sampler.files.snapshots import read_snapshot, write_snapshot
+from sampler.mixture import Mixture
 from sampler.state import SamplerState
 from sampler.tracker import ValueTracker
 from sampler.values import selection
 from sampler.values.drift import PromptDrift
-from sampler.values.mixture import Mixture
 from sampler.values.selection import CRITERIA, draw, probabilities, selection_weights
 from tests.support.golden import close, golden
 from tests.support.sampler import make_config
