@@ -122,7 +122,11 @@ def closed(batch_id: int) -> ClosedBatch:
 
 def test_figures_of_a_batch_are_of_what_came_since_the_last_one(metrics: SamplerMetrics) -> None:
     assert not {"reward", "accuracy", "staleness"} & set(metrics.progress()), "they are not known yet"
-    metrics._state.evaluations = {0: EvaluationCounts(2, answered=2, correct=1), 5: EvaluationCounts(2, answered=1)}
+    metrics._state.evaluations = {
+        0: EvaluationCounts(2, answered=2),
+        2: EvaluationCounts(2, answered=2, correct=1),
+        5: EvaluationCounts(2, answered=1),
+    }
     assert metrics.progress()["accuracy"] == 0.5, "that of the newest complete evaluation"
     for reward, parts in ((0.5, {"exact": 1.0, "mean": 100.0}), (0.0, {"exact": 0.0, "turns": 0.25})):
         header = SampleHeader(task_id="t", prompt_id="p", reward=reward, reward_parts=parts)

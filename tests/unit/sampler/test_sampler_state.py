@@ -124,8 +124,13 @@ def test_what_was_not_committed_never_happened(run: Ledger) -> None:
 @pytest.mark.parametrize(("mode", "drift", "rho"), [("rescore", 0.006, [0.96, 2**-0.1]), ("constant", 0.5, [0.7, 0.7])])
 def test_drift_or_a_constant_rho_reach_the_tracker(tmp_path: Path, mode: str, drift: float, rho: list[float]) -> None:
     state = SamplerState(make_config(tmp_path, sampler={"drift": {"mode": mode, "rho": 0.7}}), PROMPTS)
-    for measured in (None, drift):
+    visits = [
         state.update_value(0, SampleHeader(task_id="t", prompt_id="a", reward=1.0, drift=measured))
+        for measured in (None, drift)
+    ]
+    assert [visit.rho_mean for visit in visits] == pytest.approx(rho)
+    assert [visit.rho_clip_ratio for visit in visits] == ([1, 0] if mode == "rescore" else [0, 0])
+    assert [visit.first_sampled_ratio for visit in visits] == [1, 0]
     assert state.tracker.counts("a")[0] == pytest.approx(rho[1] * (rho[0] * 0.5 + 1) + 1)
 
 
