@@ -311,7 +311,10 @@ def test_a_reset_has_the_learner_start_again_and_redis_knows_the_run(broker: Bro
     learner = BatchInbox(broker).acquire()
     learner.announce(Step(version=3))
     ledger.commit(Commit(dispatch=[(tasks(1)[0], b"memo")], tracker={"p0": b"row"}))
+    TaskInbox(broker, "before").take(1, 0)
+    assert broker.redis.exists(broker.key("holders:tasks"))
     ledger.reset()
+    assert not broker.redis.exists(broker.key("holders:tasks")), "each generator finds its tasks gone"
     with pytest.raises(RedisBehind):
         learner.check()
     assert latest(broker) is None

@@ -316,6 +316,14 @@ def test_a_token_without_finite_logprobs_is_in_no_second_moment():
     assert result.mask.tolist() == [[False, True, False]]
 
 
+def test_a_rows_mean_is_over_its_own_tokens_that_count():
+    layout, values = Layout.of_lengths([2, 1, 3]), torch.tensor([1.0, 3.0, 5.0, 7.0, math.nan, 8.0])
+    where = torch.tensor([True, False, True, False, False, False])
+    assert layout.mean_where(values, where).tolist() == [1.0, 5.0, 0.0]
+    where = torch.tensor([True, True, False, True, False, True])
+    assert layout.mean_where(values, where).tolist() == [2.0, 0.0, 7.5]
+
+
 def test_keys_depend_on_the_row_alone():
     torch.manual_seed(0)
     rollout = -torch.rand(9)
