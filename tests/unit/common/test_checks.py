@@ -153,6 +153,12 @@ FINDINGS: list[tuple[str, Role, dict[str, Any], dict[str, Any], str | None, str]
     ("output", SAMPLER, {}, {"run": {"output_dir": "@/password"}}, PROBLEM, "/password (Not a directory)"),
     ("secrets", GENERATOR, {}, secrets("blank"), PROBLEM, "is empty"),
     ("secrets", GENERATOR, {}, secrets("password"), OK, "sandbox.token_file can be read"),
+    # A secret with a line break cannot be sent, and is not shown.
+    ("sandbox", GENERATOR, {"environ": {"SPO_SANDBOX_TOKEN": "hunter\n"}}, {"sandbox": {"url": "http://127.0.0.1:9"}},
+     PROBLEM, "SPO_SANDBOX_TOKEN holds no token"),
+    ("teacher server", GENERATOR, {"environ": {"KEY": "hunter\n"}},
+     {"teacher": {"url": "http://127.0.0.1:9/v1", "api_key_env": "KEY"}}, PROBLEM, "KEY, which teacher.api_key_env"),
+    ("sandbox", GENERATOR, {}, {"sandbox": {"url": "http://127.0.0.1:9/a b"}}, WARNING, "does not answer"),
 ]  # fmt: skip
 
 
