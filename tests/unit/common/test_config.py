@@ -46,7 +46,7 @@ def test_command_line_beats_environment_beats_file() -> None:
 
 
 def test_yaml_reads_bands_as_text_and_numbers_as_numbers() -> None:
-    for text in ("0.5_2", "0.5_2.0", "1_2", "0.999_1.001", "08", "019", "1:30"):
+    for text in ("0.5_2", "0.5_2.0", "1_2", "0.999_1.001", "08", "019", "1:30", "2026-11-30", "2026-02-30"):
         assert yaml.load(text, ConfigLoader) == text
     numbers = {"1_000_000": 1_000_000, "12_000": 12_000, "-3": -3, "0": 0, "0x1f": 31, "true": True, "~": None}
     fractions = {"0.5": 0.5, ".5": 0.5, "1e-6": 1e-6, "1.0e-6": 1e-6, ".inf": float("inf")}
