@@ -131,10 +131,10 @@ def _near_configuration(path: Path, error: Exception) -> str:
     """A hint at the file that was probably meant; may be empty."""
     if isinstance(error, FileNotFoundError):
         return near_file(path, SUFFIXES)
-    inside = [file for file in sorted(path.glob("*.y*ml")) if file.is_file()] if path.is_dir() else []
+    inside = [file for file in sorted(path.glob("*.y*ml")) if file.is_file()] if os.path.isdir(path) else []
     if inside:
         return f"; did you mean {' or '.join(map(str, inside[:3]))}?"
-    return "; give a YAML file, not a folder" if path.is_dir() else ""
+    return "; give a YAML file, not a folder" if os.path.isdir(path) else ""
 
 
 Overrides = Sequence[str] | Mapping[str, Any]

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.config.agent import ContainerConfig
-from common.config.data import HARBOR
+from common.config.data import harbor_folder
 from common.errors import UserError
 from common.messages import first_problem
 from sampler.prompts.row import BadRow, Rows
@@ -29,10 +29,10 @@ class HarborTasks(Rows):
     """The tasks in a folder, `harbor:FOLDER`, which may itself be a task; raises `UserError` if there is none."""
 
     def __init__(self, source: str) -> None:
+        folder = harbor_folder(source)
         try:
-            folder = Path(source.removeprefix(HARBOR)).expanduser().absolute()
             is_folder = folder.is_dir()
-        except (OSError, RuntimeError) as error:  # no permission, or `~` of an account that does not exist
+        except OSError as error:
             raise UserError(f"data {source}: the folder cannot be read: {error}") from None
         if not is_folder:
             raise UserError(f"data {source}: there is no folder {folder}")
