@@ -237,10 +237,12 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
         ("pathlib:nothing", "module pathlib has no nothing; allowed: ours"),
         ("broken.py:x", "this is a file; write the module, broken:x"),
         ("broken:x", r"cannot import broken \(ZeroDivisionError: division by zero\)"),
+        ("a_script:x", r"cannot import a_script \(SystemExit: 0\); fix it in line 2 of .*a_script.py"),
     ],
 )
 def test_a_failed_import_is_one_line(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "a_script.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=f"episode.tools = '{name}': {reason}"):
         load(name)
