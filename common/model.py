@@ -90,6 +90,8 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"not JSON ({error})"
         raise UserError(f"{key} = {path!r}: cannot read config.json: {reason}; copy it from the original") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{key} = {path!r}: config.json is not a JSON object; copy it from the original")
     if not weights:
         return
     if tokenizer and not any((folder / name).exists() for name in TOKENIZERS):
@@ -106,7 +108,7 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
                 pass
         except (OSError, SafetensorError) as error:
             raise UserError(f"{key} = {path!r}: {_unreadable(file, error)}") from None
-    if isinstance(config, dict) and (problem := contradiction(folder, config, tokenizer)):
+    if problem := contradiction(folder, config, tokenizer):
         raise UserError(f"{key} = {path!r}: {problem}")
 
 
