@@ -27,7 +27,7 @@ def make_keys(folder: str | Path) -> list[Path]:
     """
     folder = Path(folder)
     files = [folder / f"{name}.{kind}" for name in NAMES for kind in ("key", "key_secret")]
-    existing = [str(file) for file in files if file.exists()]
+    existing = [str(file) for file in files if os.path.exists(file)]
     if existing:
         raise UserError(f"{', '.join(existing)} exist already; remove them first, or give another folder")
     umask = os.umask(0o077)

@@ -220,6 +220,6 @@ def near_file(path: Path, suffixes: Collection[str]) -> str:
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix in suffixes]
     except OSError:
-        return f": there is no folder {path.parent}"
+        return "" if os.path.isdir(path.parent) else f": there is no folder {path.parent}"
     near = nearest(path.name, names) or next((name for name in names if Path(name).stem == path.stem), None)
     return f"; did you mean {path.parent / near}?" if near else ""

@@ -65,7 +65,7 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
         UserError: it is not there, or its configuration or weights cannot be read.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not _is_folder(folder, key):
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise UserError(
                 f"{key} = {path!r}: there is no such folder, and it is not a Hugging Face name "
@@ -90,6 +90,8 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"not JSON ({error})"
         raise UserError(f"{key} = {path!r}: cannot read config.json: {reason}; copy it from the original") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{key} = {path!r}: config.json is not a JSON object; copy it from the original")
     if not weights:
         return
     if tokenizer and not any((folder / name).exists() for name in TOKENIZERS):
@@ -106,7 +108,7 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False,
                 pass
         except (OSError, SafetensorError) as error:
             raise UserError(f"{key} = {path!r}: {_unreadable(file, error)}") from None
-    if isinstance(config, dict) and (problem := contradiction(folder, config, tokenizer)):
+    if problem := contradiction(folder, config, tokenizer):
         raise UserError(f"{key} = {path!r}: {problem}")
 
 
@@ -114,9 +116,11 @@ def exported_model(path: str, key: str = "model.path") -> str:
     """The model folder that a path names: of a run folder the newest export, of a checkpoint its own; else the path.
 
     Raises:
-        UserError: no checkpoint of the run folder has an export.
+        UserError: no checkpoint of the run folder has an export, or the path cannot be read.
     """
     folder = Path(path)
+    if not _is_folder(folder, key):
+        return path
     if (folder / "config.json").is_file() or not is_run_folder(folder):
         export = folder / "hf"
         return str(export) if (export / "config.json").is_file() else path
@@ -124,6 +128,16 @@ def exported_model(path: str, key: str = "model.path") -> str:
         if ((export := checkpoint(folder, version) / "hf") / "config.json").is_file():
             return str(export)
     raise UserError(f"{key} = {path!r} is a run folder without an exported checkpoint; learner.export=true writes them")
+
+
+def _is_folder(path: Path, key: str) -> bool:
+    """Whether a folder is there, and may be searched; raises `UserError` if the system does not say, or refuses."""
+    try:
+        is_folder = path.is_dir()
+        (path / "config.json").exists()
+    except OSError as error:
+        raise UserError(f"{key} = '{path}' cannot be read: {error.strerror}") from None
+    return is_folder
 
 
 def is_run_folder(folder: Path) -> bool:

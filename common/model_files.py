@@ -51,6 +51,8 @@ def weight_headers(folder: Path) -> tuple[Header, str | None]:
 def _indexed(folder: Path, index: Path) -> tuple[Header, str | None]:
     try:
         places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if not all(isinstance(name, str) for name in places.values()):
+            raise TypeError
     except (OSError, ValueError, KeyError, TypeError):
         return {}, f"cannot read {index.name}; it is damaged, or not all of it was copied: download it again"
     files = sorted(set(places.values()))
@@ -108,7 +110,7 @@ def _tokens_beyond(folder: Path, sizes: Mapping[str, Any]) -> str | None:
         used = _settings(folder)
         ids |= {one["content"]: one["id"] for one in added if not one.get("special") or one["content"] in used}
         beyond = sorted((number, text) for text, number in ids.items() if number >= size)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # it has another format
     if not beyond:
         return None

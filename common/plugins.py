@@ -47,7 +47,7 @@ def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | 
     module_name, _, attribute = find_object(name, builtin, field, group).partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises
+    except (Exception, SystemExit) as error:  # whatever a user's module raises; a script may end the process
         missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         hint = _hidden(module_name) or (_allowed(builtin, group) if missing else _where(error))
@@ -81,7 +81,7 @@ def make_object(
     checked = check_options(kind, options, field, fixed=fixed, also=also)
     try:
         return kind(**fixed, **checked)
-    except Exception as error:  # whatever a user's class raises
+    except (Exception, SystemExit) as error:  # whatever a user's class raises
         is_plain = isinstance(error, UserError | TypeError | ValueError)
         raise UserError(f"{field}: {error if is_plain else f'{type(error).__name__}: {error}'}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -173,7 +174,7 @@ def disk(context: Context) -> Finding:
     """Whether there is enough disk space for the run's checkpoints."""
     config = context.config
     folder = config.run.folder
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if os.path.isdir(parent))
     free, size = shutil.disk_usage(existing).free, model_size(Path(config.model.path))
     if free < MIN_FREE:
         return problem(f"{format_bytes(free)} are free at {existing}; make room, or set run.output_dir")

@@ -87,7 +87,7 @@ def _unusable_file(name: str, several: bool) -> str | None:
 def run_folder(context: Context) -> Finding:
     """Whether this process can write to the run folder."""
     folder = context.config.run.folder
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if os.path.exists(parent))
     try:
         if not existing.is_dir():
             raise NotADirectoryError(0, "Not a directory")

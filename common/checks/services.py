@@ -148,7 +148,7 @@ def sandbox(context: Context) -> Finding | None:
             return finding(f"{shown} answers /health with {status}; it is stopping, or is not an spo-sandbox")
         isolated = json.loads(body).get("isolated")
         status, _ = _get(f"{base}/metrics", token, direct=True)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, HTTPException, ValueError, AttributeError) as error:
         reason = getattr(error, "reason", None) or error
         return finding(f"{shown} does not answer ({reason}); start it (spo-sandbox), or set sandbox.url")
     if status == 401:
@@ -176,6 +176,7 @@ def _teacher_server(context: Context, teacher: TeacherConfig, url: str) -> Findi
         key = context.machine.environ.get(teacher.api_key_env)
         if not key:
             return problem(f"teacher.api_key_env names {teacher.api_key_env}, but there is no such variable here")
+        _check_header(key, f"{teacher.api_key_env}, which teacher.api_key_env names,")
     shown = without_password(url)
     try:
         status, body = _get(f"{url}/models", key, direct=is_loopback_url(url))
@@ -206,8 +207,19 @@ def runs_programs(config: Config) -> bool:
 
 def _token(config: Config, context: Context) -> str | None:
     if config.sandbox.token_file is not None:
-        return read_secret(config.sandbox.token_file, "sandbox.token_file")
-    return config.sandbox.token or context.machine.environ.get("SPO_SANDBOX_TOKEN")
+        token, name = read_secret(config.sandbox.token_file, "sandbox.token_file"), "sandbox.token_file"
+    elif config.sandbox.token:
+        token, name = config.sandbox.token, "sandbox.token"
+    else:
+        token, name = context.machine.environ.get("SPO_SANDBOX_TOKEN", ""), "SPO_SANDBOX_TOKEN"
+    _check_header(token, name)
+    return token or None
+
+
+def _check_header(secret: str, name: str) -> None:
+    """Raise `UserError` for a secret that no header can carry, without showing it, as urllib's error would."""
+    if not (secret.isascii() and secret.isprintable()):
+        raise UserError(f"{name} holds no token: it must be printable ASCII, without a line break")
 
 
 def _get(url: str, token: str | None, *, direct: bool) -> tuple[int, bytes]:

@@ -113,13 +113,13 @@ class AlgorithmConfig(Section):
 
     @classmethod
     def read_former(cls, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-        if data.get("loss") in ALIASES:
+        if data.get("loss") in list(ALIASES):  # a list, because a loss that is no text may have no hash
             data = {**data, "loss": ALIASES[data["loss"]]}
         fields, notes = without_gone(cls.__name__, data)
         fields, of_groups = group_std(fields)
         fields = {**_with_implied(_today(fields))}
         loss = fields.get("loss", cls.model_fields["loss"].default)
-        fields, of_loss = loss_keys(fields, loss, loss in SPECS)
+        fields, of_loss = loss_keys(fields, loss, loss in LOSS_NAMES)
         return fields, [*notes, *of_groups, *of_loss]
 
     @property

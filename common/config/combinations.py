@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -95,6 +96,11 @@ def _run(config: Config) -> Iterator[str]:
     low, high = tracker.reward_range
     if not low < high:
         yield f"sampler.tracker.reward_range = [{low}, {high}] is empty; give [lowest, highest]"
+    if not math.isfinite(high - low):
+        yield (
+            f"sampler.tracker.reward_range = [{low}, {high}] cannot be rescaled to [0, 1]; give two finite numbers, "
+            "[lowest, highest]"
+        )
     if not low < config.right_from <= high:
         yield (
             f"eval.right_from = {config.eval.right_from} would call every answer right, or none; give a reward above "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def nearest_set(name: str) -> str | None:
 
 def misspelt_set(path: str) -> str | None:
     """The known name that a path was probably meant to be; None for files, folders and names like `owner/name`."""
-    if path in KNOWN_SETS or "/" in path or "." in path or ":" in path or Path(path).exists():
+    if path in KNOWN_SETS or "/" in path or "." in path or ":" in path or os.path.exists(path):
         return None
     return nearest_set(path)
 
@@ -100,7 +101,15 @@ def matching_files(path: str | Sequence[str]) -> list[str]:
 
 
 def is_pattern(path: str) -> bool:
-    return any(character in path for character in "*?[") and not Path(path).exists()
+    return any(character in path for character in "*?[") and not os.path.exists(path)
+
+
+def harbor_folder(path: str) -> Path:
+    """The folder of `harbor:FOLDER`, absolute; raises `UserError` for the `~` of an account that does not exist."""
+    try:
+        return Path(path.removeprefix(HARBOR)).expanduser().absolute()
+    except RuntimeError as error:
+        raise UserError(f"data {path}: the folder cannot be read: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from common.plugins import use_modules
 ENV_PREFIX = "SPO__"
 SUFFIXES = (".yaml", ".yml")
 MOST_REPEATED = 100_000  # values that all aliases together may expand to
+TIMESTAMP = "tag:yaml.org,2002:timestamp"
 # YAML's numbers, in which `_` may only stand between groups of three digits.
 NUMBER_PATTERNS = {
     "tag:yaml.org,2002:int": r"[-+]?(?:0x[0-9a-fA-F]+|0o?[0-7]+|[1-9][0-9]{0,2}(?:_[0-9]{3})+|[1-9][0-9]*|0)",
@@ -36,14 +37,14 @@ INDENTATION = re.compile("expected <block end>|mapping values are not allowed|co
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML in which `0.5_2`, a band of ratios, is text; YAML 1.1 reads it as the number 0.52.
+    """YAML in which `0.5_2`, a band of ratios, is text, which YAML 1.1 reads as the number 0.52; so is `2026-11-30`.
 
     A key that is given twice in a mapping is an error, because one of the two values would silently be lost. Aliases
     that expand to too many values, or that contain themselves, are errors, because a few lines could fill any memory.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in NUMBER_PATTERNS]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (*NUMBER_PATTERNS, TIMESTAMP)]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -66,6 +67,15 @@ class ConfigLoader(yaml.SafeLoader):
             problem = f"its aliases expand to more than {MOST_REPEATED:,} values"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=alias.start_mark)
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+        except (ValueError, LookupError, AttributeError):  # a value that does not fit its tag, such as `!!int many`
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"{str(node.value)[:40]!r} cannot be read as {kind}", problem_mark=node.start_mark
+            ) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -90,7 +100,10 @@ for _tag, _pattern in NUMBER_PATTERNS.items():
 
 def parse_yaml(text: str) -> Any:
     """Parse a YAML text; raises `yaml.YAMLError`."""
-    return yaml.load(text, ConfigLoader)
+    try:
+        return yaml.load(text, ConfigLoader)
+    except RecursionError:
+        raise yaml.YAMLError("its lists or mappings are nested too deep") from None
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -118,10 +131,10 @@ def _near_configuration(path: Path, error: Exception) -> str:
     """A hint at the file that was probably meant; may be empty."""
     if isinstance(error, FileNotFoundError):
         return near_file(path, SUFFIXES)
-    inside = [file for file in sorted(path.glob("*.y*ml")) if file.is_file()] if path.is_dir() else []
+    inside = [file for file in sorted(path.glob("*.y*ml")) if file.is_file()] if os.path.isdir(path) else []
     if inside:
         return f"; did you mean {' or '.join(map(str, inside[:3]))}?"
-    return "; give a YAML file, not a folder" if path.is_dir() else ""
+    return "; give a YAML file, not a folder" if os.path.isdir(path) else ""
 
 
 Overrides = Sequence[str] | Mapping[str, Any]

@@ -117,7 +117,8 @@ def _explain(
         siblings, value = _keys_at(model, location[:-1]), problem["input"]
         # Another trainer's section may be spelt nearly like one of ours, so a section needs a closer match.
         hint = _meant(key, siblings, model, 0.8 if isinstance(value, Mapping) else 0.5) or _meant_within(value, model)
-        if len(location) == 1 and "." in hint and hint.endswith("?") and not isinstance(value, Mapping):
+        is_outside = not name and len(location) == 1
+        if is_outside and "." in hint and hint.endswith("?") and not isinstance(value, Mapping):
             hint += " Indent it below its section"
         allowed = f"allowed: {', '.join(siblings)}"
         return f"unknown configuration key {key}; {hint or allowed}"

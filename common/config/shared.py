@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from glob import glob
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from common.config.data import HARBOR
+from common.config.data import HARBOR, harbor_folder
 from common.config.run import Config
 from common.config.sampler import EvalConfig
 
@@ -168,8 +169,8 @@ def _absolute_if_there(value: Any) -> Any:
             for source in value
         ]
     if isinstance(value, str) and value.startswith(HARBOR):
-        return HARBOR + str(Path(value.removeprefix(HARBOR)).expanduser().absolute())
-    return str(Path(value).absolute()) if value is not None and (Path(value).exists() or glob(value)) else value
+        return f"{HARBOR}{harbor_folder(value)}"
+    return str(Path(value).absolute()) if value is not None and (os.path.exists(value) or glob(value)) else value
 
 
 def _same_path(here: Any, there: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.config.agent import ContainerConfig
-from common.config.data import HARBOR
+from common.config.data import harbor_folder
 from common.errors import UserError
 from common.messages import first_problem
 from sampler.prompts.row import BadRow, Rows
@@ -29,8 +29,12 @@ class HarborTasks(Rows):
     """The tasks in a folder, `harbor:FOLDER`, which may itself be a task; raises `UserError` if there is none."""
 
     def __init__(self, source: str) -> None:
-        folder = Path(source.removeprefix(HARBOR)).expanduser().absolute()
-        if not folder.is_dir():
+        folder = harbor_folder(source)
+        try:
+            is_folder = folder.is_dir()
+        except OSError as error:
+            raise UserError(f"data {source}: the folder cannot be read: {error}") from None
+        if not is_folder:
             raise UserError(f"data {source}: there is no folder {folder}")
         configs = [folder / CONFIG] if (folder / CONFIG).is_file() else sorted(folder.glob(f"*/{CONFIG}"))
         if not configs:
@@ -58,16 +62,21 @@ def task_row(folder: Path) -> dict[str, Any]:
     `docker_image`, its name; and `container`, the task's own limits.
     """
     settings = _settings(folder)
-    for needed in (INSTRUCTION, TESTS):
-        if not (folder / needed).is_file():
-            raise BadRow(f"the task has no {needed}")
-    return {
-        "prompt": (folder / INSTRUCTION).read_text(encoding="utf-8", errors="replace").strip(),
-        "answer": str((folder / TESTS).parent),
-        "task": folder.name,
-        "docker_image": _image(folder, settings),
-        "container": _limits(settings),
-    }
+    try:
+        for needed in (INSTRUCTION, TESTS):
+            if not (folder / needed).is_file():
+                raise BadRow(f"the task has no {needed}")
+        return {
+            "prompt": (folder / INSTRUCTION).read_text(encoding="utf-8", errors="replace").strip(),
+            "answer": str((folder / TESTS).parent),
+            "task": folder.name,
+            "docker_image": _image(folder, settings),
+            "container": _limits(settings),
+        }
+    except OSError as error:
+        raise BadRow(
+            f"a file of the task cannot be read ({error})", reason="a file of the task cannot be read"
+        ) from None
 
 
 def _image(folder: Path, settings: dict[str, Any]) -> str:
@@ -83,7 +92,9 @@ def _image(folder: Path, settings: dict[str, Any]) -> str:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(environment)}\0{len(content)}\0".encode())
             digest.update(content)
-    name = "".join(letter if letter.isalnum() else "-" for letter in folder.name.lower()).strip("-") or "task"
+    # Names of images have no other letters than ASCII's.
+    letters = (letter if letter.isascii() and letter.isalnum() else "-" for letter in folder.name.lower())
+    name = "".join(letters).strip("-") or "task"
     return f"spo-harbor/{name}:{digest.hexdigest()}"
 
 
@@ -141,7 +152,7 @@ def _size(text: Any) -> int | None:
         return None
     try:
         return int(float(str(text)[:-1]) * UNITS[str(text)[-1:].upper()])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise BadRow(
             f"{CONFIG} has the size {text!r}; write it as 512M or 2G", reason=f"{CONFIG} has a malformed size"
         ) from None

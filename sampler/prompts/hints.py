@@ -62,6 +62,8 @@ class Hints:
             self._note("tools", row.number)
         if _is_rounded(row.answer):
             self._note("rounded", row.number, str(row.answer))
+        if isinstance(row.answer, bytes):
+            self._note("bytes", row.number, repr(row.answer)[:80])
 
     def lines(self) -> list[str]:
         """One line for each kind of hint."""
@@ -89,7 +91,7 @@ class Hints:
         earlier = self._rows.row_or_problem(number)
         if self._source.id_column is not None or isinstance(earlier, BadRow) or row.row is None:
             return
-        different = [name for name, value in row.row.items() if earlier.get(name) != value]
+        different = [name for name, value in row.row.items() if not _is_same(earlier.get(name), value)]
         if different:
             self._different.update(different)
             self._note("same", row.number)
@@ -119,6 +121,8 @@ class Hints:
             "all rows of a source; only an agent or a tool of your own may read it",
             "rounded": f"{detail} in {answers} looks like a rounded 32-bit number: store it as text or with 64 bits, "
             "or name another column by data.answer_column",
+            "bytes": f"{detail} in {answers} is bytes, which no reward of SPO's finds equal to a text: store it as "
+            "text, or name another column by data.answer_column",
             "prefill": "the last message is the assistant's, after which the model begins another; to have it "
             "continued, set data.template_options.continue_final_message=true (with data.prompt_markup=true for "
             "tags such as <think>), or leave it out",
@@ -127,6 +131,11 @@ class Hints:
             "role": f"a message has the role {detail!r}, which models are not trained with: name it user, assistant or "
             "system, or name another column by data.prompt_column",
         }[kind]
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether values of two rows are equal; so is NaN, which is not equal to itself."""
+    return bool(value == other) or repr(value) == repr(other)
 
 
 def _is_rounded(answer: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from bisect import bisect_right
@@ -69,11 +70,10 @@ class SourcePrompts:
             row = self._rows[self._usable.item(i)]
             prompt, answer = read_prompt(row, source), read_answer(row, source)
             check_can_be_sent(row)
+            if _row_id(row, prompt, source) != self.ids[i]:
+                raise BadRow("another row is in its place")
         except BadRow as problem:
-            raise UserError(
-                f"{self.where(i)} can no longer be used ({problem}): the file was changed while it was in use; start "
-                "again, and the run continues without that row"
-            ) from None
+            raise self._changed(i, problem) from None
         used = (source.prompt_column, source.answer_column)
         return Prompt(prompt, answer, {name: value for name, value in row.items() if name not in used})
 
@@ -81,7 +81,17 @@ class SourcePrompts:
         return self._rows.where(self._usable.item(i))
 
     def prompts(self) -> Iterator[str | Messages]:
-        return (read_prompt(self._rows[i], self.source) for i in self._usable.tolist())
+        for i, number in enumerate(self._usable.tolist()):
+            try:
+                yield read_prompt(self._rows[number], self.source)
+            except BadRow as problem:
+                raise self._changed(i, problem) from None
+
+    def _changed(self, i: int, problem: BadRow) -> UserError:
+        return UserError(
+            f"{self.where(i)} can no longer be used ({problem}): the file was changed while it was in use; start "
+            "again, and the run continues without that row"
+        )
 
     def first(self, n: int) -> SourcePrompts:
         """The first n prompts, or all if there are fewer."""
@@ -269,11 +279,17 @@ def read_prompt(row: dict[str, Any], source: Source) -> str | Messages:
     keys = f" ({', '.join(map(str, prompt))})" if isinstance(prompt, dict) else ""
     reason = f", but a value of type {type(prompt).__name__}{keys}"
     if isinstance(prompt, list):
-        _check_finite(prompt, source.prompt_column, "prompt")
         try:
-            return plain_messages(prompt)
+            with contextlib.suppress(TypeError):  # bytes, which may be in a part that is left out
+                _check_finite(prompt, source.prompt_column, "prompt")
+                return plain_messages(prompt)
+            messages = plain_messages(prompt)
+            _check_finite(messages, source.prompt_column, "prompt")
+            return messages
         except NotAMessage as error:
             reason = f": {error}"
+        except TypeError as error:
+            reason = f", but messages with values that are not text ({error})"
         except RecursionError:
             reason = ", and is nested too deep"
     raise BadRow(f"column {source.prompt_column!r} holds neither text nor chat messages{reason}", "prompt")
@@ -293,7 +309,8 @@ def read_answer(row: dict[str, Any], source: Source) -> Any:
         answer = _answer_after(source.answer_after, answer, source.answer_column)
     # numpy's numbers cannot be sent.
     answer = answer.item() if isinstance(answer, np.generic) else answer
-    _check_finite(answer, source.answer_column, "answer")
+    with contextlib.suppress(TypeError, RecursionError):  # `check_can_be_sent` says why
+        _check_finite(answer, source.answer_column, "answer")
     return answer
 
 
@@ -368,13 +385,15 @@ def prompt_hash(prompt: str | Messages) -> str:
 
 
 def _check_finite(value: Any, column: str, problem: str) -> None:
-    """Raise `BadRow` for NaN and infinity, which cannot be compared or written as JSON."""
+    """Raise `BadRow` for NaN and infinity, which cannot be compared or written as JSON.
+
+    Raises:
+        TypeError, RecursionError: JSON cannot have the value for another reason.
+    """
     if isinstance(value, str | int):
         return
     try:
         json_line(value)
-    except (TypeError, RecursionError):
-        return  # `check_can_be_sent` says why
     except ValueError:
         raise BadRow(f"column {column!r} holds a number that is not finite", problem) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import json
-import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
@@ -25,6 +25,7 @@ from sampler.prompts.harbor import HarborTasks
 from sampler.prompts.row import BadRow, Rows
 
 CHUNK = 4096
+PIECE = 1 << 22  # bytes that are searched for line breaks at a time
 BOM = codecs.BOM_UTF8  # Windows' editors begin files with it
 # First bytes by which files with a misleading name are recognised.
 BEGINNINGS = {
@@ -36,22 +37,23 @@ ONE_LIST = "; the file begins like one JSON list: write each of its items on a l
 
 
 class JsonLines(Rows):
-    """A JSONL file, mapped into memory; blank lines are skipped."""
+    """A JSONL file, which stays open; blank lines are skipped.
+
+    It is not mapped into memory: if a mapped file is shortened while it is in use, reading it kills the process.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            self._data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        self._starts, self._lines = self._scan(size)
+        self._file = path.open("rb", buffering=0)
+        self._bounds, self._lines = self._scan()
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         try:
-            line = self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)].decode()
-            row = json.loads(line, object_pairs_hook=_mapping)
+            line = self._read(self._bounds.item(2 * i), self._bounds.item(2 * i + 1))
+            row = json.loads(line.decode(), object_pairs_hook=_mapping)
         except UnicodeDecodeError as error:
             text = f"not UTF-8 text (byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
             raise BadRow(text, reason="not UTF-8 text") from None
@@ -67,16 +69,28 @@ class JsonLines(Rows):
         return f"{self._path} line {self._lines.item(i)}"
 
     def _hint(self) -> str:
-        return ONE_LIST if self._data[self._starts.item(0)] == ord("[") else ""
+        start = self._bounds.item(0)
+        return ONE_LIST if self._read(start, start + 1) == b"[" else ""
 
-    def _scan(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, start: int, end: int) -> bytes:
+        """These bytes; fewer if the file has become shorter. Raises `UserError` if the disk or the server fails."""
+        data, file = b"", self._file.fileno()
+        try:
+            while len(data) < end - start and (piece := os.pread(file, end - start - len(data), start + len(data))):
+                data += piece
+        except OSError as error:
+            raise UserError(f"data file {self._path} cannot be read: {error.strerror}") from None
+        return data
+
+    def _scan(self) -> tuple[np.ndarray, np.ndarray]:
         """Bounds of the rows in bytes, flat int64 [2N], and their line numbers, int64 [N]."""
-        if not size:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        ends = np.flatnonzero(np.frombuffer(self._data, np.uint8) == ord("\n"))
-        starts = np.concatenate([[len(BOM) if self._data[: len(BOM)] == BOM else 0], ends + 1])
-        ends = np.append(ends, size)
-        filled = [i for i in range(len(starts)) if self._data[starts.item(i) : ends.item(i)].strip()]
+        size, breaks = 0, [np.empty(0, np.int64)]
+        while piece := self._file.read(PIECE):
+            breaks.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + size)
+            size += len(piece)
+        ends = np.concatenate([*breaks, [size]])
+        starts = np.concatenate([[len(BOM) if self._read(0, len(BOM)) == BOM else 0], ends[:-1] + 1])
+        filled = [i for i in range(len(starts)) if self._read(starts.item(i), ends.item(i)).strip()]
         return np.stack([starts[filled], ends[filled]], axis=1).ravel(), np.array(filled, np.int64) + 1
 
 
@@ -185,15 +199,16 @@ def _open(path: str, split: str, options: Mapping[str, Any] | None, config: str 
     if options:
         raise UserError(f"data {path} takes no options (given: {', '.join(options)}); they are for {PREFIX}FAMILY")
     file = Path(path)
-    if file.suffix in FILES:
-        if not file.is_file():
-            raise UserError(f"data file {path} does not exist{near_file(file, FILES)}")
-        try:
+    try:
+        is_file = file.is_file()
+        if file.suffix in FILES:
+            if not is_file:
+                raise UserError(f"data file {path} does not exist{near_file(file, FILES)}")
             _check_file(file)
             return JsonLines(file) if file.suffix == ".jsonl" else ArrowRows(pq.read_table(file), path)
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"data file {path} cannot be read: {one_line(str(error))}") from None
-    if file.is_file() or file.suffix in NOT_READ:
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"data file {path} cannot be read: {one_line(str(error))}") from None
+    if is_file or file.suffix in NOT_READ:
         raise UserError(
             f"data file {path} is of an unknown kind; use *.jsonl, *.parquet, {PREFIX}FAMILY, or a Hugging Face dataset"
         )

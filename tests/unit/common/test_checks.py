@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,10 @@ from common.checks.list import CHECKS, check_start
 from common.checks.machine import UNBOUNDED, Machine, read_machine
 from common.checks.packages import requirements_of
 from common.checks.services import runs_programs
+from common.config import dump_config
 from common.curve import make_keys
 from common.errors import UserError
+from common.model import check_model_folder, exported_model
 from common.process import Role
 from tests.support.checks import AVX512, CPU_BUILDS, CUDA_BUILDS, config_of, finding_of, level_of, small_model
 
@@ -153,6 +158,12 @@ FINDINGS: list[tuple[str, Role, dict[str, Any], dict[str, Any], str | None, str]
     ("output", SAMPLER, {}, {"run": {"output_dir": "@/password"}}, PROBLEM, "/password (Not a directory)"),
     ("secrets", GENERATOR, {}, secrets("blank"), PROBLEM, "is empty"),
     ("secrets", GENERATOR, {}, secrets("password"), OK, "sandbox.token_file can be read"),
+    # A secret with a line break cannot be sent, and is not shown.
+    ("sandbox", GENERATOR, {"environ": {"SPO_SANDBOX_TOKEN": "hunter\n"}}, {"sandbox": {"url": "http://127.0.0.1:9"}},
+     PROBLEM, "SPO_SANDBOX_TOKEN holds no token"),
+    ("teacher server", GENERATOR, {"environ": {"KEY": "hunter\n"}},
+     {"teacher": {"url": "http://127.0.0.1:9/v1", "api_key_env": "KEY"}}, PROBLEM, "KEY, which teacher.api_key_env"),
+    ("sandbox", GENERATOR, {}, {"sandbox": {"url": "http://127.0.0.1:9/a b"}}, WARNING, "does not answer"),
 ]  # fmt: skip
 
 
@@ -249,6 +260,33 @@ def test_a_sandbox_is_needed_where_one_source_runs_programs() -> None:
     assert needed({"reward": "code"})
     assert needed({"tools": ["code_interpreter"], "max_assistant_turns": 2})
     assert not needed({"reward": "math"})
+
+
+def test_folders_that_may_not_be_searched_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, locked = os.stat, tmp_path / "locked"
+    locked.mkdir()
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{locked}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, **options)
+
+    def refuse(**options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    runs = {"run": {"output_dir": f"{locked}/runs"}}
+    assert f"cannot write in {locked} (Permission denied)" in finding_of("output", SAMPLER, Machine(), **runs).line
+    assert level_of("disk", LEARNER, **runs) == OK
+    assert level_of("data", SAMPLER, data={"train": f"{locked}/*.jsonl"}) == PROBLEM
+    dump_config(config_of(data={"train": f"{locked}/a.jsonl"}), absolute=True)
+    with pytest.raises(UserError, match="model.path = '.*/locked/a' cannot be read: Permission denied"):
+        exported_model(f"{locked}/a")
+    with pytest.raises(UserError, match="critic.model = '.*/locked' cannot be read: Permission denied"):
+        check_model_folder(str(locked), key="critic.model")
+    with pytest.raises(UserError, match="the folder cannot be read: Could not determine home"):
+        dump_config(config_of(data={"train": "harbor:~no-such-account/tasks"}), absolute=True)
 
 
 def test_a_run_folder_is_not_made_by_its_check(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_command_line_beats_environment_beats_file() -> None:
 
 
 def test_yaml_reads_bands_as_text_and_numbers_as_numbers() -> None:
-    for text in ("0.5_2", "0.5_2.0", "1_2", "0.999_1.001", "08", "019", "1:30"):
+    for text in ("0.5_2", "0.5_2.0", "1_2", "0.999_1.001", "08", "019", "1:30", "2026-11-30", "2026-02-30"):
         assert yaml.load(text, ConfigLoader) == text
     numbers = {"1_000_000": 1_000_000, "12_000": 12_000, "-3": -3, "0": 0, "0x1f": 31, "true": True, "~": None}
     fractions = {"0.5": 0.5, ".5": 0.5, "1e-6": 1e-6, "1.0e-6": 1e-6, ".inf": float("inf")}
@@ -237,10 +237,12 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
         ("pathlib:nothing", "module pathlib has no nothing; allowed: ours"),
         ("broken.py:x", "this is a file; write the module, broken:x"),
         ("broken:x", r"cannot import broken \(ZeroDivisionError: division by zero\)"),
+        ("a_script:x", r"cannot import a_script \(SystemExit: 0\); fix it in line 2 of .*a_script.py"),
     ],
 )
 def test_a_failed_import_is_one_line(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "a_script.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=f"episode.tools = '{name}': {reason}"):
         load(name)

@@ -60,6 +60,10 @@ def test_missing_and_broken_parts_are_named(tmp_path: Path) -> None:
             check_model_folder(str(path), **options)
 
     check_model_folder(str(folder), tokenizer=True)
+    # What cannot be understood is left to the library that reads it.
+    for text in ('{"model": {"vocab": [[]]}}', '{"model": {"vocab": {}}, "added_tokens": [3]}'):
+        tokenizer.write_text(text)
+        check_model_folder(str(folder), tokenizer=True)
     tokenizer.unlink()
     refused(r"has no tokenizer \(tokenizer.json\)", tokenizer=True)
     check_model_folder(str(folder))
@@ -68,9 +72,18 @@ def test_missing_and_broken_parts_are_named(tmp_path: Path) -> None:
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     refused("model.safetensors is a Git LFS pointer, not the weights; run `git lfs pull`")
     weights.unlink()
+    index = folder / "model.safetensors.index.json"
+    for places in ({"a": None}, {"a": 1, "b": "c"}):
+        index.write_text(json.dumps({"weight_map": places}))
+        (folder / "a.bin").touch()
+        refused("cannot read model.safetensors.index.json; it is damaged")
+    index.unlink()
+    (folder / "a.bin").unlink()
     refused("has no weights")
     config.write_text("{")
     refused("cannot read config.json: not JSON")
+    config.write_text("null")
+    refused("config.json is not a JSON object")
     refused("has no config.json, so it is not a model folder; it has models in one", folder.parent)
     config.unlink()
     (folder / "adapter_config.json").write_text("{}")

@@ -24,7 +24,7 @@ from launcher.folder.run_folder import find_runs
 from launcher.metrics_reference import tables
 from launcher.page.panels import panels
 from launcher.python_reference import page
-from sampler.prompts.prompt_set import SourcePrompts
+from sampler.prompts.prompt_set import SourcePrompts, prompt_hash
 from tests.support.documented import section
 from tests.support.run_folder import make_run, write_metrics
 
@@ -160,5 +160,5 @@ def test_the_maths_configuration_reads_rows_of_its_data_set() -> None:
         "prompt": [{"role": "user", "content": "What is 17 + 17?"}],
         "reward_model": {"ground_truth": "34", "style": "rule"},
     }
-    prompt = SourcePrompts(source, [row], np.array([0]), ["id"])[0]
+    prompt = SourcePrompts(source, [row], np.array([0]), [prompt_hash(row["prompt"])])[0]
     assert (prompt.prompt, prompt.answer, prompt.row["data_source"]) == (row["prompt"], "34", "math_dapo")

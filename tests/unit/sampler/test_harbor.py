@@ -54,6 +54,7 @@ def test_an_image_may_be_named(tmp_path: Path) -> None:
         ({"task_toml": "[environment"}, "task.toml cannot be read"),
         ({"task_toml": "environment = 3"}, "environment = 3 is not a table"),
         ({"task_toml": '[environment]\nmemory = "much"'}, "size 'much'; write it as 512M or 2G"),
+        ({"task_toml": '[environment]\nmemory = "infG"'}, "size 'infG'; write it as 512M or 2G"),
         (
             {"task_toml": "[environment]\ncpus = 'all'"},
             "task.toml has wrong limits (cpus: Input should be a valid number",
@@ -69,6 +70,23 @@ def test_a_task_that_cannot_be_used_says_why(tmp_path: Path, changes, says) -> N
     harbor_task(tmp_path, **changes)
     (row,) = rows_of(tmp_path)
     assert says in str(row.problem)
+
+
+def test_an_image_is_named_in_letters_that_docker_has(tmp_path: Path) -> None:
+    harbor_task(tmp_path / "tâche_2²")
+    (row,) = rows_of(tmp_path)
+    assert row.row["docker_image"].startswith("spo-harbor/t-che-2:")
+
+
+def test_a_task_with_a_file_that_cannot_be_read_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_bytes(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    harbor_task(tmp_path)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    (row,) = rows_of(tmp_path)
+    assert "a file of the task cannot be read" in str(row.problem)
+    assert "Dockerfile" in str(row.problem)
 
 
 @pytest.mark.parametrize(("folder", "says"), [("none", "there is no folder"), (".", "there is no task.toml in")])

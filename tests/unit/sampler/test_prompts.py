@@ -229,6 +229,34 @@ def test_unreadable_parquet_rows_are_skipped(tmp_path: Path) -> None:
     assert "no answer" in skipped[f"{path} row 3"]
 
 
+def test_messages_with_bytes_are_skipped_unless_these_are_left_out(tmp_path: Path) -> None:
+    image = [{"role": "user", "content": "a", "image": b"x"}]
+    part = [{"role": "user", "content": [{"type": "text", "text": "a", "image": b"x"}]}]
+    for name, messages in {"image": image, "part": part}.items():
+        jsonl(tmp_path / f"{name}.jsonl", GOOD)
+        prompts, skipped, _ = load(
+            [
+                str(tmp_path / f"{name}.jsonl"),
+                str(parquet(tmp_path / f"{name}.parquet", prompt=[messages], answer=["1"])),
+            ]
+        )
+        if name == "part":
+            assert (prompts[1].prompt, skipped) == ([user("a")], {})
+        else:
+            (reason,) = skipped.values()
+            assert "neither text nor chat messages, but messages with values that are not text" in reason
+
+
+def test_answers_that_are_bytes_are_named(tmp_path: Path) -> None:
+    _, _, logged = load(parquet(tmp_path / "a.parquet", prompt=["p"], answer=[b"42"]))
+    assert any("b'42' in column 'answer' is bytes" in event for event in logged)
+
+
+def test_repeated_rows_do_not_differ_in_a_nan(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", prompt=["p", "p"], answer=["1", "1"], score=[math.nan, math.nan])
+    assert not any("differs" in event for event in load(path)[2])
+
+
 def test_a_row_that_changes_while_in_use_ends_the_run(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "p", "answer": 100})
     prompts, _, _ = load(path)
@@ -236,6 +264,28 @@ def test_a_row_that_changes_while_in_use_ends_the_run(tmp_path: Path) -> None:
         file.write('{"prompt": "p", "answer": NaN}\n')
     with pytest.raises(UserError, match=r"a.jsonl line 1 can no longer be used \(no answer in column 'answer'\)"):
         prompts[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"prompt": "q", "answer": 100}, "another row is in its place"),
+        ("", "not JSON"),  # a mapped file that is shortened would kill the process
+    ],
+)
+def test_a_file_that_is_replaced_while_in_use_gives_no_other_prompts(tmp_path: Path, changed: Any, reason: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "p", "answer": 100})
+    prompts, _, _ = load(path)
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    with pytest.raises(UserError, match=rf"a.jsonl line 1 can no longer be used \({reason}"):
+        prompts[0]
+
+
+def test_a_file_that_is_emptied_while_in_use_is_named_whoever_reads_it(tmp_path: Path) -> None:
+    prompts, _, _ = load(jsonl(tmp_path / "a.jsonl", GOOD))
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(UserError, match="a.jsonl line 1 can no longer be used"):
+        list(prompts.prompts())
 
 
 def with_two_columns() -> bytes:
@@ -283,6 +333,11 @@ REFUSALS: list[tuple[Any, dict[str, str], str]] = [
     (["a.jsonl", "b.jsonl"], {}, "data file b.jsonl does not exist; did you mean a.jsonl"),
     (["a.jsonl", "gsm8k"], {}, "data gsm8k is not .*only such files are read together; .* list of sources"),
     ("*", {}, "only such files are read together"),
+    # What `stat` refuses, such as a folder without permission.
+    (f"{'x' * 300}.jsonl", {}, "data file x+.jsonl cannot be read: .*File name too long"),
+    ("x" * 300, {}, "data file x+ cannot be read: .*File name too long"),
+    (f"harbor:{'x' * 300}", {}, "data harbor:x+: the folder cannot be read: .*File name too long"),
+    ("harbor:~no-such-account/tasks", {}, "the folder cannot be read: Could not determine home"),
     ([{"path": "a.jsonl"}, {"path": "empty.jsonl", "name": "none"}], {}, r"train\[none\]: .*\.jsonl: it is empty"),
 ]
 
