@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import threading
 
 import msgpack
 import pytest
@@ -225,6 +227,23 @@ def test_a_response_is_kept_for_drift_until_the_next_one(ledger: SamplerLedger) 
     assert previous is not None
     assert len(previous.token_ids) == 12
     assert nothing is None
+
+
+def test_heartbeats_continue_after_one_without_descriptors(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats, beaten = 0, threading.Event()
+
+    def usage() -> dict[str, float]:
+        nonlocal beats
+        beats += 1
+        if beats == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        if beats > 2:
+            beaten.set()
+        return {}
+
+    monkeypatch.setattr("common.streams.presence._usage", usage)
+    with Presence(broker, "generator", "generator", interval=0.01):
+        assert beaten.wait(20)
 
 
 def test_a_learner_that_is_gone_is_said_ever_less_often(broker: Broker) -> None:
