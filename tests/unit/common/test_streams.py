@@ -99,6 +99,9 @@ def test_a_skipped_task_is_a_dead_letter_and_replayed_once(broker: Broker, ledge
     count_all(ledger, outstanding_remove=["t0"])
     ((entry_id, letter),) = dead.list_dead(broker)
     assert letter["reason"] == "the engine failed"
+    for other in ("t0", "", "-", "\udcff", entry_id.partition("-")[0], f"{2**64}-0", f"{entry_id}-0"):
+        with pytest.raises(UserError, match=f"no dead letter {other} in run"):
+            dead.replay(broker, other)
     assert dead.replay(broker, entry_id) == "tasks"
     with pytest.raises(UserError, match="no dead letter"):
         dead.replay(broker, entry_id)
