@@ -69,7 +69,7 @@ def is_this_machine(host: str) -> bool:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind(address)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: not a host name, such as `node..1`
         return False
     return True
 

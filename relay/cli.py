@@ -16,6 +16,7 @@ from common import log as logs
 from common.checks.list import check_start
 from common.config import load_config
 from common.errors import UserError
+from common.network import is_tcp
 from common.process import Role
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree
@@ -58,8 +59,10 @@ def relay(
     """
     settings = load_config(config, override or ())
     for option, address in (("--bind", bind), ("--advertise", advertise), ("--upstream", upstream)):
-        if address is not None and not re.fullmatch(r"tcp://[^/]+:(\d+|\*)", address):
-            raise UserError(f"{option} = {address!r} must be of the form tcp://host:port")
+        # A relay pulls from a certain port, and may serve on any.
+        known = address if address is None or option == "--upstream" else re.sub(r":\*$", ":1", address)
+        if known is not None and not (is_tcp(known) and "/" not in known.removeprefix("tcp://")):
+            raise UserError(f"{option} = {address!r} must be of the form tcp://host:port (port 1 to 65535)")
     name = name or f"relay-{socket.gethostname()}-{os.getpid()}"
     log = logs.setup(name)
     for line in check_start(Role.RELAY, settings):

@@ -37,6 +37,8 @@ SENTINEL_TIMEOUT = 2.0
 # Answers of a server that is not the master, or has lost its replicas; nothing was written then. Within a script
 # Redis 6.2 quotes the code in an error of another kind.
 NOT_THE_MASTER = ("READONLY", "UNBLOCKED", "NOREPLICAS")
+# Options of redis-py that change what is sent and read: messages are bytes, and names are UTF-8.
+TEXT_OPTIONS = ("decode_responses", "encoding", "encoding_errors")
 CA = "name the certificate that signed it, with ?ssl_ca_certs=FILE after the address"
 
 
@@ -111,6 +113,10 @@ def client(config: BrokerConfig, **options: Any) -> redis.Redis:
     if not config.url.startswith("unix://"):
         options |= {"socket_connect_timeout": 5, "socket_keepalive": True}
     if not names_sentinels(config.url):
+        if unfit := [name for name in TEXT_OPTIONS if name in parse_qs(urlsplit(config.url).query)]:
+            raise ValueError(
+                f"the option {unfit[0]} cannot be used: messages are bytes, and names are UTF-8; remove it"
+            )
         return redis.Redis.from_url(config.url, **options)
     return _master(SentinelUrl.parse(config.url), **options)
 
@@ -149,6 +155,11 @@ def wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:
             time.sleep(0.2)
         except RedisError as error:
             raise UserError(f"broker.url {url}: {_refusal(error)}") from None
+        except UnicodeError as error:
+            raise UserError(f"broker.url {url}: not a host name ({error})") from None
+        except (TypeError, AttributeError) as error:  # of redis-py, which passes every option to its connections
+            tls = "; those of TLS need rediss://" if "'ssl_" in str(error) else ""
+            raise UserError(f"broker.url {url}: an option after the ? cannot be used ({error}){tls}") from None
         finally:
             probe.close()
 

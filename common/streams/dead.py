@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -39,7 +40,8 @@ def list_dead(broker: Broker, count: int = 100) -> list[tuple[str, dict[str, Any
 
 def replay(broker: Broker, entry_id: str) -> str:
     """Put a dead letter back on its stream, whose name is returned; raises `UserError` if it is no longer there."""
-    entries = broker.redis.xrange(broker.key("dead"), entry_id, entry_id)
+    is_id = re.fullmatch("[0-9]{1,19}-[0-9]{1,19}", entry_id)  # Redis refuses others, or takes them for a range
+    entries = broker.redis.xrange(broker.key("dead"), entry_id, entry_id) if is_id else []
     if not entries:
         raise UserError(f"no dead letter {entry_id} in run {broker.run!r}; `spo dead` lists them")
     note = unpack(entries[0][1][b"letter"], MAX_LETTER)

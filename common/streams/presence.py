@@ -79,8 +79,9 @@ class Presence:
         while not self._stop.wait(self._interval):
             try:
                 self.beat()
-            except RedisError:
-                # The process's own calls fail for the same reason and report it; a heartbeat only tries again.
+            except (RedisError, OSError):
+                # The process's own calls fail for the same reason and report it; a heartbeat only tries again. OSError:
+                # no descriptor is left to read /proc with.
                 continue
 
 

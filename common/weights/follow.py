@@ -288,7 +288,7 @@ class Follower:
         host, _, port = source.address.removeprefix("tcp://").rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=self._timeout).close()
-        except OSError:
+        except (OSError, UnicodeError):
             return
         raise UserError(
             f"what listens at {source.address} serves no weights, or has other keys: give the address of a learner or "

@@ -195,7 +195,7 @@ def take(folder: Path | None, connection: Connection, manifest: Manifest) -> Han
         raise NotHandedOver("no shared memory is offered")
     path = folder / connection.handover
     if not connection.handover.startswith(boot_id()):
-        if path.exists():
+        if os.path.exists(path):  # unlike `Path.exists`, also if the folder cannot be looked into
             raise NotHandedOver(f"{folder} is shared with another machine, but memory cannot be")
         raise NotHandedOver("from another machine")
     with ExitStack() as stack:

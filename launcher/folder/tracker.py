@@ -29,7 +29,7 @@ def newest_tracker(folder: Path) -> SavedTracker | None:
         try:
             with np.load(path) as arrays:
                 ids, visits, alpha, beta = (arrays[name] for name in ("prompt_ids", "visits", "alpha", "beta"))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
             continue
         names = [name.decode(errors="replace") for name in ids]
         counts = alpha + beta

@@ -198,7 +198,7 @@ def _fields_of(line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line)
         return {"task_id": str(fields["task_id"]), "reward": fields.get("reward"), "answer": fields.get("answer", "")}
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {"task_id": ""}
 
 

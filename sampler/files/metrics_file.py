@@ -72,7 +72,7 @@ class Entry:
             fields = json.loads(line)
             histograms = {name: Histogram(h["edges"], h["counts"]) for name, h in fields.get("histograms", {}).items()}
             return cls(int(fields["version"]), str(fields["process"]), fields["values"], histograms, fields["time"])
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,7 +132,8 @@ def read_snapshot(path: Path, state: SamplerState) -> bytes | None:
                 if i is not None:
                     state.drift.answered[i] = answered
             return arrays["books"].tobytes()
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    # RuntimeError: a damaged zip seems to be encrypted, or packed by another method.
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise UserError(f"tracker checkpoint {path} cannot be read: {error}; remove it to start without") from None
 
 

@@ -17,14 +17,14 @@ from sampler.trackers.base import Tracker, flat_config, flat_name
 from sampler.trackers.samples import COLUMNS
 
 MOST_METRICS, MOST_PARAMS = 1000, 100  # per request
-LONGEST_PARAM = 6000  # characters
+LONGEST_NAME, LONGEST_PARAM = 250, 6000  # characters
 
 
 class MlflowTracker(Tracker):
     """One run; its steps are the weight versions."""
 
     def __init__(self, config: Config, folder: Path, run_id: str) -> None:
-        if "MLFLOW_TRACKING_URI" not in os.environ:
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # MLflow 3 refuses files without it
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").absolute().as_uri())
         self.id = run_id or self._new_run(config)
@@ -50,7 +50,7 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
 
     def _new_run(self, config: Config) -> str:
-        client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "spo")
+        client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or "spo"
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
         run_id: str = client.create_run(experiment_id, run_name=config.run.experiment).info.run_id
@@ -61,5 +61,7 @@ class MlflowTracker(Tracker):
 
 
 def allowed(name: str) -> str:
-    """The name in characters that MLflow allows: `avg@4` becomes `avg_at_4`."""
-    return re.sub(r"[^\w\-./: ]", "_", name.replace("@", "_at_"), flags=re.ASCII)
+    """The name in a form that MLflow allows: `avg@4` becomes `avg_at_4`; as a path it is short and leads to itself."""
+    plain = re.sub(r"[^\w\-./: ]", "_", name.replace("@", "_at_"), flags=re.ASCII)
+    path = "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in plain.split("/"))
+    return path if len(path) <= LONGEST_NAME else path[: LONGEST_NAME - 1] + "_"

@@ -24,7 +24,7 @@ class TrackioTracker(Tracker):
     def __init__(self, config: Config, folder: Path, run_id: str) -> None:
         self.id = run_id or f"{config.run.experiment}-{uuid.uuid4().hex[:6]}"
         self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "spo"),
+            project=os.environ.get("TRACKIO_PROJECT") or "spo",
             name=self.id,
             config=flat_config(config),
             resume="allow",

@@ -24,7 +24,7 @@ class WandbTracker(Tracker):
     def __init__(self, config: Config, folder: Path, run_id: str) -> None:
         self.id = run_id or uuid.uuid4().hex[:12]
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "spo"),
+            project=os.environ.get("WANDB_PROJECT") or "spo",
             name=config.run.experiment,
             id=self.id,
             resume="allow",

@@ -7,6 +7,7 @@ for a prompt without a state.
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,10 @@ def read_states(path: str, ids: Sequence[str], log: Any) -> np.ndarray:
             file_ids, states = arrays["ids"], arrays["states"]
     except FileNotFoundError:
         raise UserError(f"{key} does not exist; `spo values states CONFIG --output {path}` writes it") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (PermissionError, IsADirectoryError) as error:
+        raise UserError(f"{key} cannot be read: {error.strerror}") from None
+    # TypeError: a single array; RuntimeError: a damaged zip seems to be encrypted, or packed by another method.
+    except (OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError, zlib.error, zipfile.BadZipFile):
         raise UserError(f"{key} is not a file of `spo values states`") from None
     has_shape = states.ndim == 2 and file_ids.shape == states.shape[:1]
     if states.dtype != np.float16 or not has_shape or not np.isfinite(states).all():

@@ -196,3 +196,10 @@ def replayed(config: Config, ids: list[str], headers: list[SampleHeader], versio
             i = tracker.index[header.prompt_id]
             tracker.update(header.prompt_id, header.reward, drift.measure(i, header.drift, header.newest_version))
     return {prompt_id: tracker.counts(prompt_id) for i, prompt_id in enumerate(ids) if drift.answered[i] >= 0}
+
+
+def flip_in_directory(path: Path, field: int, bits: int) -> None:
+    """Damage an archive: flip bits of a field of its first entry, counted from the start of the entry."""
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + field] ^= bits
+    path.write_bytes(data)

@@ -351,3 +351,19 @@ def test_a_refusal_shows_no_secret(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no Redis at") as refused:
         connect(BrokerConfig(url=f"redis://:{SECRET}@127.0.0.1:1", wait=0), "run")
     assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://node..1:6379/0", "not a host name"),
+        ("redis+sentinel://node..1:26379/main/0", "not a host name"),
+        ("redis://127.0.0.1:1/0?ssl_ca_certs=ca.pem", "cannot be used .*'ssl_ca_certs'.*; those of TLS need rediss://"),
+        ("unix:///none.sock?timeout=5", r"cannot be used .*'timeout'\)$"),
+        ("redis://127.0.0.1:1/0?retry=3", "cannot be used"),
+        ("redis://127.0.0.1:1/0?decode_responses=true", "the option decode_responses cannot be used"),
+    ],
+)
+def test_an_address_of_redis_that_can_never_work_is_refused(url: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"^broker\.url {re.escape(url)}: .*{words}"):
+        connect(BrokerConfig(url=url, wait=0), "run")

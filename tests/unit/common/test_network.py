@@ -40,7 +40,7 @@ def test_addresses_of_this_machine_alone() -> None:
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
         assert network.is_loopback(host)
         assert network.is_this_machine(host)
-    for host in ("192.0.2.1", "2001:db8::1", "no-such-host.invalid", ""):
+    for host in ("192.0.2.1", "2001:db8::1", "no-such-host.invalid", "", "node..1", "a" * 64):
         assert not network.is_loopback(host)
         assert not network.is_this_machine(host)
     for host in ("0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "*"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import threading
 
 import msgpack
 import pytest
@@ -97,6 +99,9 @@ def test_a_skipped_task_is_a_dead_letter_and_replayed_once(broker: Broker, ledge
     count_all(ledger, outstanding_remove=["t0"])
     ((entry_id, letter),) = dead.list_dead(broker)
     assert letter["reason"] == "the engine failed"
+    for other in ("t0", "", "-", "\udcff", entry_id.partition("-")[0], f"{2**64}-0", f"{entry_id}-0"):
+        with pytest.raises(UserError, match=f"no dead letter {other} in run"):
+            dead.replay(broker, other)
     assert dead.replay(broker, entry_id) == "tasks"
     with pytest.raises(UserError, match="no dead letter"):
         dead.replay(broker, entry_id)
@@ -225,6 +230,23 @@ def test_a_response_is_kept_for_drift_until_the_next_one(ledger: SamplerLedger) 
     assert previous is not None
     assert len(previous.token_ids) == 12
     assert nothing is None
+
+
+def test_heartbeats_continue_after_one_without_descriptors(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats, beaten = 0, threading.Event()
+
+    def usage() -> dict[str, float]:
+        nonlocal beats
+        beats += 1
+        if beats == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        if beats > 2:
+            beaten.set()
+        return {}
+
+    monkeypatch.setattr("common.streams.presence._usage", usage)
+    with Presence(broker, "generator", "generator", interval=0.01):
+        assert beaten.wait(20)
 
 
 def test_a_learner_that_is_gone_is_said_ever_less_often(broker: Broker) -> None:

@@ -19,6 +19,7 @@ import sampler.cli
 import sandbox_client.cli
 from common.checks.check import Check, Need, When, ok
 from common.config import SelectionConfig, load_config
+from common.errors import UserError
 from launcher import chaos
 from launcher.checks import command as checks
 from launcher.cli import GROUPS
@@ -174,6 +175,24 @@ def test_each_has_a_version_and_a_short_option_for_help(name: str) -> None:
     assert (asked.exit_code, asked.output.split()) == (0, ["spo-trainer", version("spo-trainer")])
     short, long = (CliRunner().invoke(APPS[name], [option]) for option in ("-h", "--help"))
     assert (short.exit_code, short.output) == (0, long.output)
+
+
+@pytest.mark.parametrize(
+    ("option", "address"),
+    [
+        ("--bind", "127.0.0.1:5555"),
+        ("--bind", "tcp://127.0.0.1:70000"),
+        ("--bind", "tcp://127.0.0.1/x:5555"),
+        ("--advertise", "tcp://node-1:0"),
+        ("--advertise", "tcp://node-1"),
+        ("--upstream", "tcp://node-1:70000"),
+        ("--upstream", "tcp://node-1:*"),
+    ],
+)
+def test_an_address_of_a_relay_that_can_never_work_is_refused(option: str, address: str) -> None:
+    ran = CliRunner().invoke(APPS["spo-relay"], ["-c", str(CONFIG), option, address])
+    assert isinstance(ran.exception, UserError)
+    assert str(ran.exception).startswith(f"{option} = {address!r} must be of the form tcp://host:port (port 1 to")
 
 
 # What cannot be.

@@ -85,6 +85,16 @@ def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path) -> None:
     assert ids(path) == ["t1", "t2", "t3"]
 
 
+@pytest.mark.parametrize("damaged", [b"null", b"\0" * 50, b"[" * 100_000, b'{"reward": 1}'])
+def test_a_damaged_line_is_no_episode(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "3.jsonl.part").write_bytes(damaged + b"\n")
+    files = EpisodeFiles(tmp_path, unfinished=True)
+    files.withdraw(0, "t1".__eq__)
+    files.write(3, lines("t1"))
+    assert [fields["task_id"] for fields in files.finish(3, "t", 3)] == ["t1"]
+    assert ids(tmp_path / "3.jsonl") == ["t1"]
+
+
 def test_a_file_under_way_has_another_name(tmp_path: Path) -> None:
     files = EpisodeFiles(tmp_path, unfinished=True)
     files.write(6, lines("e6-10", "e6-9"))

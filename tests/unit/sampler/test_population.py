@@ -19,7 +19,7 @@ from sampler.values.population import BLOCK, GRID, Features, Population, PromptT
 from sampler.values.selection import CRITERIA
 from sampler.values.states import write_states
 from sampler.values.traits import NGRAMS, count_ngrams, prompt_traits
-from tests.support.sampler import write_rows
+from tests.support.sampler import flip_in_directory, write_rows
 
 LOG: Any = structlog.get_logger()
 BATCH = 128
@@ -222,6 +222,21 @@ def write_arrays(path: Path, **arrays: np.ndarray) -> None:
     np.savez(path, **({"ids": np.array([b"a", b"b"]), "states": VECTORS} | arrays))  # type: ignore[arg-type]
 
 
+def write_single_array(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, VECTORS)
+
+
+def write_encrypted(path: Path) -> None:
+    write_arrays(path)
+    flip_in_directory(path, 8, 1)
+
+
+def write_unknown_method(path: Path) -> None:
+    write_arrays(path)
+    flip_in_directory(path, 10, 99)
+
+
 def test_states_are_found_by_the_prompts_ids(tmp_path: Path) -> None:
     prompts, path = make_prompts(tmp_path, [{}, {}, {}]), tmp_path / "new" / "states.npz"
     write_states(path, ["another", *prompts.ids[:0:-1]], np.stack([VECTORS[0], *VECTORS]))
@@ -239,6 +254,10 @@ def test_states_are_found_by_the_prompts_ids(tmp_path: Path) -> None:
     [
         (lambda path: None, "does not exist; `spo values states CONFIG --output .*` writes it"),
         (lambda path: path.write_bytes(b"no archive"), "is not a file of `spo values states`"),
+        (Path.mkdir, "cannot be read: Is a directory"),
+        (write_single_array, "is not a file of"),
+        (write_encrypted, "is not a file of"),
+        (write_unknown_method, "is not a file of"),
         (lambda path: np.savez(path, states=VECTORS), "is not a file of"),
         (lambda path: np.savez(path, ids=np.array([None]), states=VECTORS), "is not a file of"),
         (lambda path: write_arrays(path, states=VECTORS[:1]), "it needs finite states"),
@@ -246,7 +265,20 @@ def test_states_are_found_by_the_prompts_ids(tmp_path: Path) -> None:
         (lambda path: write_arrays(path, states=VECTORS + np.float16(np.nan)), "it needs finite states"),
         (write_arrays, "has 2 prompts, but none of data.train; make it with the same data"),
     ],
-    ids=["gone", "garbage", "no ids", "pickled", "too few", "float64", "nan", "other data"],
+    ids=[
+        "gone",
+        "garbage",
+        "folder",
+        "one array",
+        "encrypted",
+        "unknown method",
+        "no ids",
+        "pickled",
+        "too few",
+        "float64",
+        "nan",
+        "other data",
+    ],
 )
 def test_a_file_without_states_of_prompts_is_refused(tmp_path: Path, write: Callable[..., Any], message: str) -> None:
     write(path := tmp_path / "states.npz")

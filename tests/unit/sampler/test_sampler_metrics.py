@@ -56,6 +56,11 @@ def test_an_entry_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert lines(tmp_path)[0]["values"] == {"n": 1}, "JSON has no other numbers"
 
 
+@pytest.mark.parametrize("damaged", [b"", b"7", b"\0" * 50, b"[" * 100_000, b'{"version": 1e400, "values": {}}'])
+def test_a_damaged_line_is_no_entry(damaged: bytes) -> None:
+    assert Entry.parse(damaged) is None
+
+
 def test_a_wide_range_has_few_bins_and_loses_none() -> None:
     numbers = np.arange(0, 10_000, 7)
     histogram = Histogram.of_integers(numbers)

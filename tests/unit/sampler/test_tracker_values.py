@@ -21,7 +21,7 @@ from sampler.values import selection
 from sampler.values.drift import PromptDrift
 from sampler.values.selection import CRITERIA, draw, probabilities, selection_weights
 from tests.support.golden import close, golden
-from tests.support.sampler import make_config
+from tests.support.sampler import flip_in_directory, make_config
 
 
 def tracker(alpha: float = 0.5, beta: float = 0.5, **config: Any) -> ValueTracker:
@@ -134,6 +134,13 @@ def test_a_checkpoint_restores_tracker_and_drift(tmp_path: Path) -> None:
     assert fresh.drift.cumulative(1) == 0.25
     assert fresh.drift.answered.tolist() == [1, -1]
     assert read_snapshot(tracker_path(tmp_path, 7), fresh) is None
+    # A damaged directory of the archive may call the arrays encrypted (flag 1), or packed by an unknown method.
+    for field, bits in ((8, 1), (10, 99)):
+        damaged = tmp_path / f"{field}.npz"
+        damaged.write_bytes(newest.read_bytes())
+        flip_in_directory(damaged, field, bits)
+        with pytest.raises(UserError, match=f"{field}.npz cannot be read"):
+            read_snapshot(damaged, fresh)
     newest.write_bytes(b"not an archive")
     with pytest.raises(UserError, match="step_11.npz cannot be read"):
         read_snapshot(newest, fresh)

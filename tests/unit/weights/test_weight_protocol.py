@@ -25,7 +25,18 @@ from common.messages import InvalidMessage
 from common.weights import follow
 from common.weights.delta import WrongDelta, decode, encode, encode_all, item_bytes
 from common.weights.follow import AVOID, AVOID_MOST, Sources, WeightSource
-from common.weights.handover import GONE, HERE, MOST_SILENT, REFUSED, Handover, boot_id, connect, shared_folder
+from common.weights.handover import (
+    GONE,
+    HERE,
+    MOST_SILENT,
+    REFUSED,
+    Handover,
+    NotHandedOver,
+    boot_id,
+    connect,
+    shared_folder,
+    take,
+)
 from common.weights.memory import MemoryFile, Snapshot
 from common.weights.wire import ALIGNMENT, Manifest, checksum, supersedes, unpack_reply, unpack_request
 from learner.publish.weight_copy import copy_weights
@@ -303,6 +314,13 @@ def test_sockets_of_killed_processes_are_removed_and_others_stay(tmp_path: Path)
     for handover in (alive, other):
         handover.close()
     assert {path.name for path in folder.iterdir()} == {elsewhere.name}
+
+
+def test_a_folder_that_cannot_be_looked_into_has_no_memory_of_this_machine(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 300)  # no name of a file is as long
+    connection: Any = SimpleNamespace(handover=f"{'0' * 36}-{'0' * 16}.sock", token="t")
+    with pytest.raises(NotHandedOver, match="from another machine"):
+        take(folder, connection, whole_snapshot().manifest)
 
 
 def test_only_sealed_memory_of_the_right_size_is_taken_over(tmp_path: Path) -> None:
