@@ -94,6 +94,8 @@ class Toolbox:
             problem: ValidationError | None = next(self._validators[call.name].iter_errors(call.arguments), None)
         except RecursionError:
             return ToolCall(call.name, error="error: wrong arguments: too deeply nested")
+        except OverflowError:  # JSON's numbers have no limit; those of `multipleOf` do
+            return ToolCall(call.name, error="error: wrong arguments: a number is too large")
         if problem is None:
             return call
         where = "".join(f"{part}: " for part in problem.path)
