@@ -40,6 +40,15 @@ class Synchronous(Echo):
         return text
 
 
+class Unmade(Hermes):
+    def __init__(self) -> None:
+        raise FileNotFoundError("no tags.json")
+
+
+Lettered = type("Lettered", (Hermes,), {"stop": "</call>"})
+Unwrapped = type("Unwrapped", (Hermes,), {"wrap": "<result>"})
+
+
 class NoFinish:
     async def start(self, episode_id: str, **_: Any) -> None: ...
 
@@ -73,6 +82,7 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
     [
         (tool("abacus"), "episode.tools = 'abacus' is unknown; allowed: calculator, code_interpreter"),
         (tool(f"{HERE}:HERE"), "is not a class"),
+        (tool("builtins:dict"), "`name` must be .* got None"),
         (tool(f"{HERE}:Nameless"), "`name` must be.*got 'no name'"),
         (tool(f"{HERE}:NoSchema"), "its schema is not a JSON schema"),
         (tool(f"{HERE}:Synchronous"), "needs `async def call"),
@@ -89,6 +99,9 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
         ({"call_format": f"{HERE}:HERE"}, "is not a class"),
         ({"call_format": f"{HERE}:Unfinished"}, "lacks find, wrap"),
         ({"call_format": f"{HERE}:Demanding"}, "needed"),
+        ({"call_format": f"{HERE}:Unmade"}, "cannot be made: FileNotFoundError: no tags.json"),
+        ({"call_format": f"{HERE}:Lettered"}, "stop = '</call>' must be a list of strings that are not empty"),
+        ({"call_format": f"{HERE}:Unwrapped"}, "wrap = '<result>' must be None or two strings"),
         (user("nobody"), "episode.user = 'nobody' is unknown; allowed: corrector, scripted, llm, or module:object"),
         (user(f"{HERE}:NoFinish"), "is not a class with start, respond, finish"),
         (user("corrector", turns="three"), "user_options of 'corrector': turns = 'three': input should be a valid int"),
@@ -114,6 +127,7 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
         (reward("format", pattern="("), "regular expression"),
         (reward("format", tags="<think>"), "tags"),
         (reward("format", tags=["a"], of="answer"), "of = 'answer'"),
+        (reward("format", tags=["a", "b", "a"]), "tags = .* has one of them twice"),
         (reward("length", free=10, limit=10), "limit = 10"),
         (reward("overlong", buffer=11, limit=10), "buffer = 11"),
         (reward("math", seconds=0), "seconds = 0"),
