@@ -74,17 +74,25 @@ class ModelApi:
     ) -> None:
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise UserError(f"api_key_env = {api_key_env!r}: no such environment variable is set here")
+        key = os.environ[api_key_env] if api_key_env else None
+        if key and not (key.isascii() and key.isprintable()):
+            raise UserError(
+                f"api_key_env = {api_key_env!r}: the variable has characters that a header cannot carry, such as a "
+                "line end; allowed: printable ASCII"
+            )
         base_url = str(base_url)
         socket = base_url.removeprefix("unix:") if base_url.startswith("unix:") else None
         base_url = base_url if socket is None else "http://localhost/v1"
         if not base_url.startswith(("http://", "https://")):
             raise UserError(f"base_url = {base_url!r} must start with http:// or https://")
-        if concurrency < 1 or attempts < 1 or timeout <= 0:
+        if not _has_host(base_url):
+            raise UserError(f"base_url = {base_url!r} must be of the form http://host:port/v1 or https://host:port/v1")
+        if concurrency < 1 or attempts < 1 or not timeout > 0:
             raise UserError(
                 f"concurrency = {concurrency}, attempts = {attempts} and timeout = {timeout} must be above 0"
             )
         self.base_url = base_url.rstrip("/")
-        self._key = os.environ[api_key_env] if api_key_env else None
+        self._key = key
         self._timeout, self._seconds = timeout, seconds
         self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
         self._slots = asyncio.Semaphore(concurrency)
@@ -181,6 +189,15 @@ class ChatApi(ModelApi):
         """
         body = {"model": self.model, "messages": messages, **parameters}
         return await self.ask(f"{self.base_url}/chat/completions", body, _reply)
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parsed = httpx.URL(url)
+        parsed.host.encode("idna")
+    except (httpx.InvalidURL, UnicodeError):
+        return False
+    return bool(parsed.host) and (parsed.port or 0) < 65536
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -199,7 +199,19 @@ def make_format(name: str) -> CallFormat:
         call_format: CallFormat = made()
     except TypeError as error:
         raise UserError(f"episode.call_format = {name!r} cannot be made without arguments: {error}") from None
+    except Exception as error:  # whatever a user's class raises
+        raise UserError(f"episode.call_format = {name!r} cannot be made: {type(error).__name__}: {error}") from None
     missing = [part for part in ("find", "stop", "wrap") if not hasattr(call_format, part)]
     if missing:
         raise UserError(f"episode.call_format = {name!r} lacks {', '.join(missing)}; docs/extending.md has an example")
+    stop, wrap = call_format.stop, call_format.wrap
+    if not _are_texts(stop):  # the letters of a text would each end a turn
+        raise UserError(f"episode.call_format = {name!r}: stop = {stop!r} must be a list of strings that are not empty")
+    if wrap is not None and not (_are_texts(wrap, may_be_empty=True) and len(wrap) == 2):
+        raise UserError(f"episode.call_format = {name!r}: wrap = {wrap!r} must be None or two strings")
     return call_format
+
+
+def _are_texts(value: Any, may_be_empty: bool = False) -> bool:
+    is_list = isinstance(value, Collection) and not isinstance(value, str)
+    return is_list and all(isinstance(text, str) and (text or may_be_empty) for text in value)

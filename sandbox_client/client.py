@@ -39,6 +39,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts
 MAX_ANSWER = 32 << 20  # bytes; a longer answer is an error
 MAX_REFUSAL = 64 << 10  # bytes read of an answer that is not a result
 INLINE = 128 << 10  # bytes; longer answers are parsed off the event loop
+RETRIED = frozenset({408, 429})  # too slow, too many
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5
 # Seconds between two attempts to connect: as long as the shortest pause between two attempts of one call, so that a
 # single caller always tries, but a thousand callers do not make a thousand failing connections a second.
@@ -176,7 +177,7 @@ class SandboxClient:
         """Raise the exception that a status other than 200 stands for."""
         status = response.status_code
         reason = f"status {status}: {excerpt(content)}"
-        if status == 429 or status >= 500:
+        if status in RETRIED or status >= 500:
             raise RetryableError(reason, retry_after(response.headers.get("retry-after", "")))
         raise RequestRefused(f"{self} refuses the request; {reason}")
 

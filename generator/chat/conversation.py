@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from generator.chat.prompts import THOUGHT_END, PromptNotSeen, Prompts, called, shown_text
+from generator.chat.prompts import THOUGHT_END, PromptNotSeen, Prompts, called, check_is_text, shown_text
 from generator.chat.template import Message, TemplateFailed
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of thoughts beside the content
@@ -42,6 +43,8 @@ class Conversations:
         Raises:
             PromptNotSeen: the model would not see the prompt, or would not have sampled a turn like this.
         """
+        for number, message in enumerate(messages, 1):
+            check_is_text(json.dumps(message, ensure_ascii=False, default=str), f"message {number}")
         pieces, spans = [self._prompts.encode(list(messages[:first]), **variables)], []
         later = [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "assistant"]
         for turn, after in pairwise([first, *later, len(messages)]):

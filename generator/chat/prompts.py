@@ -60,6 +60,7 @@ class Prompts:
             rendered = self.template.rendered(prompt, system, markup=self.data.prompt_markup, **variables)
         except TemplateFailed as error:
             raise PromptNotSeen(str(error)) from None
+        check_is_text(rendered, "the prompt")
         self._check_messages(as_messages(prompt, system), tokens.shown(rendered), is_chat=not isinstance(prompt, str))
         token_ids = tokens.encode(rendered)
         if lost := tokens.lost(rendered, token_ids):
@@ -72,8 +73,10 @@ class Prompts:
 
         A short text may occur there by chance, so each form of conversation is also tried with random texts.
         """
-        # The role of each message, and which of its fields are empty.
-        form = tuple((message["role"], *map(bool, message.values())) for message in messages)
+        # The role of each message, its fields, and which of them are empty.
+        form = tuple(
+            (message["role"], *((name, bool(value)) for name, value in message.items())) for message in messages
+        )
         if form not in self._left_out:
             self._left_out[form] = self._find_left_out(messages)
         for number, message in enumerate(messages):
@@ -115,6 +118,14 @@ class Prompts:
             return mark in self.template.rendered(conversations.get(role, [shown, user]))
         except TemplateFailed:
             return False
+
+
+def check_is_text(text: str, name: str) -> None:
+    """Raise `PromptNotSeen` for a text that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PromptNotSeen(f"{name} holds half a surrogate pair, which is not text") from None
 
 
 def _text(message: Message) -> str:

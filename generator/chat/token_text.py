@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.model import hub_answers
 from generator.concurrency import LONG_TEXT, LONG_TOKENS
 
@@ -270,7 +270,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=is_cut_off)
     except Exception as error:  # the library and the network raise many types, all about this path
-        reason = str(error).splitlines()[0][:200]
+        reason = first_line(error)[:200]
         if is_cut_off:
             reason = "it is not a folder here, it is not in the cache, and the Hugging Face hub cannot be reached"
         raise UserError(f"the tokenizer of {path} cannot be loaded: {reason}") from None

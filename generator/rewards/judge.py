@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,7 @@ class Judge(Builtin):
         **connection: Any,
     ) -> None:
         self._pattern = compiled(pattern, group="the number")
-        if len(scale) != 2 or not scale[0] < scale[1]:
+        if len(scale) != 2 or not -math.inf < scale[0] < scale[1] < math.inf:
             raise UserError(f"scale = {scale!r} must be [least, greatest]")
         if tries < 1 or longest < 1:
             raise UserError(f"tries = {tries} and longest = {longest} must be above 0")
@@ -114,7 +115,7 @@ class Judge(Builtin):
                 answer=outcome.answer_text,
                 row=outcome.row,
             )
-        except (LookupError, AttributeError, ValueError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"the judge's template does not fit the data row: {error!r}") from None
 
     def _number(self, reply: str) -> float | None:

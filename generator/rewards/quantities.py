@@ -3,7 +3,7 @@ r"""Rewrites numbers as people write them into what math-verify reads: `34.`, `\
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 # Full-width forms of ASCII, common in Chinese and Japanese texts.
 NARROW = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
@@ -96,6 +96,9 @@ def _number(text: str) -> str:
         return rf"{match['mixed']}\frac{{{match['over']}}}{{{match['under']}}}"
     if match["power"]:
         number, power = re.split("[eE]", text)
-        small = abs(Decimal(text).adjusted()) <= MAX_EXPONENT
+        try:
+            small = abs(Decimal(text).adjusted()) <= MAX_EXPONENT
+        except InvalidOperation:  # an exponent of more than 18 digits
+            return text
         return format(Decimal(text), "f") if small else rf"{number} \times 10^{{{int(power)}}}"
     return text

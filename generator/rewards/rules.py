@@ -118,6 +118,8 @@ class Format(Builtin):
             raise UserError(f"of = {of!r} is neither `response` nor `text`")
         if isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in tags or ()):
             raise UserError(f"tags = {tags!r} is not a list of strings")
+        if len(set(tags or ())) < len(tags or ()):
+            raise UserError(f"tags = {tags!r} has one of them twice, and each must occur exactly once")
         self._pattern = compiled(pattern, re.DOTALL) if pattern is not None else None
         self._tags, self._of = tags or (), of
         # A text of the model can make a pattern backtrack for hours, and the event loop must not wait for that.

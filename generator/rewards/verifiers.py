@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import signal
 from collections.abc import Callable
@@ -50,6 +51,11 @@ def cpu_limit(seconds: float, work: Callable[[], T]) -> T | None:
     return value
 
 
+def _check_seconds(seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        raise UserError(f"seconds = {seconds} must be above 0 and finite")
+
+
 class Maths(Builtin):
     r"""1 if the last turn's answer equals the reference answer as mathematics (1/2, 0.5, \frac12); else 0.
 
@@ -69,8 +75,7 @@ class Maths(Builtin):
     in_pool = True
 
     def __init__(self, seconds: float = 5.0, digits: int = 6, strict: bool = True) -> None:
-        if seconds <= 0:
-            raise UserError(f"seconds = {seconds} must be above 0")
+        _check_seconds(seconds)
         try:
             import math_verify
         except ImportError:
@@ -143,8 +148,7 @@ class ReasoningGym(Builtin):
     in_pool = True
 
     def __init__(self, pattern: str | None = ELEMENT, partial: bool = False, seconds: float = 5.0) -> None:
-        if seconds <= 0:
-            raise UserError(f"seconds = {seconds} must be above 0")
+        _check_seconds(seconds)
         self._pattern = compiled(pattern, re.DOTALL, "the answer") if pattern is not None else None
         installed_families()
         self._partial, self._seconds = partial, seconds

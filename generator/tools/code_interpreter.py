@@ -41,6 +41,8 @@ class CodeInterpreter:
             raise ValueError(f"persistent programs are Python, not {language!r}")
         if not run_timeout > 0:
             raise ValueError(f"run_timeout = {run_timeout!r} must be above 0")
+        if memory_mb < 1:
+            raise ValueError(f"memory_mb = {memory_mb!r} must be above 0")
         self._sandbox, self._language = sandbox, language
         self.waits_for = str(sandbox)
         self.run_timeout, self._memory_mb, self._persistent = run_timeout, memory_mb, persistent

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jsonschema import SchemaError, ValidationError
@@ -94,6 +94,8 @@ class Toolbox:
             problem: ValidationError | None = next(self._validators[call.name].iter_errors(call.arguments), None)
         except RecursionError:
             return ToolCall(call.name, error="error: wrong arguments: too deeply nested")
+        except OverflowError:  # JSON's numbers have no limit; those of `multipleOf` do
+            return ToolCall(call.name, error="error: wrong arguments: a number is too large")
         if problem is None:
             return call
         where = "".join(f"{part}: " for part in problem.path)
@@ -136,7 +138,10 @@ class Toolbox:
         kind = load_object(entry, BUILTIN, "episode.tools", ENTRY_POINTS)
         if not isinstance(kind, type):
             raise UserError(f"episode.tools = {entry!r} is not a class")
-        parameters = inspect.signature(kind).parameters
+        try:
+            parameters: Collection[str] = inspect.signature(kind).parameters
+        except ValueError:  # it is written in C
+            parameters = ()
         fixed = {name: give() for name, give in provided.items() if name in parameters and name not in options}
         return make_object(kind, options, f"episode.tool_options of {entry!r}", fixed)
 

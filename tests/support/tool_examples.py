@@ -44,6 +44,13 @@ class Breaking(Echo):
         raise eval(text)
 
 
+class Stepping(Echo):
+    """Takes multiples of a hundredth."""
+
+    name = "step"
+    schema = {"type": "object", "properties": {"by": {"type": "number", "multipleOf": 0.01}}}  # noqa: RUF012
+
+
 class Hanging(Echo):
     """Never answers, and counts how often it was cancelled."""
 

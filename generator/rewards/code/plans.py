@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 # Statements that prepare a test; passing them proves nothing.
 _PREPARATION = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign)
-_UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)  # what Python's parser raises
+# What the parsers of Python and of JSON raise; a literal such as {[1]: 2} is a `TypeError`.
+_UNPARSED = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 ALLOWED = (
     '{"inputs": [...], "outputs": [...]}, the same with "fn_name", [{"input": ..., "output": ...}], '
     '{"assertions": [...]}, or Python statements with an assert'
@@ -77,6 +80,8 @@ def read_tests(tests: Any, tolerance: float | None = None) -> Streams | Assertio
     entry_point = None
     if isinstance(tests, Mapping):
         tests, entry_point = tests.get("assertions"), tests.get("entry_point")
+        if entry_point is not None and not _is_expression(entry_point):
+            raise ValueError(f"tests: entry_point = {entry_point!r:.100} is not the name of a function")
     if isinstance(tests, str) and tests is text:
         tests = _split(tests)
     if not _is_list(tests) or not all(isinstance(test, str) for test in tests):
@@ -129,17 +134,16 @@ def _calls(name: Any, inputs: Sequence[Any], outputs: Sequence[Any], tolerance: 
     """Tests that call a function, or a method of the class `Solution`, and compare what it returns.
 
     Raises:
-        ValueError: the name is not an identifier, or an input is not a list of arguments.
+        ValueError: the name is not an identifier, an input is not a list of arguments, or JSON cannot hold a value.
     """
-    if not isinstance(name, str) or not name.isidentifier():
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"tests: fn_name = {name!r} is not the name of a function")
     pairs = [_call(x, y) for x, y in zip(inputs, outputs, strict=True)]
     # APPS may put each output into a list of its own.
     wrapped = all(_is_list(y) and len(y) == 1 for _, y in pairs)
     load = "json.loads({!r}, object_hook=as_numbers)"
     statements = [
-        (f"assert as_expected(call_program(*{load.format(json.dumps(x))}), {load.format(json.dumps(y))})", True)
-        for x, y in pairs
+        (f"assert as_expected(call_program(*{load.format(_json(x))}), {load.format(_json(y))})", True) for x, y in pairs
     ]
     preparation = "import json, math\n" + _CALLS.format(name=name, tolerance=tolerance, wrapped=wrapped)
     return Assertions([(preparation, False), *statements], name)
@@ -151,11 +155,26 @@ def _call(arguments: Any, expected: Any) -> tuple[list[Any], Any]:
         try:
             arguments = [json.loads(line) for line in arguments.strip().split("\n")]
             expected = json.loads(expected) if isinstance(expected, str) else expected
-        except ValueError:
+        except _UNPARSED:
             raise ValueError(f"tests: input {arguments!r:.100} and output {expected!r:.100} are not JSON") from None
     if not _is_list(arguments):
         raise ValueError(f"tests: input {arguments!r:.100} of a call is not a list of arguments")
     return list(arguments), expected
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except _UNPARSED as error:
+        raise ValueError(f"tests: {value!r:.100} of a call cannot be JSON ({error})") from None
+
+
+def _is_expression(text: Any) -> bool:
+    """Whether a text is an expression, such as a name or `Solution().method`, and not a constant; or it is empty."""
+    try:
+        return isinstance(text, str) and (not text or not isinstance(ast.parse(text, mode="eval").body, ast.Constant))
+    except _UNPARSED:
+        return False
 
 
 def _uncalled(tests: Sequence[str], entry_point: str | None) -> list[str]:
@@ -186,6 +205,9 @@ def _text(value: Any) -> str:
 def _counts(statement: str) -> bool:
     try:
         body = ast.parse(statement).body
+        with warnings.catch_warnings(action="ignore"):
+            # It finds more than the parser, such as an `await` outside of a function.
+            compile(statement, "<test>", "exec", dont_inherit=True)
     except _UNPARSED as error:
         raise ValueError(f"tests: {statement[:100]!r} is not Python ({type(error).__name__})") from None
     return any(not isinstance(node, (*_PREPARATION, ast.AnnAssign, ast.Pass)) for node in body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from common.errors import UserError
@@ -46,8 +47,10 @@ class Code(Builtin):
         memory_mb: int = 1024,
         concurrency: int = 8,
     ) -> None:
-        if timeout <= 0 or memory_mb < 1 or concurrency < 1:
+        if not timeout > 0 or memory_mb < 1 or concurrency < 1:
             raise UserError(f"{timeout = }, {memory_mb = } and {concurrency = } must be above 0")
+        if tolerance is not None and not 0 <= tolerance < math.inf:
+            raise UserError(f"{tolerance = } must be a finite number of at least 0")
         self._tests, self._partial = tests, partial
         self._run = functools.partial(
             run_code_tests,

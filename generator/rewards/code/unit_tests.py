@@ -137,6 +137,9 @@ class _Run:
             message = " ".join(stderr.split())[-300:] or "(no message)"
             raise SandboxUnavailable(f"the test harness did not start in the sandbox: {message}")
         verdicts = {number: (word, reason) for number, word, reason in (f"{line}  ".split(" ", 2) for line in lines)}
+        known = [str(number) in verdicts for number, (_, counts) in enumerate(plan.statements) if counts]
+        if known != sorted(known, reverse=True):  # the harness reports one test after the other
+            raise SandboxUnavailable("the sandbox left out a part of what the test harness wrote")
         not_run = ("failed", "time limit" if too_slow else "not run: the sandbox ended")
         results = []
         for number, (_, counts) in enumerate(plan.statements):

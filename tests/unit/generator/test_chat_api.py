@@ -106,15 +106,27 @@ def test_connections_are_used_again_and_bounded() -> None:
     ("options", "named"),
     [
         ({"base_url": "127.0.0.1:8000"}, "base_url = '127.0.0.1:8000' must start with http://"),
+        ({"base_url": "http://:8000/v1"}, "base_url = 'http://:8000/v1' must .* http://host:port/v1"),
+        ({"base_url": "http://a:b/v1"}, "base_url = 'http://a:b/v1' must .* http://host:port/v1"),
+        ({"base_url": "http://a:99999/v1"}, "base_url = 'http://a:99999/v1' must .* http://host:port/v1"),
         ({"base_url": "http://a", "attempts": 0}, "attempts = 0"),
         ({"base_url": "http://a", "concurrency": 0}, "concurrency = 0"),
         ({"base_url": "http://a", "timeout": 0}, "timeout = 0"),
+        ({"base_url": "http://a", "timeout": float("nan")}, "timeout = nan"),
         ({"base_url": "http://a", "api_key_env": "NO_SUCH_KEY"}, "api_key_env = 'NO_SUCH_KEY': no such environment"),
     ],
 )
 def test_impossible_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         ChatApi(model="tiny", **options)
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\x01", "sk-schl\xfcssel"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", key)
+    with pytest.raises(UserError, match="api_key_env = 'SOME_KEY': .* printable ASCII") as caught:
+        ChatApi("http://a", "tiny", api_key_env="SOME_KEY")
+    assert key.strip() not in str(caught.value)
 
 
 def test_an_endpoint_that_refuses_connections_is_unavailable() -> None:
@@ -176,6 +188,7 @@ def test_a_template_of_ones_own() -> None:
         (says("Hard to say.\n" * 1000), {}, NoVerdict, "no number from 0 to 10 in 3 replies; .*Hard to say", 3),
         (fails(500), {}, ChatUnavailable, "500", 2),
         (says("Score: 5"), {"template": "{row[author]} {text}"}, ValueError, "KeyError\\('author'\\)", 0),
+        (says("Score: 5"), {"template": "{row[level][of]}"}, ValueError, "template does not fit .*TypeError", 0),
     ],
 )
 def test_what_gives_no_number_is_an_error_never_a_zero(answer, options, error, words, asked) -> None:

@@ -129,6 +129,9 @@ REFUSED = {
     "follows another one": (QWEN, [USER, SAID, SAID]),
     "has no reasoning": (OPENED, [USER, SAID]),
     "its reasoning_content": (OPENED, [USER, {**SAID, "reasoning_content": "one and one"}]),
+    "message 1 holds half a surrogate pair": (QWEN, [{**USER, "content": "a\ud800"}, SAID]),
+    "message 2 holds half a surrogate pair": (QWEN, [USER, {**SAID, "content": "a\ud800"}]),
+    "message 3 holds half a surrogate pair": (QWEN, [USER, SAID, {**MORE, "content": "a\ud800"}, SAID]),
     "or of its calls": (QWEN.replace("m.tool_calls or []", "[]"), [USER, CALL]),
     "leaves out a message of role 'tool'": (
         QWEN.replace("m.role == 'tool'", "m.role == 'function'"),

@@ -50,11 +50,21 @@ def shown(tokenizer: Any, prompt: Any, **data: Any) -> str:
         (templates.STRICT, [USER, USER], "TemplateError: roles must alternate"),
         (SHORTENED, [said("user", "x" * 40)], "or changes it"),
         (LOUD, "What is 0+0?", "the prompt is not in"),
+        (QWEN, "What is \ud800?", "the prompt holds half a surrogate pair, which is not text"),
     ],
 )  # fmt: skip
 def test_a_message_that_the_model_would_not_see_refuses_the_prompt(template: str, prompt: Any, reason: str) -> None:
     with pytest.raises(PromptNotSeen, match=reason):
         shown(with_template(template), prompt)
+
+
+def test_a_message_with_other_fields_is_judged_by_itself() -> None:
+    # Shows no text beside calls, as Llama 3.1's template does.
+    source = templates.CARELESS.replace("{{ m.content }}", "{{ 'calls' if m.tool_calls else m.content }}")
+    prompts = Prompts(ChatTemplate(with_template(source)), DataConfig(train="t"))
+    with pytest.raises(PromptNotSeen, match=r"message 2 \(role 'assistant'\)"):
+        prompts.encode([USER, said("assistant", "I look it up.", tool_calls=[CALL]), USER])
+    prompts.encode([USER, said("assistant", "It is 0.", reasoning_content="0 and 0"), USER])
 
 
 def test_a_system_prompt_that_the_template_drops_is_named() -> None:

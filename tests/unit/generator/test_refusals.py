@@ -40,6 +40,15 @@ class Synchronous(Echo):
         return text
 
 
+class Unmade(Hermes):
+    def __init__(self) -> None:
+        raise FileNotFoundError("no tags.json")
+
+
+Lettered = type("Lettered", (Hermes,), {"stop": "</call>"})
+Unwrapped = type("Unwrapped", (Hermes,), {"wrap": "<result>"})
+
+
 class NoFinish:
     async def start(self, episode_id: str, **_: Any) -> None: ...
 
@@ -73,6 +82,7 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
     [
         (tool("abacus"), "episode.tools = 'abacus' is unknown; allowed: calculator, code_interpreter"),
         (tool(f"{HERE}:HERE"), "is not a class"),
+        (tool("builtins:dict"), "`name` must be .* got None"),
         (tool(f"{HERE}:Nameless"), "`name` must be.*got 'no name'"),
         (tool(f"{HERE}:NoSchema"), "its schema is not a JSON schema"),
         (tool(f"{HERE}:Synchronous"), "needs `async def call"),
@@ -82,12 +92,16 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
         (tool(f"{TOOLS}:Echo", after="x"), "tool_options of .*Echo': .*after.*; allowed: before"),
         ({"tools": [f"{TOOLS}:Echo"] * 2}, "two tools named 'echo'"),
         (tool(INTERPRETER, persistent=True, language="bash"), "persistent programs are Python, not 'bash'"),
+        (tool(INTERPRETER, memory_mb=0), "memory_mb = 0 must be above 0"),
         (tool(INTERPRETER, run_timeout=30), "limit of 30 s is never reached within episode.tool_timeout"),
         (tool(INTERPRETER, persist=True), "'persist'; allowed: language, run_timeout"),
         ({"call_format": "xml"}, "episode.call_format = .*allowed: hermes, code"),
         ({"call_format": f"{HERE}:HERE"}, "is not a class"),
         ({"call_format": f"{HERE}:Unfinished"}, "lacks find, wrap"),
         ({"call_format": f"{HERE}:Demanding"}, "needed"),
+        ({"call_format": f"{HERE}:Unmade"}, "cannot be made: FileNotFoundError: no tags.json"),
+        ({"call_format": f"{HERE}:Lettered"}, "stop = '</call>' must be a list of strings that are not empty"),
+        ({"call_format": f"{HERE}:Unwrapped"}, "wrap = '<result>' must be None or two strings"),
         (user("nobody"), "episode.user = 'nobody' is unknown; allowed: corrector, scripted, llm, or module:object"),
         (user(f"{HERE}:NoFinish"), "is not a class with start, respond, finish"),
         (user("corrector", turns="three"), "user_options of 'corrector': turns = 'three': input should be a valid int"),
@@ -113,13 +127,20 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
         (reward("format", pattern="("), "regular expression"),
         (reward("format", tags="<think>"), "tags"),
         (reward("format", tags=["a"], of="answer"), "of = 'answer'"),
+        (reward("format", tags=["a", "b", "a"]), "tags = .* has one of them twice"),
         (reward("length", free=10, limit=10), "limit = 10"),
         (reward("overlong", buffer=11, limit=10), "buffer = 11"),
         (reward("math", seconds=0), "seconds = 0"),
+        (reward("math", seconds=float("inf")), "seconds = inf must be above 0 and finite"),
+        (reward("reasoning_gym", seconds=float("nan")), "seconds = nan must be above 0 and finite"),
         (reward("reasoning_gym", pattern="a+"), "has no group"),
         (reward("code", timeout=0), "timeout = 0"),
+        (reward("code", timeout=float("nan")), "timeout = nan"),
+        (reward("code", tolerance=-0.1), "tolerance = -0.1 must be a finite number of at least 0"),
+        (reward("code", tolerance=float("inf")), "tolerance = inf must be a finite number of at least 0"),
         (reward("judge"), "base_url"),
         (reward("judge", **JUDGE, scale=(1, 1)), "scale"),
+        (reward("judge", **JUDGE, scale=(0, float("inf"))), "scale = .* must be .least, greatest."),
         (reward("judge", **JUDGE, tries=0), "tries"),
         (reward("judge", **JUDGE, template="{question}"), r"\{question\} is unknown; allowed: prompt, text"),
         (reward("judge", **JUDGE, template="{text"), "braces"),

@@ -59,6 +59,7 @@ def test_golden_m04_long_text_is_cut(keep: Any) -> None:
 
 
 MANY = [said("echo", "x")] * (MAX_CALLS + 50)
+LARGE = (10**400, float("inf"))  # as a model may write them in JSON
 ENDS = ("asyncio.CancelledError", "SystemExit", "GeneratorExit")
 FIRST = ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the others were not run"]
 
@@ -70,6 +71,7 @@ FIRST = ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the oth
         ([], [ToolCall("x" * 1000)], ["error: no tool named 'xxxxxxxx"]),
         (["calculator"], [ToolCall("calculator", {"expression": 5})], ["error: wrong arguments: expression: 5 is not"]),
         (["Echo"], [said("echo", ["a"] * 10_000)], ["error: wrong arguments: text: "]),
+        (["Stepping"], [ToolCall("step", {"by": by}) for by in LARGE], ["error: wrong arguments: a number is too"] * 2),
         (["Echo"], [ToolCall("", error="error: of the format")], ["error: of the format"]),
         (["Echo"], [said("echo", "a\ud800b\0")], ["a?b\0"]),
         (["Echo"], MANY, FIRST),

@@ -76,3 +76,12 @@ def test_without_a_network_only_the_cache_has_tokenizers(monkeypatch: pytest.Mon
     with pytest.raises(UserError, match="tokenizer of owner/name cannot be loaded: .* hub cannot be reached"):
         load_tokenizer("owner/name")
     assert asked == [True]
+
+
+def test_a_tokenizer_that_fails_without_a_word_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def load(path: str, **_: bool) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    with pytest.raises(UserError, match=f"tokenizer of {tmp_path} cannot be loaded: AssertionError"):
+        load_tokenizer(str(tmp_path))

@@ -128,6 +128,8 @@ async def test_a_script_s_call_sends_its_token_past_every_proxy(monkeypatch: pyt
 
 
 def test_a_busy_server_is_asked_again_when_it_says() -> None:
+    answer, server, _ = run(outcome(says(b"not complete after 60 s", status=408), answers()))
+    assert (answer.status, len(server.requests)) == (Status.SUCCESS, 2)
     answer, server, moment = run(outcome(says(b"", status=429, Retry_After="17"), BUSY, answers()))
     assert answer.status is Status.SUCCESS
     assert (moment.sleeps[0], 0.5 <= moment.sleeps[1] <= 1.0) == (17, True)

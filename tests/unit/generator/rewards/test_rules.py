@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import UserError
 from generator.rewards import Outcome
+from generator.rewards.quantities import plain
 from generator.rewards.registry import make_reward
 from generator.rewards.rules import Boxed, BoxedThink, Exact, Format, Length, Overlong, last_boxed
 from generator.rewards.verifiers import Maths, cpu_limit
@@ -251,3 +252,8 @@ def test_a_limit_of_processor_time_leaves_no_timer() -> None:
     assert caught == 2
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGPROF) is signal.SIG_DFL
+
+
+def test_a_number_with_an_endless_exponent_is_wrong_and_no_error() -> None:
+    for exponent in ("9" * 22, "-" + "9" * 22, "9" * 5000):
+        assert plain(f"1e{exponent}") == (f"1e{exponent}", "")
