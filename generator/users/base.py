@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -114,7 +115,8 @@ class Conversation:
 
     async def respond(self, messages: list[Message]) -> UserTurn:
         """The user's answer to the assistant's newest turn; raises `TimeoutError`, `BadUserTurn` or the user's own."""
-        return checked(await _in_time(self.user.respond(self.episode_id, messages), self.timeout, "respond"))
+        answering = self.user.respond(self.episode_id, deepcopy(messages))
+        return checked(await _in_time(answering, self.timeout, "respond"))
 
 
 @asynccontextmanager
@@ -123,11 +125,12 @@ async def conversation(
 ) -> AsyncIterator[Conversation]:
     """Start a conversation; `kwargs` (row, answer, messages) go to the simulator's `start`.
 
+    The simulator gets copies: it may keep and change them, and the next attempt at the task needs the data's own.
     On exit, `finish` runs to its end (or for `CLOSE_SECONDS`): after success, an error, a timeout or a cancellation,
     also of `start` itself. What `finish` raises is logged and changes no result.
     """
     try:
-        await _in_time(user.start(episode_id, **kwargs), timeout, "start")
+        await _in_time(user.start(episode_id, **deepcopy(kwargs)), timeout, "start")
         yield Conversation(user, episode_id, timeout)
     finally:
         await close_all({"simulated user": lambda: user.finish(episode_id)})

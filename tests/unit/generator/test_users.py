@@ -47,6 +47,24 @@ def test_a_conversation_starts_responds_and_finishes() -> None:
     assert [line["what"] for line in logs] == ["simulated user"]
 
 
+@in_event_loop
+async def test_the_data_stays_as_it_is_whatever_a_user_changes() -> None:
+    class Changing(RecordingUser):
+        async def start(self, episode_id: str, **kwargs: Any) -> None:
+            await super().start(episode_id, **kwargs)
+            kwargs["row"].clear()
+            kwargs["messages"].append({"role": "user", "content": "more"})
+
+        async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> Any:
+            messages[0]["content"] = "changed"
+            return await super().respond(episode_id, messages)
+
+    row, messages = {"a": [1]}, [{"role": "user", "content": "Hi"}]
+    async with conversation(Changing(), "e", row=row, messages=messages) as talking:
+        await talking.respond([*messages, {"role": "assistant", "content": "4"}])
+    assert (row, messages) == ({"a": [1]}, [{"role": "user", "content": "Hi"}])
+
+
 @pytest.mark.parametrize(
     ("where", "trouble", "words"),
     [("start", TimeoutError("no route"), "no route"), ("respond", "hang", "more than 0.01 s")],
