@@ -74,6 +74,13 @@ class ModelApi:
     ) -> None:
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise UserError(f"api_key_env = {api_key_env!r}: no such environment variable is set here")
+        self._key = os.environ[api_key_env] if api_key_env else None
+        # Otherwise each request would fail, and the error would quote the key.
+        if self._key and not (self._key.isascii() and self._key.isprintable()):
+            raise UserError(
+                f"api_key_env = {api_key_env!r}: its value has characters that a header cannot carry, such as a line "
+                "break at its end; allowed: printable ASCII"
+            )
         base_url = str(base_url)
         socket = base_url.removeprefix("unix:") if base_url.startswith("unix:") else None
         base_url = base_url if socket is None else "http://localhost/v1"
@@ -84,7 +91,6 @@ class ModelApi:
                 f"concurrency = {concurrency}, attempts = {attempts} and timeout = {timeout} must be above 0"
             )
         self.base_url = base_url.rstrip("/")
-        self._key = os.environ[api_key_env] if api_key_env else None
         self._timeout, self._seconds = timeout, seconds
         self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
         self._slots = asyncio.Semaphore(concurrency)
@@ -101,7 +107,8 @@ class ModelApi:
                 limits=limits,
                 transport=None if socket is None else httpx.AsyncHTTPTransport(uds=socket, limits=limits),
             )
-        except ImportError as error:  # the environment names a SOCKS proxy
+        # The environment names a SOCKS proxy, an unknown kind of proxy, or something other than an address.
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
             raise UserError(
                 f"base_url = {base_url!r} is behind the environment's proxy: {one_line(str(error))}"
             ) from None
@@ -185,7 +192,12 @@ class ChatApi(ModelApi):
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # takes 0.1 s, as it reads all certificates
+    try:
+        return httpx.create_ssl_context()  # takes 0.1 s, as it reads all certificates
+    except OSError as error:
+        file = os.environ.get("SSL_CERT_FILE")
+        shown = f"SSL_CERT_FILE = {file!r}" if file else "this machine"
+        raise UserError(f"the certificates of {shown} cannot be read: {error.strerror or error}") from None
 
 
 def _reply(data: bytes) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from generator.chat_api import ChatApi, ChatUnavailable
+from generator.chat_api import ChatApi, ChatUnavailable, _certificates
 from generator.rewards import Outcome
 from generator.rewards.judge import Judge, NoVerdict
 from tests.support.event_loop import used
@@ -115,6 +115,33 @@ def test_connections_are_used_again_and_bounded() -> None:
 def test_impossible_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         ChatApi(model="tiny", **options)
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\r", "sk-\tx", "sk-é"])
+def test_a_key_that_no_header_carries_is_named_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", key)
+    with pytest.raises(UserError, match="api_key_env = 'SOME_KEY': its value has characters") as caught:
+        ChatApi("http://127.0.0.1:1", "tiny", api_key_env="SOME_KEY")
+    assert "sk-" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("ALL_PROXY", "socks://127.0.0.1:1", "'https://a' is behind the environment's proxy: Unknown scheme for proxy"),
+        ("HTTPS_PROXY", "http://[::1", "'https://a' is behind the environment's proxy: Invalid port"),
+        ("SSL_CERT_FILE", "/no/such/file", "certificates of SSL_CERT_FILE = '/no/such/file' cannot be read: No such"),
+        ("SSL_CERT_FILE", __file__, "certificates of SSL_CERT_FILE = '.*' cannot be read: "),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_named(name: str, value: str, named: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, value)
+    _certificates.cache_clear()
+    try:
+        with pytest.raises(UserError, match=named):
+            ChatApi("https://a", "tiny")
+    finally:
+        _certificates.cache_clear()
 
 
 def test_an_endpoint_that_refuses_connections_is_unavailable() -> None:
