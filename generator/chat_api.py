@@ -95,17 +95,22 @@ class ModelApi:
         self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
         self._slots = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        # Without TLS and without a proxy, no certificates are needed.
+        plain = base_url.startswith("http://") and is_loopback_url(base_url)
+        certificates = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else _certificates()
         try:
             self._client = httpx.AsyncClient(
                 # A short compressed answer could expand to a very long one.
                 headers={"Accept-Encoding": "identity"}
                 | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
-                verify=_certificates(),
+                verify=certificates,
                 # A server on this machine is reached directly, even if its address is not in `no_proxy`.
                 trust_env=not is_loopback_url(base_url),
                 timeout=timeout,
                 limits=limits,
-                transport=None if socket is None else httpx.AsyncHTTPTransport(uds=socket, limits=limits),
+                transport=None
+                if socket is None
+                else httpx.AsyncHTTPTransport(verify=certificates, uds=socket, limits=limits),
             )
         # The environment names a SOCKS proxy, an unknown kind of proxy, or something other than an address.
         except (ImportError, ValueError, httpx.InvalidURL) as error:

@@ -10,6 +10,7 @@ import asyncio
 import io
 import json
 import os
+import ssl
 import struct
 import tarfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -72,7 +73,9 @@ class ContainerEngine:
         self._retries = Retries(attempts, FIRST_PAUSE, LONGEST_PAUSE)
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(
-                uds=path, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+                verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # without certificates: a Unix socket needs none
+                uds=path,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             ),
             base_url="http://engine",
             headers={"Accept-Encoding": "identity"},  # limits count bytes before decompression

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
+from generator.agents.containers.engine import ContainerEngine
 from generator.chat_api import ChatApi, ChatUnavailable, _certificates
 from generator.rewards import Outcome
 from generator.rewards.judge import Judge, NoVerdict
@@ -140,6 +141,9 @@ def test_an_environment_that_cannot_be_used_is_named(name: str, value: str, name
     try:
         with pytest.raises(UserError, match=named):
             ChatApi("https://a", "tiny")
+        for address in ("http://127.0.0.1:1", "unix:/a"):  # reached without proxy and certificates
+            ChatApi(address, "tiny")
+        ContainerEngine("unix:///a")
     finally:
         _certificates.cache_clear()
 
