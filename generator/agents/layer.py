@@ -177,11 +177,11 @@ def _key(headers: dict[str, str]) -> str:
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body)
+        if _HALF_PAIR.search(body):
+            # A client may cut a text within an emoji; tokenizers and records cannot encode the rest of it.
+            value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         raise Refusal(400, "the body is not valid JSON") from None
-    if _HALF_PAIR.search(body):
-        # A client may cut a text within an emoji; tokenizers and records cannot encode the rest of it.
-        value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))
     if not isinstance(value, dict):
         raise Refusal(400, "the body must be a JSON object")
     return value
