@@ -74,11 +74,12 @@ class ModelApi:
     ) -> None:
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise UserError(f"api_key_env = {api_key_env!r}: no such environment variable is set here")
-        key = os.environ[api_key_env] if api_key_env else None
-        if key and not (key.isascii() and key.isprintable()):
+        self._key = os.environ[api_key_env] if api_key_env else None
+        # Otherwise each request would fail, and the error would quote the key.
+        if self._key and not (self._key.isascii() and self._key.isprintable()):
             raise UserError(
-                f"api_key_env = {api_key_env!r}: the variable has characters that a header cannot carry, such as a "
-                "line end; allowed: printable ASCII"
+                f"api_key_env = {api_key_env!r}: its value has characters that a header cannot carry, such as a line "
+                "break at its end; allowed: printable ASCII"
             )
         base_url = str(base_url)
         socket = base_url.removeprefix("unix:") if base_url.startswith("unix:") else None
@@ -92,24 +93,29 @@ class ModelApi:
                 f"concurrency = {concurrency}, attempts = {attempts} and timeout = {timeout} must be above 0"
             )
         self.base_url = base_url.rstrip("/")
-        self._key = key
         self._timeout, self._seconds = timeout, seconds
         self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
         self._slots = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        # Without TLS and without a proxy, no certificates are needed.
+        plain = base_url.startswith("http://") and is_loopback_url(base_url)
+        certificates = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else _certificates()
         try:
             self._client = httpx.AsyncClient(
                 # A short compressed answer could expand to a very long one.
                 headers={"Accept-Encoding": "identity"}
                 | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
-                verify=_certificates(),
+                verify=certificates,
                 # A server on this machine is reached directly, even if its address is not in `no_proxy`.
                 trust_env=not is_loopback_url(base_url),
                 timeout=timeout,
                 limits=limits,
-                transport=None if socket is None else httpx.AsyncHTTPTransport(uds=socket, limits=limits),
+                transport=None
+                if socket is None
+                else httpx.AsyncHTTPTransport(verify=certificates, uds=socket, limits=limits),
             )
-        except ImportError as error:  # the environment names a SOCKS proxy
+        # The environment names a SOCKS proxy, an unknown kind of proxy, or something other than an address.
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
             raise UserError(
                 f"base_url = {base_url!r} is behind the environment's proxy: {one_line(str(error))}"
             ) from None
@@ -202,7 +208,12 @@ def _has_host(url: str) -> bool:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # takes 0.1 s, as it reads all certificates
+    try:
+        return httpx.create_ssl_context()  # takes 0.1 s, as it reads all certificates
+    except OSError as error:
+        file = os.environ.get("SSL_CERT_FILE")
+        shown = f"SSL_CERT_FILE = {file!r}" if file else "this machine"
+        raise UserError(f"the certificates of {shown} cannot be read: {error.strerror or error}") from None
 
 
 def _reply(data: bytes) -> str:

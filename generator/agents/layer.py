@@ -12,6 +12,7 @@ from generator.agents.dialect import Dialect
 from generator.agents.exchange import App, Exchange, Receive, Send, fresh_request
 from generator.agents.refusals import Refusal, Refused, send_error, send_json
 from generator.agents.session import AgentSession
+from generator.tools.toolbox import encodable
 
 BODY_SECONDS = 30.0  # time limit for receiving a body
 MAX_IN_FLIGHT = 128  # requests of one session, including those whose bodies are still being read
@@ -20,6 +21,7 @@ REWARD = "/v1/reward"
 # Requests that vLLM's app answers without sampling.
 PLAIN = {("GET", "/v1/models"), ("POST", "/v1/messages/count_tokens")}
 
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")  # of a surrogate pair; the other half may follow
 _PATH = re.compile(r"(?:/s/([A-Za-z0-9_-]+))?(/v1/[a-z_/]+)")
 
 
@@ -116,7 +118,12 @@ class SessionLayer:
             else:
                 self._check_model(body)
                 is_retry = headers.get("x-stainless-retry-count", "0") != "0"
-                exchange = await dialect.take(session, body, raw, is_retry)
+                try:
+                    exchange = await dialect.take(session, body, raw, is_retry)
+                except Refusal:
+                    raise
+                except Exception as error:  # no reward may come of it, so the session must know
+                    raise self._failed(error) from error
                 await self._follow(exchange, session, receive, send)
         finally:
             session.in_flight -= 1
@@ -134,8 +141,11 @@ class SessionLayer:
         # The reply ended before its first piece.
         if session.over.is_set() and session.failure is None:
             raise Refusal(409, f"this session is over: {session.reason}", is_limit=True)
-        self._log.warning("the endpoint's app failed", error=repr(exchange.failure))
-        raise Refusal(500, "the endpoint failed; the generator's log says why")
+        raise self._failed(exchange.failure)
+
+    def _failed(self, error: Exception | None) -> Refusal:
+        self._log.warning("the endpoint's app failed", error=repr(error))
+        return Refusal(500, "the endpoint failed; the generator's log says why")
 
     async def _body(self, receive: Receive) -> bytes:
         body = bytearray()
@@ -167,6 +177,9 @@ def _key(headers: dict[str, str]) -> str:
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body)
+        if _HALF_PAIR.search(body):
+            # A client may cut a text within an emoji; tokenizers and records cannot encode the rest of it.
+            value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         raise Refusal(400, "the body is not valid JSON") from None
     if not isinstance(value, dict):

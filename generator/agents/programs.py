@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,16 +119,31 @@ class _Function:
         try:
             if inspect.iscoroutinefunction(self._function):
                 return await self._function(task)
-            returned = await asyncio.to_thread(self._function, task)
+            returned = await asyncio.to_thread(self._called, task)
             # Whether a `functools.partial` returns a coroutine shows only when it is called.
             return await returned if inspect.isawaitable(returned) else returned
         except (Exception, SystemExit) as error:
-            raise AgentFailed(f"{self._name} raised {in_short(error)} ({_place(error)})") from None
+            raise self._failure(error) from None
+
+    def _called(self, task: AgentTask) -> object:
+        """Call the function in a thread, out of which a `StopIteration` would never come: its future cannot hold it."""
+        try:
+            return self._function(task)
+        except StopIteration as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: BaseException) -> AgentFailed:
+        if isinstance(error, AgentFailed):  # from `_called`
+            return error
+        return AgentFailed(f"{self._name} raised {in_short(error)} ({_place(error)})")
 
 
 def _place(error: BaseException) -> str:
     """Where a function failed: the innermost line of its own file."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = list(traceback.extract_tb(error.__traceback__))
+    # Above the function's own frames are those of this file, and of the thread in which it was called.
+    above = max((number for number, frame in enumerate(frames) if frame.filename == __file__), default=-1)
+    frames = frames[above + 1 :]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else "before its first line"
 
@@ -224,11 +239,14 @@ def named_file(word: str) -> str | None:
     return next(filter(os.path.isfile, paths), None)
 
 
-def packed(command: Sequence[str], folder: str) -> tuple[list[str], dict[str, Path]]:
+def packed(command: Sequence[str], folder: str, more: Collection[str] = ()) -> tuple[list[str], dict[str, Path]]:
     """The command with each argument that names a file replaced by its path in `folder`; and these files, by name.
 
+    Args:
+        more: names of files that SPO writes there, beside those of the task and of the answer.
+
     Raises:
-        UserError: two files have the same name.
+        UserError: two files have the same name, or one has the name of a file of SPO's.
     """
     name, *words = command
     named = {word: Path(path) for word in words if (path := named_file(word)) is not None}
@@ -237,6 +255,11 @@ def packed(command: Sequence[str], folder: str) -> tuple[list[str], dict[str, Pa
         raise UserError(
             f"episode.agent.command = {list(command)}: two files have the same name, and one would overwrite the other "
             "in the agent's folder"
+        )
+    if taken := sorted(files.keys() & {TASK_FILE, ANSWER_FILE, *more}):
+        raise UserError(
+            f"episode.agent.command = {list(command)}: {files[taken[0]]} has the name of a file that SPO writes in the "
+            "agent's folder; give it another name"
         )
     return [name, *(f"{folder}/{named[word].name}" if word in named else word for word in words)], files
 

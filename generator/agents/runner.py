@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +227,9 @@ class AgentRunner:
         outside = f"{self._endpoint.url}/"
         base_url = session.base_url.replace(outside, f"{self._url}/", 1)
         return AgentTask(
-            prompt=task.prompt,
-            row=task.row if self.agent.environment is None else self._whole_row(task),
+            # A function may change what it gets, such as append to the messages; the next attempt needs the data's own.
+            prompt=deepcopy(task.prompt),
+            row=deepcopy(task.row if self.agent.environment is None else self._whole_row(task)),
             model=self._endpoint.model,
             base_url=base_url,
             anthropic_base_url=base_url.removesuffix("/v1"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.config import Config
 from common.errors import UserError
+from generator.agents.containers.container import OWN_FILES
 from generator.agents.programs import (
     ANSWER_FILE,
     TASK_FILE,
@@ -132,7 +133,7 @@ def check_agents(config: Config) -> None:
             continue
         try:
             if agent.image is not None:
-                packed(agent.command or (), "")
+                packed(agent.command or (), "", OWN_FILES)
             elif agent.sandbox:
                 SandboxedCommand(config.model_copy(update={"episode": episode}), None)
             else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -87,14 +88,22 @@ def checked(turn: Any) -> UserTurn:
     """The turn with its text cut to `MAX_TEXT` characters; raises `BadUserTurn` if it is not a turn."""
     try:
         stop, text, reward, metadata = UserTurn(*turn)
-    except TypeError:
+        reward = reward.item() if hasattr(reward, "item") else reward  # numpy's and torch's
+    except (TypeError, ValueError, RuntimeError):
         raise BadUserTurn(f"expected (stop, text, reward, metadata), got {_short(turn)}") from None
-    number = not isinstance(reward, bool) and isinstance(reward, int | float)
-    if not number or not math.isfinite(reward):
+    if not is_finite(reward):
         raise BadUserTurn(f"the reward of a user's turn must be a finite number, got {_short(reward)}")
-    if isinstance(turn, str) or not isinstance(text, str) or not isinstance(metadata, dict):
+    # Of text and of a mapping, `UserTurn` has taken the characters and the keys.
+    wrong = isinstance(turn, str | Mapping) or isinstance(stop, str)
+    if wrong or not isinstance(text, str) or not isinstance(metadata, dict):
         raise BadUserTurn(f"a user's turn is (bool, str, float, dict), got {_short(turn)}")
     return UserTurn(bool(stop), text[:MAX_TEXT], float(reward), metadata)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number that a float can hold, and no boolean."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _short(value: Any) -> str:
@@ -114,7 +123,8 @@ class Conversation:
 
     async def respond(self, messages: list[Message]) -> UserTurn:
         """The user's answer to the assistant's newest turn; raises `TimeoutError`, `BadUserTurn` or the user's own."""
-        return checked(await _in_time(self.user.respond(self.episode_id, messages), self.timeout, "respond"))
+        answering = self.user.respond(self.episode_id, deepcopy(messages))
+        return checked(await _in_time(answering, self.timeout, "respond"))
 
 
 @asynccontextmanager
@@ -123,11 +133,12 @@ async def conversation(
 ) -> AsyncIterator[Conversation]:
     """Start a conversation; `kwargs` (row, answer, messages) go to the simulator's `start`.
 
+    The simulator gets copies: it may keep and change them, and the next attempt at the task needs the data's own.
     On exit, `finish` runs to its end (or for `CLOSE_SECONDS`): after success, an error, a timeout or a cancellation,
     also of `start` itself. What `finish` raises is logged and changes no result.
     """
     try:
-        await _in_time(user.start(episode_id, **kwargs), timeout, "start")
+        await _in_time(user.start(episode_id, **deepcopy(kwargs)), timeout, "start")
         yield Conversation(user, episode_id, timeout)
     finally:
         await close_all({"simulated user": lambda: user.finish(episode_id)})

@@ -47,7 +47,7 @@ class Corrector:
             raise UserError(f"penalty = {penalty} must be 0 or more")
         try:
             message.format(finding="")
-        except (LookupError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError):
             raise UserError(f"message = {message!r}: the only name allowed in braces is {{finding}}") from None
         self._check = checker
         self._turns, self._right_from, self._message, self._discount = turns, right_from, message, discount

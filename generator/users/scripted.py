@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from generator.chat.template import Message
-from generator.users.base import Checker, UserTurn, last_answer
+from generator.users.base import Checker, UserTurn, is_finite, last_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def read_dialogue(row: dict[str, Any], column: str) -> list[DialogueLine]:
         text, reward = item.get("text"), item.get("reward")
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"column {column!r}, line {position}: the text is missing")
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        if reward is not None and not is_finite(reward):
             raise ValueError(f"column {column!r}, line {position}: reward = {reward!r} is not a number")
         lines.append(DialogueLine(text, item.get("check"), 1 / max(1, checked) if reward is None else float(reward)))
     return lines

@@ -186,6 +186,24 @@ async def broken(task: AgentTask) -> None:
     raise ValueError("no idea\nat all")
 
 
+def at_the_end(task: AgentTask) -> None:
+    next(iter(()))
+
+
+def failing(task: AgentTask) -> None:
+    raise OSError("no such device")
+
+
+async def changing(task: AgentTask) -> object:
+    """Use what it was given as its own, which agents do."""
+    returned = await scripted(task)
+    assert isinstance(task.prompt, list)
+    task.prompt[0]["content"] = "changed"
+    task.prompt.append({"role": "assistant", "content": "2"})
+    task.row.clear()
+    return returned
+
+
 async def leaving(task: AgentTask) -> None:
     raise SystemExit(3)
 

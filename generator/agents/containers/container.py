@@ -45,6 +45,7 @@ SOCKETS = "/run/spo"  # the folder of the endpoint's socket, in the container
 PORT = 39111  # where agents find the endpoint; programs of a task rarely listen there
 URL = f"http://127.0.0.1:{PORT}"
 PROMPT_FILE, LOG_FILE = "prompt.txt", "agent.log"
+OWN_FILES = (PROMPT_FILE, "forward.py", "forward.js")  # beside those that every program finds
 OWNER, RUN, GENERATOR = "spo.folder", "spo.run", "spo.generator"  # labels
 LOOK_SECONDS = 5.0  # between checks of a container's disk usage
 CLOSE_SECONDS = 20.0
@@ -142,8 +143,9 @@ class TaskContainer:
     def _given(self, task: AgentTask) -> dict[str, bytes]:
         """The files that the agent finds, by their paths."""
         files = {name: path.read_bytes() for name, path in self.files.items()}
-        files |= {"forward.py": FORWARD.encode(), "forward.js": FORWARD_JS.encode()}
-        files |= {TASK_FILE: described(task, FOLDER), PROMPT_FILE: asked(task.prompt).encode()}
+        contents = (asked(task.prompt), FORWARD, FORWARD_JS)
+        files |= {name: content.encode() for name, content in zip(OWN_FILES, contents, strict=True)}
+        files[TASK_FILE] = described(task, FOLDER)
         return {f"{FOLDER.removeprefix('/')}/{name}": content for name, content in files.items()}
 
     async def _full(self) -> str:
@@ -176,7 +178,7 @@ class Containers:
         assert agent.image is not None
         assert agent.command is not None
         self._image, self._settings, self._run = agent.image, agent.container, config.run.name
-        self._command, self._files = packed(agent.command, FOLDER)
+        self._command, self._files = packed(agent.command, FOLDER, OWN_FILES)
         self._sockets = sockets
         self.engine = engine or ContainerEngine()
         self._ahead: defaultdict[ContainerConfig, deque[asyncio.Task[str]]] = defaultdict(deque)
@@ -220,6 +222,7 @@ class Containers:
         taken = ahead.popleft() if ahead else None
         if len(ahead) < self._in_use[settings]:
             ahead.append(asyncio.create_task(self._start(self._image, settings)))
+            self._discard_unused(settings)
         if taken is not None:
             with suppress(ContainerFailed):
                 container = await taken
@@ -227,6 +230,17 @@ class Containers:
                     return container
             self._discard(taken)  # the engine was restarted since
         return await self._start(self._image, settings)
+
+    def _discard_unused(self, settings: ContainerConfig) -> None:
+        """Remove containers with other settings than these, if more are started ahead than are in use in all."""
+        others = [one for one in self._ahead if one != settings]
+        excess = sum(map(len, self._ahead.values())) - self._in_use.total()
+        while excess > 0 and others:
+            if queue := self._ahead[others[0]]:
+                self._discard(queue.popleft())
+                excess -= 1
+            if not queue:
+                del self._ahead[others.pop(0)]
 
     async def _start(self, image: str, settings: ContainerConfig) -> str:
         try:

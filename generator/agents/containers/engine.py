@@ -10,6 +10,7 @@ import asyncio
 import io
 import json
 import os
+import ssl
 import struct
 import tarfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -46,6 +47,10 @@ class NotThere(ContainerFailed):
     """There is no such image, container or file."""
 
 
+class InTheWay(ContainerFailed):
+    """Something else is done with it; of a container that is to be removed: another call is removing it."""
+
+
 class ContainerEngine:
     """The engine at `DOCKER_HOST`, or at Docker's own socket; for one event loop.
 
@@ -68,7 +73,9 @@ class ContainerEngine:
         self._retries = Retries(attempts, FIRST_PAUSE, LONGEST_PAUSE)
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(
-                uds=path, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+                verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # without certificates: a Unix socket needs none
+                uds=path,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             ),
             base_url="http://engine",
             headers={"Accept-Encoding": "identity"},  # limits count bytes before decompression
@@ -128,8 +135,8 @@ class ContainerEngine:
         await self._json("POST", f"/containers/{container}/restart", params={"t": "0"})
 
     async def remove(self, container: str) -> None:
-        """Kill and remove a container, if it is there."""
-        with suppress(NotThere):
+        """Kill and remove a container, if it is there and no other call is removing it."""
+        with suppress(NotThere, InTheWay):
             await self._json("DELETE", f"/containers/{container}", params={"force": "1", "v": "1"})
 
     async def state(self, container: str, size: bool = False) -> dict[str, Any]:
@@ -206,7 +213,7 @@ class ContainerEngine:
                 try:
                     if answer.is_error:
                         text = await read_at_most(answer.aiter_raw(), MAX_ANSWER)
-                        kind = NotThere if answer.status_code == 404 else ContainerFailed
+                        kind = KINDS.get(answer.status_code, ContainerFailed)
                         raise kind(f"{self} refuses {method} {path}: {answer.status_code}: {_message(text)}")
                     yield answer
                 finally:
@@ -227,6 +234,9 @@ class ContainerEngine:
             return await self._retries(attempt)
         except RetriesExhausted as error:
             raise ContainerFailed(f"{self} is away ({error}); start it, or set DOCKER_HOST") from None
+
+
+KINDS = {404: NotThere, 409: InTheWay}
 
 
 def _message(content: bytes) -> str:

@@ -100,10 +100,15 @@ def files_of(place: Any, script: str) -> dict[str, bytes]:
         files = {str(path): str(text).encode() for path, text in place.items()}
     else:
         folder = Path(str(place))
-        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
-        if sum(path.stat().st_size for path in paths) > MAX_TESTS:
-            raise RewardFailed(f"reward 'container': {folder} has more than {MAX_TESTS >> 20} MiB")
-        files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+        try:
+            paths = [path for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
+            if sum(path.stat().st_size for path in paths) > MAX_TESTS:
+                raise RewardFailed(f"reward 'container': {folder} has more than {MAX_TESTS >> 20} MiB")
+            files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+        except OSError as error:  # no access, or a text that is too long for a path
+            raise RewardFailed(
+                f"reward 'container': {excerpt(str(place))} cannot be read: {error.strerror or error}"
+            ) from None
     if script not in files:
         raise RewardFailed(f"reward 'container': there is no {script} in {excerpt(str(place))}")
     return files

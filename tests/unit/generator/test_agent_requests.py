@@ -83,6 +83,24 @@ async def test_a_bad_body_is_refused_in_one_line(rig: Rig, one: AgentSession) ->
 
 
 @in_session()
+async def test_half_an_emoji_reaches_the_model_as_a_question_mark(rig: Rig, one: AgentSession) -> None:
+    for text, sent in (("cut \\ud83d", "cut ?"), ("\\uDE00 whole \\ud83d\\ude00", "? whole 😀")):
+        body = f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}'
+        assert (await Client(rig.layer, CHAT, one.key, body.encode()).reply())[0] == 200
+        assert one.tree.nodes[-1].messages[-1]["content"] == sent
+
+
+@in_session()
+async def test_a_request_that_the_endpoint_cannot_read_is_its_own_fault(rig: Rig, one: AgentSession) -> None:
+    call = {"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}
+    messages = [{"role": "assistant", "content": "x", "tool_calls": [call]}, {"role": "user", "content": "a"}]
+    status, answer = await Client(rig.layer, CHAT, one.key, {"messages": messages}).reply()
+    assert (status, answer["error"]["message"]) == (500, "the endpoint failed; the generator's log says why")
+    assert (one.refusals.counted, one.in_flight) == (1, 0)
+    assert "refused a request of the agent's, and took none after it: 500" in one.fault()
+
+
+@in_session()
 async def test_refusals_are_counted_and_each_kind_is_said_once(rig: Rig, one: AgentSession) -> None:
     other, full = rig.session(), rig.session(max_model_len=40)
     with structlog.testing.capture_logs() as logs:

@@ -144,6 +144,16 @@ def test_an_attempt_that_the_endpoint_has_stalled_is_tried_again(monkeypatch: py
 
 
 @in_event_loop
+async def test_a_task_stays_as_the_data_has_it_whatever_its_agent_changes() -> None:
+    prompt: list[dict[str, Any]] = [{"role": "user", "content": "What is 1+1?"}]
+    task = Task(task_id="t", prompt_id="p", prompt=prompt, row=dict(ONCE))
+    before = task.model_copy(deep=True)
+    async with agent_tasks(agent_config(agent=f"{HERE}:changing")) as (tasks, _):
+        await (await tasks.begin(task)).run()
+    assert task == before
+
+
+@in_event_loop
 async def test_a_cancelled_episode_ends_its_agent() -> None:
     async with agent_tasks(agent_config()) as (tasks, endpoint):
         attempt = await tasks.begin(asked_once({"waits": True}))
@@ -197,7 +207,8 @@ async def test_a_function_gets_the_task_and_returns(tmp_path: Path) -> None:
 
 @in_event_loop
 async def test_an_exception_is_the_agents_failure(tmp_path: Path) -> None:
-    for name, error in {"broken": "ValueError: no idea at all", "leaving": "System"}.items():
+    failing = {"at_the_end": "StopIteration", "failing": "OSError: no such device"}  # not coroutine functions
+    for name, error in {"broken": "ValueError: no idea at all", "leaving": "System", **failing}.items():
         with pytest.raises(AgentFailed, match=rf"{name} raised {error}.* \(agents\.py, line \d+\)"):
             await make_program(AgentConfig(function=f"{HERE}:{name}")).run(agent_task(tmp_path))
 

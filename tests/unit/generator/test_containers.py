@@ -23,6 +23,7 @@ from generator.agents.containers.container import URL, Containers, check_contain
 from generator.agents.containers.engine import FRAME, ContainerEngine, ContainerFailed, end_of
 from generator.agents.containers.grading import GradingTimedOut, files_of, grade, reward_of
 from generator.agents.programs import AgentFailed
+from generator.agents.sandboxed import check_agents
 from generator.episode.episode import Episode
 from generator.rewards.pool import RewardFailed
 from launcher.checks.containers import check_images, try_tasks
@@ -107,6 +108,21 @@ async def test_as_many_are_started_ahead_as_are_in_use(tmp_path: Path) -> None:
                 assert third.id not in (first.id, second.id)
             # Three were in use, two of them at a time.
             assert len(engine.created) <= 5
+        assert engine.boxes == {}
+
+
+@in_event_loop
+async def test_containers_of_settings_that_are_no_longer_asked_for_do_not_pile_up(tmp_path: Path) -> None:
+    with stand_in(tmp_path) as engine:
+        async with used(engine) as made:
+            for seconds in range(1, 21):  # each row has a limit of its own
+                async with made.started({"container": {"agent_seconds": seconds}}):
+                    await asyncio.gather(*(one for queue in made._ahead.values() for one in queue))
+            await asyncio.gather(*made._removing)
+            assert len(engine.boxes) <= 1
+            async with made.started({"container": {"agent_seconds": 20}}) as last:
+                assert last.id in engine.boxes
+            assert len(engine.created) <= 42  # the last one was started ahead
         assert engine.boxes == {}
 
 
@@ -217,6 +233,11 @@ async def test_only_containers_of_ended_generators_are_left(tmp_path: Path) -> N
             assert await remove_left(alive.engine) == 1
             assert dead not in engine.boxes
             assert kept.id in engine.boxes
+            # Generators that start together find the same containers; Docker refuses all but the first removal.
+            dying = await made._start(IMAGE, ContainerConfig())
+            busy = f'{{"message": "removal of container {dying} is already in progress"}}'
+            engine.faults[f"DELETE /containers/{dying}"] = fails(409, busy)
+            assert await remove_left(alive.engine) == 1
         await made.close()
 
 
@@ -282,6 +303,12 @@ def test_a_reward_is_one_finite_number(text, as_json, reward) -> None:
 @pytest.mark.parametrize("tests", [{"other.sh": ""}, "no/such/folder", None])
 def test_a_task_without_tests_gives_no_reward(tests) -> None:
     with pytest.raises(RewardFailed, match="there is no test.sh in"):
+        files_of(tests, "test.sh")
+
+
+@pytest.mark.parametrize("tests", ["The sum is 4. " * 30, "long/" * 1000])
+def test_an_answer_that_is_no_path_gives_no_reward(tests: str) -> None:
+    with pytest.raises(RewardFailed, match="cannot be read: File name too long"):
         files_of(tests, "test.sh")
 
 
@@ -362,6 +389,25 @@ def test_an_engine_that_dies_during_grading_gives_no_reward(tmp_path, monkeypatc
 def test_settings_that_contradict_each_other_are_refused(episode, says_what) -> None:
     with pytest.raises(UserError, match=says_what):
         agent_config(**episode)
+
+
+@pytest.mark.parametrize(
+    ("agent", "names"),
+    [
+        ({"image": IMAGE}, ["prompt.txt", "forward.py", "forward.js", "task.json", "answer.txt"]),
+        ({"sandbox": True}, ["task.json", "answer.txt"]),
+    ],
+)
+def test_a_file_may_not_have_the_name_of_one_that_spo_writes(tmp_path, monkeypatch, agent, names) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (*names, "mine.txt"):
+        (tmp_path / name).write_text("mine")
+        settings = agent_config(agent={"command": ["python3", name], **agent})
+        if name == "mine.txt":
+            check_agents(settings)
+        else:
+            with pytest.raises(UserError, match=f"{name} has the name of a file that SPO writes in the agent's folder"):
+                check_agents(settings)
 
 
 def harbor_config(folder: Path, **episode: Any) -> Config:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 
@@ -30,7 +31,8 @@ def test_a_conversation_starts_responds_and_finishes() -> None:
     assert talk(user, "4", row={"a": 1}) == [UserTurn(False, "to 4")]
     assert user.started == {"row": {"a": 1}, "answer": "4", "messages": PROMPT}
     assert user.calls == ["start", "respond", "finish", "finished"]
-    # A plain tuple will do, and long text is cut.
+    # A plain tuple and a number of numpy's will do, and long text is cut.
+    assert talk(RecordingUser(turn=(False, "a", np.float32(0.5))), "4") == [UserTurn(False, "a", 0.5, {})]
     assert talk(RecordingUser(turn=(False, "x" * 10_000_000, 1)), "4") == [UserTurn(False, "x" * MAX_TEXT, 1.0, {})]
     for turn in (
         None,
@@ -38,6 +40,10 @@ def test_a_conversation_starts_responds_and_finishes() -> None:
         (False, "a", float("nan"), {}),
         (False, "a", True, {}),
         (False, b"a"),
+        (False, "a", 10**400, {}),
+        (False, "a", np.zeros(2), {}),
+        ("no", "a"),
+        {"stop": False, "text": "a"},
         "OK",
     ):
         with pytest.raises(BadUserTurn):
@@ -45,6 +51,24 @@ def test_a_conversation_starts_responds_and_finishes() -> None:
     with structlog.testing.capture_logs() as logs:  # a failing end changes nothing
         assert talk(RecordingUser(finish=OSError("disk full")), "4") == [UserTurn(False, "to 4")]
     assert [line["what"] for line in logs] == ["simulated user"]
+
+
+@in_event_loop
+async def test_the_data_stays_as_it_is_whatever_a_user_changes() -> None:
+    class Changing(RecordingUser):
+        async def start(self, episode_id: str, **kwargs: Any) -> None:
+            await super().start(episode_id, **kwargs)
+            kwargs["row"].clear()
+            kwargs["messages"].append({"role": "user", "content": "more"})
+
+        async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> Any:
+            messages[0]["content"] = "changed"
+            return await super().respond(episode_id, messages)
+
+    row, messages = {"a": [1]}, [{"role": "user", "content": "Hi"}]
+    async with conversation(Changing(), "e", row=row, messages=messages) as talking:
+        await talking.respond([*messages, {"role": "assistant", "content": "4"}])
+    assert (row, messages) == ({"a": [1]}, [{"role": "user", "content": "Hi"}])
 
 
 @pytest.mark.parametrize(
@@ -167,6 +191,8 @@ def read(dialogue: Any) -> Callable[[], Any]:
         (read(None), "column 'dialogue'.*as a list, got nothing"),
         (read(["a", {"check": 4}]), "line 2: the text is missing"),
         (read([{"text": "a", "reward": "much"}]), "line 1: reward = 'much' is not a number"),
+        (read([{"text": "a", "reward": float("nan")}]), "line 1: reward = nan is not a number"),
+        (read([{"text": "a", "reward": float("inf")}]), "line 1: reward = inf is not a number"),
         (lambda: talk(player(), "4", row={"goal": " "}), "column 'goal' must say"),
     ],
 )
