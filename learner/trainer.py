@@ -351,10 +351,11 @@ class Trainer:
 
     @torch.no_grad()
     def _drift(self, micro: MicroBatch, before: torch.Tensor | None) -> float:
-        """Mean |log pi_{v+1} - log pi_v| per model token of the batch's first micro-batch on each rank."""
+        """Mean finite |log pi_{v+1} - log pi_v| per model token of the batch's first micro-batch on each rank."""
         if before is None:
             return 0.0
         moved = (self._forward(micro).logprobs - before).abs()
+        moved = moved[moved.isfinite()]  # the step of others was skipped, with a warning
         total, count = self.world.all_reduce_sum([float(moved.sum()), float(len(moved))])
         return total / max(count, 1.0)
 

@@ -282,6 +282,14 @@ def test_what_is_not_finite_never_reaches_the_weights(model, samples, advantage,
     assert [metrics[name] for name in names] == [1, 0, 0, 0, 0]
 
 
+def test_the_drift_is_that_of_tokens_with_finite_log_probs():
+    trainer, before = Trainer.__new__(Trainer), torch.tensor([-1.0, np.nan, -3.0, -2.0])
+    trainer.world = ALONE
+    trainer._forward = lambda micro: SimpleNamespace(logprobs=torch.tensor([-1.5, np.nan, -3.0, -np.inf]))
+    assert trainer._drift(None, before) == 0.25
+    assert trainer._drift(None, before * np.nan) == 0
+
+
 VALUES = [0.5, -1.0, 2.0, 7.0, 7.0]
 AGES = [0, 1, 1, 4, 0]
 
