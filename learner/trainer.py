@@ -257,6 +257,10 @@ class Trainer:
                 elif left["learned_tokens"] == 0:
                     stats.update(step_stats)
                     self._warn_skipped(f"all tokens masked by {what_masks(config.correction)}", position)
+                    if len(mini_batch) > 1 and self.config.learner.router_balance:
+                        # Earlier micro-batches have a gradient all the same; a step that is not finite clears it.
+                        backward(self.engine, loss * math.nan, self.world, is_last=True)
+                        optimizer_step(self.engine, self.config.learner)
                     return before, None
             backward(self.engine, loss, self.world, is_last=is_last and not demonstrations.micros)
         factor = 1.0
