@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.held_folder import HeldFolder
 from common.log import Timeline
 from learner.batch.demonstrations import Demonstrations, numbers_at
+from learner.batch.mixed import own_demonstrations
 from learner.batch.tensors import RolloutBatch
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.ranks.world import World
@@ -90,7 +91,7 @@ class SupervisedLearner:
         start = self.version * sft.batch_size
         end = start + sft.batch_size
         if sft.steps is None:
-            end = min(end, round(sft.epochs * count))
+            end = min(end, max(1, round(sft.epochs * count)))
         seed = self.config.run.seed if sft.shuffle else None
         batch = self._batch(self.train, numbers_at(start, end, count, seed))
         metrics = self.trainer.train(batch, self.phases)
@@ -104,18 +105,19 @@ class SupervisedLearner:
         return {"sft/loss": metrics["actor/pg_loss"], "sft/epoch": end / count} | kept
 
     def _heldout_loss(self) -> dict[str, float]:
-        """Weighted mean of the held-out tokens' negative log-probs."""
+        """Weighted mean of the held-out tokens' negative log-probs; none if all of them are left out."""
         heldout, size = self.heldout, self.config.sft.batch_size
         assert heldout is not None
         parts = [range(len(heldout))[start : start + size] for start in range(0, len(heldout), size)]
         with self.phases("heldout"):
             sums = [self.trainer.loss_sums(self._batch(heldout, part, scaled=False)) for part in parts]
         losses, weights = zip(*sums, strict=True)
-        return {"sft/heldout_loss": math.fsum(losses) / math.fsum(weights)}
+        total = math.fsum(weights)
+        return {"sft/heldout_loss": math.fsum(losses) / total} if total else {}
 
     def _batch(self, demonstrations: Demonstrations, numbers: Sequence[int], scaled: bool = True) -> RolloutBatch:
         batch, payloads = demonstrations.batch(numbers, self.version, scaled)
-        return self.packer.own_share(batch, lambda ids: [payloads[one] for one in ids], self.config.learner, self.world)
+        return own_demonstrations(self.packer, batch, payloads, self.config.learner, self.world, self.log)
 
     def _report(self, metrics: dict[str, float]) -> None:
         if self.world.is_main:

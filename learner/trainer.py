@@ -257,6 +257,10 @@ class Trainer:
                 elif left["learned_tokens"] == 0:
                     stats.update(step_stats)
                     self._warn_skipped(f"all tokens masked by {what_masks(config.correction)}", position)
+                    if len(mini_batch) > 1 and self.config.learner.router_balance:
+                        # Earlier micro-batches have a gradient all the same; a step that is not finite clears it.
+                        backward(self.engine, loss * math.nan, self.world, is_last=True)
+                        optimizer_step(self.engine, self.config.learner)
                     return before, None
             backward(self.engine, loss, self.world, is_last=is_last and not demonstrations.micros)
         factor = 1.0
@@ -351,10 +355,11 @@ class Trainer:
 
     @torch.no_grad()
     def _drift(self, micro: MicroBatch, before: torch.Tensor | None) -> float:
-        """Mean |log pi_{v+1} - log pi_v| per model token of the batch's first micro-batch on each rank."""
+        """Mean finite |log pi_{v+1} - log pi_v| per model token of the batch's first micro-batch on each rank."""
         if before is None:
             return 0.0
         moved = (self._forward(micro).logprobs - before).abs()
+        moved = moved[moved.isfinite()]  # the step of others was skipped, with a warning
         total, count = self.world.all_reduce_sum([float(moved.sum()), float(len(moved))])
         return total / max(count, 1.0)
 

@@ -84,8 +84,11 @@ class Demonstrations:
     def open(cls, folder: Path) -> Self:
         """Those that `save` has written; raises `UserError` if the files cannot be read."""
         try:
-            return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in NAMES))
-        except (OSError, ValueError) as error:
+            token_ids, weights, ends = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in NAMES)
+            if not len(token_ids) == len(weights) == ends[-1]:
+                raise ValueError("its files do not belong together")
+            return cls(token_ids, weights, ends)
+        except (OSError, ValueError, EOFError, IndexError) as error:
             raise UserError(
                 f"demonstrations {folder} cannot be read ({error}): `spo run` and `spo sft` write them at their start; "
                 "for a learner that is started by itself, `python -m launcher.demonstrations.render CONFIG` does"

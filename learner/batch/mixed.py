@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from common.config import Config
+from common.config import Config, LearnerConfig
+from common.log import get_logger
+from common.messages import Batch
+from common.payload import Payload
 from learner.batch.demonstrations import Demonstrations, folder_of, numbers_at
 from learner.batch.teacher import weight_at
-from learner.batch.tensors import MicroBatch, Packer
+from learner.batch.tensors import MicroBatch, Packer, RolloutBatch
 from learner.ranks.world import World
 
 
@@ -59,7 +62,7 @@ class Mixed:
         start = version * size
         numbers = numbers_at(start, start + size, len(self._demonstrations), self._config.run.seed)
         batch, payloads = self._demonstrations.batch(numbers, version, scaled=False)
-        share = packer.own_share(batch, lambda ids: [payloads[one] for one in ids], learner, self._world)
+        share = own_demonstrations(packer, batch, payloads, learner, self._world, get_logger())
         own = [sum(float(micro.advantages.sum()) for micro in micros) for micros in share.mini_batches]
         totals = self._world.sum_over_shares(own)
         # With more optimizer steps than demonstrations, some steps have none.
@@ -68,3 +71,13 @@ class Mixed:
             for micros, total in zip(share.mini_batches, totals, strict=True)
         ]
         return steps, list(share.lengths)
+
+
+def own_demonstrations(
+    packer: Packer, batch: Batch, payloads: Mapping[str, Payload], config: LearnerConfig, world: World, log: Any
+) -> RolloutBatch:
+    """This rank's share of demonstrations; warns of those that the model cannot be trained on, which are left out."""
+    share = packer.own_share(batch, lambda ids: [payloads[one] for one in ids], config, world)
+    if share.left_out and world.counts_share:
+        log.warning("demonstrations left out", version=batch.batch_id, count=share.left_out, reason=share.reason)
+    return share

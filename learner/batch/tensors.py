@@ -137,17 +137,21 @@ class Packer:
         payloads = fetch([batch.sample_ids[sample] for sample in samples])
         # The plan is made from the headers. A row longer than its header says could exceed the device's memory, and
         # would do so again after every restart.
-        as_planned = {
-            sample: payload
-            for sample, payload in zip(samples, payloads, strict=True)
-            if payload is not None and [len(row.token_ids) for row in payload.rows()] == row_tokens[sample]
-        }
+        as_planned, reason = dict[int, Payload](), ""
+        for sample, payload in zip(samples, payloads, strict=True):
+            if payload is None:
+                continue
+            lengths = [len(row.token_ids) for row in payload.rows()]
+            if lengths == row_tokens[sample]:
+                as_planned[sample] = payload
+            else:
+                reason = f"rows of {lengths} tokens, but its message says {row_tokens[sample]}"
         if world.sequence is not None:
             # Ranks with slices of the same sequences must agree: all of them drop a sample that one of them is missing.
             missing = set(samples) - as_planned.keys()
             is_missing = world.all_reduce_max([float(sample in missing) for sample in range(len(row_tokens))])
             as_planned = {sample: payload for sample, payload in as_planned.items() if not is_missing[sample]}
-        return self.rollout_batch(
+        share = self.rollout_batch(
             batch.batch_id,
             places,
             as_planned,
@@ -157,6 +161,7 @@ class Packer:
             unit_tokens=self._unit_tokens(as_planned, len(row_tokens), world),
             critic=critic_targets(batch),
         )
+        return replace(share, reason=share.reason or reason)
 
     def rollout_batch(
         self,

@@ -122,8 +122,9 @@ def _write_config(model: PreTrainedModel, dtype: torch.dtype, source: Path, targ
     if values.get("model_type") != model.config.model_type and not is_part:
         return
     changed = _with_dtype(values, str(dtype).removeprefix("torch."))
-    if not is_part and type(model).__name__ not in changed.get("architectures", [type(model).__name__]):
-        changed["architectures"] = [type(model).__name__]
+    name = type(model).__name__
+    if not is_part and name not in (changed.get("architectures") or [name]):
+        changed["architectures"] = [name]
     if _is_critic(model):
         changed |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         changed.pop("num_labels", None)

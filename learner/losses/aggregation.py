@@ -83,11 +83,11 @@ def aggregate_tokens(
     if mode == "token-sum":
         return values.sum()
     if mode == "seq-mean-token-sum":
-        return values.sum() / max(denominators.samples, 1.0)
+        return values.sum() / (denominators.samples or 1.0)
     if mode in ("seq-mean-token-mean", "prompt-mean"):
         means = layout.segment_sum(values) / lengths.clamp(min=1)
-        return (means * layout.shares.to(means.dtype)).sum() / max(denominators.samples, 1.0)
+        return (means * layout.shares.to(means.dtype)).sum() / (denominators.samples or 1.0)
     if mode == "seq-mean-token-sum-norm":
         # A batch of no columns has a horizon of zero.
-        return values.sum() / (max(denominators.samples, 1.0) * max(denominators.horizon, 1.0))
+        return values.sum() / ((denominators.samples or 1.0) * max(denominators.horizon, 1.0))
     raise ValueError(f"aggregation {mode!r} is unknown; allowed: {', '.join(get_args(Aggregation))}")

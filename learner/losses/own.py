@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,11 @@ def _call(loss: Any, field: str, tokens: PolicyTokens, config: AlgorithmConfig) 
             f"{field} must return the loss of each token, a tensor {list(tokens.logprobs.shape)}, alone or with a dict "
             f"of metrics; it returned {shape}"
         )
+    if not isinstance(metrics, Mapping):
+        raise UserError(f"{field} must return the metrics as a dict by name; it returned {type(metrics).__name__}")
     for name, values in metrics.items():
+        if not isinstance(name, str):
+            raise UserError(f"{field}: the name of the metric {name!r} must be text, not {type(name).__name__}")
         if not isinstance(values, torch.Tensor) or values.shape != losses.shape:
             raise UserError(f"{field}: the metric {name!r} must be one number for each token, {list(losses.shape)}")
     return losses, {name if "/" in name else f"actor/{name}": values for name, values in metrics.items()}

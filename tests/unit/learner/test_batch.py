@@ -143,6 +143,7 @@ def test_a_payload_of_another_length_is_left_out():
     payloads = {"one": ONE, "two": TWO}
     share = PACKER.own_share(batch, lambda ids: [payloads.get(sample) for sample in ids], LEARNER, ALONE)
     assert (share.left_out, share.version, share.samples) == (2, 4, 3)
+    assert "but its message says [2]" in share.reason
     assert share.mini_batches[0][0].advantages.tolist() == [1.0, 1.0]
 
 

@@ -13,6 +13,7 @@ from learner.batch.layout import Layout
 from learner.correction import BATCH_NORM_FACTOR, Correction, correct
 from learner.correction.ranking import largest, token_keys
 from learner.losses import LOSSES, Denominators, aggregate, policy_loss
+from learner.losses.aggregation import aggregate_tokens
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, reference_kl, step_loss
 from tests.support.golden import GOLDEN, LOSSES_FILE
@@ -367,3 +368,16 @@ def test_prompt_mean_weighs_the_tokens_of_a_prompt_alike():
     assert float(loss) == pytest.approx(((1 + 2 + 3 + 4) / 4 + (5 + 6 + 7 + 8) / 4) / 2)
     alone, _ = policy_loss("reinforce", logprobs, logprobs, ones, mask, config.model_copy(update={"method": "spo"}))
     assert float(alone) == pytest.approx((1 + 3 + 5.5 + 7.5) / 4)
+    # A mini-batch may hold less than one prompt: what is left of it is the whole mean.
+    part = Correction(None, mask[:2] * torch.tensor([[0], [1]]))
+    loss, _ = policy_loss("reinforce", logprobs[:2], logprobs[:2], ones[:2], mask[:2], config, part)
+    assert float(loss) == pytest.approx((2 + 3 + 4) / 3)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "prompt-mean"])
+@pytest.mark.parametrize("shares", [[0.5, 0.5], [0.125, 0.125]], ids=["whole", "part"])
+def test_a_mini_batch_of_a_part_of_a_prompt_has_the_mean_of_that_part(mode, shares):
+    layout, keep = Layout.of_lengths([2, 2], shares=shares), torch.ones(4, dtype=torch.bool)
+    denominators = Denominators(4.0, layout.samples, 2.0)
+    loss = aggregate_tokens(torch.arange(4.0), keep, layout, mode, denominators, layout.lengths)
+    assert float(loss) == pytest.approx(1.5)

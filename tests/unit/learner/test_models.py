@@ -323,6 +323,14 @@ def test_generation_settings_in_config_json_stay_there(tmp_path):
     assert (written["temperature"], written["max_length"]) == (0.7, 50)
 
 
+def test_a_config_that_names_no_architecture_is_exported_as_it_is(tmp_path):
+    model, folder = source(tmp_path / "model", {"dtype": "float32"}, {}), tmp_path / "export"
+    config = json_of(model / "config.json") | {"architectures": None}
+    (model / "config.json").write_text(json.dumps(config))
+    exported(policy_of(model).model, model, folder)
+    assert json_of(folder / "config.json") == config
+
+
 def test_a_critic_has_its_class_and_the_sources_other_keys(tmp_path):
     model, folder = source(tmp_path / "model"), tmp_path / "critic"
     exported(load_value_model(learner_config(str(model), "runs")).model, model, folder)

@@ -39,6 +39,8 @@ OWN: dict[str, Any] = {
     "constant": lambda tokens, config: -tokens.advantages * tokens.logprobs.detach(),
     "broken": broken,
     "bad_metric": lambda tokens, config: (reinforce(tokens, config), {"gap": tokens.log_ratio.mean()}),
+    "no_metrics": lambda tokens, config: (reinforce(tokens, config), None),
+    "unnamed_metrics": lambda tokens, config: (reinforce(tokens, config), {1: tokens.log_ratio}),
     "text": "no function",
 }
 
@@ -103,6 +105,8 @@ def test_the_documented_example_is_a_loss_that_trains(monkeypatch):
         ("own_losses:constant", {}, ["'own_losses:constant' has no gradient"]),
         ("own_losses:broken", {}, ["'own_losses:broken' failed: KeyError: 'beta'"]),
         ("own_losses:bad_metric", {}, ["the metric 'gap' must be one number for each token"]),
+        ("own_losses:no_metrics", {}, ["'own_losses:no_metrics' must return the metrics as a dict", "NoneType"]),
+        ("own_losses:unnamed_metrics", {}, ["the name of the metric 1 must be text, not int"]),
         ("own_losses:reinforce", {"scales": 2}, ["algorithm.loss_options of 'own_losses:reinforce'", "allowed: scale"]),
         ("own_losses:reinforce", {"scale": "big"}, ["scale = 'big'"]),
         ("gspo", {"scale": 2}, ["algorithm.loss_options.scale is not an option of loss 'gspo'", "allowed: low, high"]),

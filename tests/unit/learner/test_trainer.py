@@ -25,6 +25,7 @@ from learner.reference import score
 from learner.stats import Phases, Stats
 from learner.trainer import Trainer
 from tests.support import other_device
+from tests.support.families import save_tiny
 from tests.support.learner import ALONE, KEEPS_ALL, learner_config, make_samples, policy_of, with_scores
 
 Samples = tuple[list[Payload], list[float]]
@@ -91,10 +92,12 @@ def trained(
     share_prefixes: bool = False,
     peak: float = 0.0,
     phases: Phases | None = None,
+    learner: dict[str, Any] | None = None,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics of one batch of several micro-batches, and the weights after it; `teacher` is its section."""
     settings: dict[str, Any] = {"teacher": teacher or {}}
     settings |= {"dtype": "float32", "zero_stage": zero_stage, "mini_batches": mini_batches, "token_budget": budget}
+    settings |= learner or {}
     algorithm = KEEPS_ALL | algorithm
     config = learner_config(model, "runs", algorithm=algorithm, sampler={"drift": {"mode": "ledger"}}, **settings)
     policy, (payloads, advantages) = load_policy(config), samples
@@ -280,6 +283,25 @@ def test_what_is_not_finite_never_reaches_the_weights(model, samples, advantage,
     assert all(torch.equal(weight, start[name]) for name, weight in weights.items())
     names = ("actor/skipped_steps", "actor/grad_norm", "actor/lr", "actor/loss", "actor/drift")
     assert [metrics[name] for name in names] == [1, 0, 0, 0, 0]
+
+
+def test_a_step_without_a_kept_token_leaves_no_gradient_of_the_routers_balance(samples, tmp_path):
+    save_tiny(tmp_path, "Qwen3-MoE")
+    far = [replace(payload, logprobs=payload.logprobs - np.float32(40)) for payload in samples[0]]
+    balanced = {"router_balance": 0.1}
+    metrics, weights = trained(str(tmp_path), REJECTING, ALONE, (far, samples[1]), zero_stage=0, learner=balanced)
+    start = dict(policy_of(tmp_path).named_weights())
+    assert metrics["actor/skipped_steps"] == 1
+    assert all(torch.equal(weight, start[name]) for name, weight in weights.items())
+    assert not any(weight.grad is not None and weight.grad.any() for weight in weights.values())
+
+
+def test_the_drift_is_that_of_tokens_with_finite_log_probs():
+    trainer, before = Trainer.__new__(Trainer), torch.tensor([-1.0, np.nan, -3.0, -2.0])
+    trainer.world = ALONE
+    trainer._forward = lambda micro: SimpleNamespace(logprobs=torch.tensor([-1.5, np.nan, -3.0, -np.inf]))
+    assert trainer._drift(None, before) == 0.25
+    assert trainer._drift(None, before * np.nan) == 0
 
 
 VALUES = [0.5, -1.0, 2.0, 7.0, 7.0]
