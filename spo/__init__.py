@@ -127,15 +127,13 @@ def sft(
         run = spo.run("maths.yaml", {"model.path": "runs/sft"})
     """
     from common import log as logs
-    from common.process import keep_files_private
+    from launcher.run.screen import logs_folder
     from launcher.sft.settings import supervised
     from launcher.sft.train import answering, train
 
-    keep_files_private()
     run = _resolved(config, overrides)
     answer = answering(run, generators) if evaluate else None
-    folder = supervised(run).run.folder / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = logs_folder(supervised(run).run.folder)
     return train(run, ranks, logs.to_file("launcher", folder / "launcher.log"), answer=answer)
 
 

@@ -12,6 +12,7 @@ from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.errors import UserError, reports_user_errors
 from common.files import rewrite
+from common.process import ending
 from learner.batch.demonstrations import Demonstrations, folder_of
 
 
@@ -40,12 +41,16 @@ def render_for_run(config: Config, log: Any) -> None:
     file = folder / "config.yaml"
     rewrite(file, [dump_config(config, absolute=True).encode()])
     command = [sys.executable, "-P", "-m", "launcher.demonstrations.render", str(file)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     lines = done.stderr.splitlines()  # such as warnings of rows that were skipped
-    problem = "" if not done.returncode else lines.pop() if lines else f"it ended with {done.returncode}"
-    sys.stderr.writelines(f"{line}\n" for line in lines)
-    if problem:
-        raise UserError(problem.removeprefix("error: "))
+    # Libraries may write more lines while the process ends.
+    errors = [line for line in lines if line.startswith("error: ") and done.returncode]
+    sys.stderr.writelines(f"{line}\n" for line in lines if line not in errors)
+    if errors:
+        raise UserError(errors[-1].removeprefix("error: "))
+    if done.returncode:
+        last = f": {lines[-1]}" if lines else ""
+        raise UserError(f"rendering algorithm.demonstrations.data ended with {ending(done.returncode)}{last}")
     rows = Demonstrations.open(folder)
     log.info("demonstrations", rows=len(rows), tokens=rows.tokens, trained_on=rows.trained_tokens)
 

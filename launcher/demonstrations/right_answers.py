@@ -41,8 +41,11 @@ def demonstrations(
         raise UserError(f"--output {output} must be a file *.jsonl")
     if not math.isfinite(reward):
         raise UserError(f"--reward {reward} must be a number")
+    files = matching_files(answers)
+    if output.resolve() in [Path(file).resolve() for file in files]:
+        raise UserError(f"--output {output} is one of the files that are read; choose another")
     left_out: Counter[str] = Counter()
-    rows = list(chosen(open_rows(matching_files(answers), "train"), reward, per_prompt, left_out))
+    rows = list(chosen(open_rows(files, "train"), reward, per_prompt, left_out))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if not rows:
         raise UserError(f"no answer in {', '.join(answers)} can be taken ({reasons or 'there are none'})")
@@ -95,7 +98,9 @@ def _demonstration(row: dict[str, Any]) -> dict[str, Any] | None:
     named = {name: row[name] for name in ("prompt_id", "source", "score") if name in row}
     if row.get("token_ids"):
         return named | {"prompt": row.get("input")} | {name: row[name] for name in TOKENS if row.get(name)}
-    said = [one for one in row.get("messages") or () if isinstance(one, dict)]
+    messages = row.get("messages")
+    said = [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
     if len(said) != 1 or said[0].get("role") != "assistant" or row.get("input") is None:
         return None
-    return named | {"prompt": row["input"], "completion": said[0].get("content", "")}
+    content = said[0].get("content", "")
+    return named | {"prompt": row["input"], "completion": content} if isinstance(content, str) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from sampler.prompts.chat import NotAMessage, plain_messages
 from sampler.prompts.row import BadRow
 from sampler.prompts.rows import open_rows
 
+LARGEST = 3e38  # weight that a float32 holds
 MAX_LOGGED = 10  # skipped rows that are logged one by one
 TOO_LONG, CUT = "longer than the limit", "cut to the limit"
 
@@ -100,7 +100,7 @@ class RowReader:
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise BadRow(f"column {column!r} is not JSON ({error})") from None
         if not tools:
             return {}
@@ -113,8 +113,8 @@ def _weight(holder: Mapping[str, Any], name: str) -> float:
     weight = holder.get("weight")
     if weight is None:
         return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-        reason = f"weight = {str(weight)[:40]!r} is not a number of 0 or more"
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST:
+        reason = f"weight = {str(weight)[:40]!r} is not a number from 0 to {LARGEST:g}"
         raise BadRow(f"{name}: {reason}", reason=reason)
     return float(weight)
 
@@ -123,21 +123,29 @@ def _recorded(row: Mapping[str, Any], ids: int) -> list[Demonstration]:
     """The rows of an episode that a run recorded; its model's tokens are trained on."""
     weight = _weight(row, "the episode")
     try:
-        tokens = np.asarray(row["token_ids"], np.int32)
-        spans = np.asarray(row["model_spans"], np.int64).reshape(-1, 2)
-        lengths = np.asarray(row.get("row_lengths") or [len(tokens)], np.int64)
-        is_whole = lengths.sum() == len(tokens) and spans.min() > 0 and spans.max() <= len(tokens)
+        tokens, spans = _whole_numbers(row["token_ids"]), _whole_numbers(row["model_spans"]).reshape(-1, 2)
+        lengths = _whole_numbers(row.get("row_lengths") or [len(tokens)])
+        is_whole = tokens.ndim == lengths.ndim == 1 and lengths.min() > 0 and lengths.sum() == len(tokens)
+        is_whole = is_whole and spans.min() > 0 and spans.max() <= len(tokens)
         is_whole = is_whole and tokens.min() >= 0 and tokens.max() < ids
     except (ValueError, TypeError, OverflowError):
         is_whole = False
     if not is_whole:
         raise BadRow(f"token_ids and model_spans are not those of an episode of this model, which has {ids} ids")
-    whole = Demonstration.of_spans(tokens, [(start, end, weight) for start, end in spans.tolist()])
+    whole = Demonstration.of_spans(tokens.astype(np.int32), [(start, end, weight) for start, end in spans.tolist()])
     ends = np.cumsum(lengths).tolist()
     return [
         Demonstration(whole.token_ids[end - length : end], whole.weights[end - length : end])
         for end, length in zip(ends, lengths.tolist(), strict=True)
     ]
+
+
+def _whole_numbers(values: Any) -> np.ndarray:
+    """Whole numbers as an array, int64; raises `ValueError` for anything else, which numpy would round or convert."""
+    numbers = np.asarray(values)
+    if numbers.dtype.kind not in "iu":
+        raise ValueError(f"{numbers.dtype} instead of whole numbers")
+    return numbers.astype(np.int64)
 
 
 def load_demonstrations(

@@ -108,8 +108,13 @@ def answer(
     if generators is None and redis != EMBEDDED:
         generators = 0
     keep_files_private()
-    is_new = not request.folder.exists()
-    request.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        is_new = not request.folder.exists()
+        request.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output {request.output}: its folder of logs, {request.folder}, cannot be made: {error.strerror}"
+        ) from None
     log = screen.log(request.folder)
     view = partial(screen.view, log)
     try:
@@ -245,11 +250,11 @@ class BarView:
 
     def __init__(self, console: Console | None, title: str, wanted: int) -> None:
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[doing]}", style="dim"),
+            TextColumn("{task.fields[doing]}", style="dim", markup=False),
             console=console,
             transient=True,
         )

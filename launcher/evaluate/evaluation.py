@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,8 @@ from launcher.run.processes import EMBEDDED
 from launcher.run.supervisor import EndedEarly
 from sampler.evaluation_metrics import Response, summarize_groups
 from sampler.files.answer_file import Request, read_answers
+
+NAME = re.compile(r"[A-Za-z0-9._-]+")  # of a data set
 
 
 def evaluate(
@@ -94,8 +97,8 @@ def _with_data(config: Config, data: Sequence[str]) -> Config:
     by_name = {source_name(item): item for item in configured}
     sources = []
     for text in data:
-        name, equals, path = text.partition("=")
-        if not equals:
+        name, _, path = text.partition("=")
+        if not path or not NAME.fullmatch(name):  # a path may have a "=" too
             sources.append(DataSource(path=text))
         else:
             sources.append(by_name.get(name, DataSource(path=path)).model_copy(update={"path": path, "name": name}))

@@ -180,7 +180,7 @@ def read_metrics(folder: Path) -> Metrics:
 def _histogram(version: int, record: Any) -> Distribution | None:
     try:
         edges, counts = np.array(record["edges"], float), np.array(record["counts"], float)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError):
         return None
     is_whole = edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1
     return Distribution(version, edges, counts) if is_whole else None

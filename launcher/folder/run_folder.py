@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,14 +93,23 @@ def find_runs(arguments: Sequence[Path]) -> list[RunFolder]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds files of a run, which may only just have started."""
-    return any((folder / mark).exists() for mark in (*MARKS, "lock", "logs"))
+    """Whether a folder holds files of a run, which may only just have started; not if it cannot be read."""
+    try:
+        return any((folder / mark).exists() for mark in (*MARKS, "lock", "logs"))
+    except OSError:  # another account's, for example
+        return False
 
 
 def _refusal(folder: Path) -> str:
-    if folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+        if is_folder:
+            os.listdir(folder)
+    except OSError as error:
+        return f"{folder} cannot be read: {error.strerror}"
+    if is_folder:
         return f"{folder} is not a run folder and holds none: it has none of {', '.join(MARKS)}"
-    places = dict.fromkeys(place for place in (folder.parent, DEFAULT) if place.is_dir())
+    places = dict.fromkeys(place for place in (folder.parent, DEFAULT) if _is_folder(place))
     others = {path.name: path for place in places for path in _subfolders(place) if is_run(path)}
     if near := nearest(folder.name, others, 0.5):
         return f"{folder} does not exist; did you mean {others[near]}?"
@@ -119,9 +129,16 @@ def _named(folders: list[Path]) -> Iterator[RunFolder]:
 
 def _subfolders(folder: Path) -> list[Path]:
     try:
-        return [path for path in folder.iterdir() if path.is_dir()]
+        return list(filter(_is_folder, folder.iterdir()))
     except OSError:
         return []
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a link to where this account may not go
+        return False
 
 
 def _age(folder: Path) -> float:

@@ -115,7 +115,10 @@ def _ask(arguments: list[str], environ: Mapping[str, str]) -> str:
 
 
 def _parsed(line: str) -> Gpu:
-    index, uuid, product, total, used, slices = (value.strip() for value in line.split(","))
+    values = [value.strip() for value in line.split(",")]
+    if len(values) != len(QUERY.split(",")) or not values[0].isdecimal():
+        raise UserError(f"nvidia-smi answered {one_line(line)[:200]!r} instead of a GPU's {QUERY}")
+    index, uuid, product, total, used, slices = values
     return Gpu(int(index), index, uuid, product, _mebibytes(total), _mebibytes(used), slices == "Enabled")
 
 

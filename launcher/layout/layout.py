@@ -89,6 +89,8 @@ def lay_out(config: Config, choice: Choice, environ: Mapping[str, str] = os.envi
     Raises:
         UserError: the choice names GPUs that do not exist, or a process does not fit; the message says what would fit.
     """
+    if choice.generators is not None and choice.generators < 0:
+        raise UserError(f"--generators {choice.generators} must be at least 0")
     named = {name: getattr(choice, name) or getattr(config.run, name) for name in NAMED}
     choice = replace(choice, **named)
     gpus = [] if _cpu_only(config) else read_gpus(environ)

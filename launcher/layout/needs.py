@@ -78,13 +78,13 @@ class EngineNeeds:
     @property
     def weights(self) -> float:
         """Bytes of the weights."""
-        width = 1 if "quantization" in self.arguments else 4 if self.dtype == "float32" else 2
+        width = 1 if self.arguments.get("quantization") else 4 if self.dtype == "float32" else 2
         return width * self.shape.parameters
 
     @property
     def _parts(self) -> float:
         """The number of GPUs that divide the weights among them."""
-        return engine_size(self.arguments) / max(1, int(self.arguments.get("data_parallel_size", 1)))
+        return engine_size(self.arguments) / _size(self.arguments, "data_parallel_size")
 
     def of_each(self, times: int = 1) -> float:
         """Bytes per GPU, with `times` as many GPUs, including the cache of one sequence of `max_model_len` tokens."""
@@ -101,7 +101,7 @@ class EngineNeeds:
         if needed <= room:
             return ""
         times = next((n for n in (2, 4, 8) if self.of_each(n) <= room), 0)
-        enough = times * self.arguments.get("tensor_parallel_size", 1)
+        enough = times * _size(self.arguments, "tensor_parallel_size")
         fix = f"set {section}.engine.tensor_parallel_size={enough}" if times else "use a smaller model"
         return (
             f"{engine} needs {needed / GB:.1f} GB of each of its GPUs, but vLLM takes {share:.0%} of "
@@ -157,8 +157,13 @@ def needs_of(config: Config) -> Needs | str:
 
 def engine_size(arguments: Mapping[str, Any]) -> int:
     """The number of GPUs of one engine."""
-    sizes = [arguments.get(name, 1) for name in PARALLEL_SIZES]
-    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    return math.prod(_size(arguments, name) for name in PARALLEL_SIZES)
+
+
+def _size(arguments: Mapping[str, Any], name: str) -> int:
+    """One of the parallel sizes; 1 if it is not set, or null."""
+    size = arguments.get(name)
+    return size if isinstance(size, int) and size > 0 else 1
 
 
 def utilization(arguments: Mapping[str, Any]) -> float:

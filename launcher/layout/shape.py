@@ -57,10 +57,10 @@ def read_shape(path: Path) -> Shape:
         config["hidden_size"],
         width,
         heads,
-        config.get("num_key_value_heads", heads),
+        config.get("num_key_value_heads") or heads,
         config.get("head_dim") or config["hidden_size"] // heads,
         config["vocab_size"],
         config.get("tie_word_embeddings", False),
         experts,
-        config.get("shared_expert_intermediate_size", 0) if experts > 1 else 0,
+        (config.get("shared_expert_intermediate_size") or 0) if experts > 1 else 0,
     )

@@ -38,12 +38,21 @@ def cached_model(task: QuickstartTask, progress: Progress | None = None) -> Path
     try:
         _train_model(task, unfinished, progress)
         unfinished.chmod(0o755)
-        # Another process may have been faster; its model is the same.
-        if not (folder / "config.json").exists():
-            unfinished.rename(folder)
+        _put(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def _put(unfinished: Path, folder: Path) -> None:
+    """Move a model into its place, unless another process was faster: its model is the same."""
+    if not (folder / "config.json").exists():
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not (folder / "config.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)  # what is left of a model that was partly removed
+                unfinished.rename(folder)
 
 
 def key(task: QuickstartTask) -> str:

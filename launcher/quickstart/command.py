@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from common.scripts import OverrideOption
 from launcher.layout.layout import Choice
 from launcher.options import Generators, Plain, RedisOption
 from launcher.quickstart.cache import cached_model
-from launcher.quickstart.inputs import fresh_folder, quickstart_config, run_name, write_inputs
+from launcher.quickstart.inputs import fresh_folder, quickstart_config, quoted, run_name, write_inputs
 from launcher.run.local_run import RunOptions
 from launcher.run.processes import EMBEDDED
 from launcher.run.screen import Screen, show_run
@@ -96,8 +97,10 @@ def prepare(
     model = initial_model(chosen, not console.is_terminal, console, logs.setup("launcher"))
     write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), chosen)
     template = chosen.template.read_text(encoding="utf-8")
-    (folder / "run.yaml").write_text(template.replace(f".cache/{chosen.name}", str(folder)), encoding="utf-8")
-    console.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
+    paths = re.compile(rf"\.cache/{re.escape(chosen.name)}(\S*)")
+    text = paths.sub(lambda found: quoted(f"{folder}{found[1]}"), template)
+    (folder / "run.yaml").write_text(text, encoding="utf-8")
+    console.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}", markup=False)
 
 
 def _chosen(name: str, experts: int | None) -> QuickstartTask:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from common.config import Config, load_config
+from common.config.load import parse_yaml
 from common.errors import UserError
 from launcher.tasks import DEFAULT
 from launcher.tasks.task import QuickstartTask, write
@@ -44,7 +48,17 @@ def write_inputs(
             write(train, folder / f"train.{ending}")
             write(heldout, folder / f"heldout.{ending}")
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+        # What `copytree` raises has no text of its own, but a list of the files with theirs.
+        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from None
+
+
+def quoted(text: str) -> str:
+    """A text in YAML: quoted if it would otherwise be read as anything else, such as a number or a comment."""
+    try:
+        is_plain = parse_yaml(text) == text
+    except (yaml.YAMLError, ValueError):
+        is_plain = False
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def quickstart_config(
@@ -52,15 +66,15 @@ def quickstart_config(
 ) -> Config:
     """The run's configuration: the task's template with the model and the problems in the run folder."""
     inputs = folder / "inputs"
-    own = [
-        f"run.name={folder.name}",
-        f"run.experiment={folder.name}",
-        f"run.output_dir={folder.parent}",
-        f"run.seed={seed}",
-        f"model.path={inputs / 'model'}",
-        f"data.train={inputs / 'train.jsonl'}",
-        f"data.heldout={inputs / 'heldout.jsonl'}",
-    ]
+    texts = {
+        "run.name": folder.name,
+        "run.experiment": folder.name,
+        "run.output_dir": folder.parent,
+        "model.path": inputs / "model",
+        "data.train": inputs / "train.jsonl",
+        "data.heldout": inputs / "heldout.jsonl",
+    }
+    own = [f"run.seed={seed}", *(f"{key}={quoted(str(text))}" for key, text in texts.items())]
     if steps is not None:
         own.append(f"run.steps={steps}")
     return load_config(task.template, [*own, *overrides])

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -50,6 +51,7 @@ def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
 def figures_table(title: str | None, name: str, columns: Sequence[str]) -> Table:
     """A table of named rows of figures, for narrow terminals: names are folded and never cut, figures never broken."""
     padding = (0, 1 if len(columns) < MANY else 0)
+    title = None if title is None else escape(one_line(title))
     table = Table(title=title, box=SIMPLE_HEAD, padding=padding, collapse_padding=True, pad_edge=False, show_edge=False)
     table.add_column(name, overflow="fold", min_width=12)
     for column in columns:
@@ -182,7 +184,7 @@ def render(title: str, progress: Progress, supervisor: Supervisor, phases: Phase
     parts.append(process_rows(progress, supervisor.children))
     if notices := supervisor.notices.newest:
         parts += [Text(), *(Text(str(notice), "yellow", no_wrap=True, overflow="ellipsis") for notice in notices)]
-    return Panel(Group(*parts), title=title, width=min(width, WIDEST))
+    return Panel(Group(*parts), title=escape(one_line(title)), width=min(width, WIDEST))
 
 
 def figures(progress: Progress) -> Table:
@@ -200,7 +202,7 @@ def figures(progress: Progress) -> Table:
         ends = (min(known, default=0.0), max(known, default=0.0))
         table.add_row("held-out reward", mean_reward(rewards[-1]), _curve(known, ends, mean_reward, "evaluations"))
     if progress.ends_early:
-        table.add_row("ends early", f"at step {progress.steps}", progress.ends_early)
+        table.add_row("ends early", f"at step {progress.steps}", Text(progress.ends_early))
     if progress.evaluated:
         table.add_row("held-out answers", one_line(progress.evaluated), "so far, in the running evaluation")
     set_aside = progress.evaluations[-1].get("set_aside", 0) if progress.evaluations else 0

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from common.errors import UserError
-from common.files import short_temporary
+from common.files import rewrite, short_temporary
 
 
 def find_redis_server() -> str:
@@ -60,25 +60,36 @@ class EmbeddedRedis:
     def _binary(self) -> str:
         """The binary that wrote the folder, for a new folder the installed one; raises `UserError` if it is gone."""
         note = self.folder / "binary"
-        if not note.exists():
-            note.write_text(find_redis_server(), encoding="utf-8")
+        # It is empty if the disk was full: then no server has started.
+        if not note.exists() or not note.stat().st_size:
+            rewrite(note, [find_redis_server().encode()])
         binary = note.read_text(encoding="utf-8")
         if not Path(binary).exists():
             raise UserError(f"the data in {self.folder} was written by {binary}, which is gone; bring it back")
         return binary
 
     def ready(self) -> bool:
-        with (
-            redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2, retry=Retry(NoBackoff(), 0)) as client,
-            contextlib.suppress(redis.RedisError),
-        ):
-            return bool(client.ping())
-        return False
+        """Whether the server answers; raises `redis.BusyLoadingError` while it reads its files."""
+        with redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2, retry=Retry(NoBackoff(), 0)) as client:
+            try:
+                return bool(client.ping())
+            except redis.BusyLoadingError:
+                raise
+            except redis.RedisError:
+                return False
 
     def wait(self, log: Path, timeout: float = 30.0) -> None:
-        """Wait until the server answers; raises `UserError` with its last log line after `timeout` seconds."""
+        """Wait until the server answers; raises `UserError` with its last log line after `timeout` seconds.
+
+        The seconds in which it reads its files do not count: they may be large.
+        """
         deadline = time.monotonic() + timeout
-        while not self.ready():
+        while True:
+            try:
+                if self.ready():
+                    return
+            except redis.BusyLoadingError:
+                deadline = time.monotonic() + timeout
             if time.monotonic() > deadline:
                 lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
                 last = lines[-1] if lines else "it wrote nothing"

@@ -52,9 +52,12 @@ def locked(folder: Path, other: str, *, wait: float = WAIT) -> Iterator[IO[str]]
                     f"run folder {folder} is in use by {_described(holder)}: stop that one, or choose another {other}"
                 )
             time.sleep(0.05)
-        file.truncate(0)
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file)
-        file.flush()
+        own = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
+        try:
+            file.truncate(0)
+            os.write(file.fileno(), json.dumps(own).encode())
+        except OSError as error:  # the disk is full, for example
+            raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
         yield file
 
 

@@ -77,7 +77,7 @@ def _warning(line: str) -> str | None:
     if line.startswith("{"):
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # a reward or a tool may print what a model wrote
             return None
         if not isinstance(entry, dict) or entry.get("level") not in ("warning", "error", "critical"):
             return None

@@ -62,11 +62,11 @@ def _served(folder: Path) -> Iterator[str]:
     """Serve the Redis data in a run folder and yield the address; the folder is locked against a start of the run."""
     keep_files_private()
     try:
-        with locked(folder, "run", wait=0.0), tempfile.TemporaryFile() as log:
+        with locked(folder, "run", wait=0.0), tempfile.NamedTemporaryFile() as log:
             server = EmbeddedRedis(folder / "redis")
             process = subprocess.Popen(server.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             try:
-                server.wait(folder / "logs" / "redis.log")
+                server.wait(Path(log.name))
                 yield server.url
             finally:
                 process.terminate()

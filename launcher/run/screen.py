@@ -38,9 +38,9 @@ class Screen:
         Raises:
             UserError: the run folder cannot be made.
         """
-        console, logs_folder = Console(), _logs_folder(folder)
+        console, folder_of_logs = Console(), logs_folder(folder)
         plain = plain or not console.is_terminal
-        screen = cls(console, plain, logs.setup("launcher", file=None if plain else logs_folder / "launcher.log"))
+        screen = cls(console, plain, logs.setup("launcher", file=None if plain else folder_of_logs / "launcher.log"))
         screen.phases.enter("set-up")
         return screen
 
@@ -52,13 +52,14 @@ def start_unseen(config: Config, options: RunOptions) -> StartedRun:
     """Start a run without a screen: its progress is in `logs/launcher.log`; raises what `start` raises."""
     phases = PhaseTimer()
     phases.enter("set-up")
-    log = logs.to_file("launcher", _logs_folder(config.run.folder) / "launcher.log")
+    log = logs.to_file("launcher", logs_folder(config.run.folder) / "launcher.log")
     for line in warnings(config):
         warn(line, stacklevel=3)
     return start(config, options, lambda: PlainView(log), log, phases)
 
 
-def _logs_folder(folder: Path) -> Path:
+def logs_folder(folder: Path) -> Path:
+    """The folder of a run's logs, which is made if need be; raises `UserError` if it cannot be."""
     keep_files_private()
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import one_line
+from common.files import STEP, checkpoint, checkpoints
 from launcher.run.display import degenerate_share, differs, figures_table, mean_reward, percent, saving
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.supervisor import Supervisor
@@ -90,8 +91,9 @@ def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, fo
 def next_steps(summary: Summary) -> str:
     """The trained model and useful commands for a finished run, one per line."""
     folder = Path(summary.folder)
-    models = sorted(folder.glob("checkpoints/step_*/hf"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
-    lines = [("the trained model", str(models[-1]))] if models else []
+    names = (path.parent.name.removeprefix(STEP) for path in checkpoints(folder).glob(f"{STEP}*/hf"))
+    versions = [int(name) for name in names if name.isdecimal()]
+    lines = [("the trained model", str(checkpoint(folder, max(versions)) / "hf"))] if versions else []
     more = "run.stop_when=null" if summary.ended_early else f"run.steps={2 * max(1, summary.steps)}"
     lines += [
         ("a report", f"spo report {folder}"),
@@ -114,7 +116,7 @@ def table(summary: Summary) -> RenderableType:
         made.add_row("held-out reward", " → ".join(map(mean_reward, rewards)))
     made.add_row("steps", f"{summary.steps}")
     if summary.ended_early:
-        made.add_row("ended early", summary.ended_early)
+        made.add_row("ended early", Text(summary.ended_early))
     if summary.variance_ratio is not None:
         made.add_row("baseline", saving(summary.variance_ratio))
     if summary.masked is not None:
@@ -137,7 +139,7 @@ def table(summary: Summary) -> RenderableType:
         made.add_row(f"  {name}", f"{seconds:.1f} s")
     restarts = ", ".join(f"{name} ×{count}" for name, count in summary.restarts.items())
     made.add_row("restarts", restarts or "none")
-    made.add_row("run folder", summary.folder)
+    made.add_row("run folder", Text(one_line(summary.folder)))
     parts: list[RenderableType] = [made]
     if summary.masked_warning:
         parts.append(Text(f"warning: {summary.masked_warning}", "yellow"))

@@ -154,7 +154,8 @@ class Supervisor:
         self._stop([child for name, child in self.children.items() if name != "redis"], grace)
         self._stop([child for name, child in self.children.items() if name == "redis"], 2.0)
         if self._reaper is not None and self._reaper.stdin is not None:
-            self._reaper.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it was killed, and a line for it is still buffered
+                self._reaper.stdin.close()
             self._reaper.wait()
             self._reaper = None
         self.after.close()

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.checks.computing import visible_gpus
 from common.config import Config, dump_config
 from common.config.combinations import check_ranks
+from common.config.load import parse_yaml, read_values
 from common.errors import UserError
 from common.files import checkpoint, checkpoint_versions, rewrite
 from common.model import check_model_folder, exported_model, weights_fingerprint
@@ -27,6 +26,7 @@ from launcher.sft.settings import supervised, with_steps
 from learner.batch.demonstrations import Demonstrations, folder_of
 
 # Keys of the section that may change when training continues; the demonstrations are in the run folder.
+SECTIONS = ("run", "model", "sft")
 MAY_CHANGE = ("epochs", "steps", "learner", "heldout")
 
 # Answers the held-out prompts with a model, in a file that takes the answers; returns the figures.
@@ -61,6 +61,8 @@ def train(run: Config, ranks: int, log: Any, *, here: bool = False, answer: Answ
         EndedEarly: a signal stopped it after a checkpoint, or a rank failed.
     """
     config = supervised(run)
+    if ranks < 0:
+        raise UserError(f"--ranks {ranks} must be at least 0")
     ranks = ranks or max(1, visible_gpus(dict(os.environ)).count)
     check_ranks(config, ranks)
     check_model_folder(config.model.path, tokenizer=True)
@@ -119,6 +121,8 @@ def prepare(config: Config, log: Any) -> Config:
     folder, train = config.run.folder, folder_of(config, "train")
     _check_folder(config, train)
     if not checkpoint_versions(folder):
+        # First, since a configuration without demonstrations would be that of another run.
+        (folder / "config.yaml").unlink(missing_ok=True)
         for left in (train.parent, folder / "trackers"):
             shutil.rmtree(left, ignore_errors=True)
         for left in folder.glob("metrics*.jsonl"):
@@ -145,7 +149,7 @@ def _check_folder(config: Config, train: Path) -> None:
         raise UserError(f"{folder} is the folder of another run; choose another sft.experiment")
     if not checkpoint_versions(folder):
         return
-    before, now = (_fixed(yaml.safe_load(text)) for text in (existing.read_text(), dump_config(config, absolute=True)))
+    before, now = _fixed(read_values(existing)), _fixed(parse_yaml(dump_config(config, absolute=True)))
     for key, value in now.items():
         if before.get(key) != value:
             raise UserError(
@@ -156,8 +160,9 @@ def _check_folder(config: Config, train: Path) -> None:
 
 def _fixed(values: dict[str, Any]) -> dict[str, Any]:
     """What must not change when training continues, by key."""
-    own = {f"sft.{key}": value for key, value in values.get("sft", {}).items() if key not in MAY_CHANGE}
-    return own | {"run.seed": values["run"]["seed"], "model.path": values["model"]["path"]}
+    run, model, sft = (section if isinstance(section := values.get(name), dict) else {} for name in SECTIONS)
+    own = {f"sft.{key}": value for key, value in sft.items() if key not in MAY_CHANGE}
+    return own | {"run.seed": run.get("seed"), "model.path": model.get("path")}
 
 
 def _train(config: Config, ranks: int, log: Any, here: bool, until: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from common.answers import in_range
 from common.config import load_config
+from common.config.data import is_pattern
 from common.errors import UserError, one_line
 from common.files import rewrite
 from common.scripts import ConfigArgument, OverrideOption
@@ -130,7 +132,7 @@ def states(
 
     written = find_states(load_config(config, override or ()), output, Console(stderr=True))
     use = f"`spo run {config} -o sampler.tracker.prompt_states={output}`"
-    Console().print(f"{written}\n{use}", soft_wrap=True, highlight=False)
+    Console().print(f"{written}\n{use}", soft_wrap=True, markup=False, highlight=False)
 
 
 @app.command()
@@ -161,10 +163,14 @@ def merge(
     - `spo values merge 'recipe/**/*.jsonl' --output values.json --binarize --threshold 0`
     """
     low, high = reward_range
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise UserError(f"--reward-range {low:g} {high:g} must be two finite numbers")
     if not low < high:
         raise UserError(f"--reward-range {low:g} {high:g} is empty; give the lowest reward, then the highest")
     if threshold is not None and not binarize:
         raise UserError(f"--threshold {threshold:g} has no effect without --binarize; give both, or neither")
+    if threshold is not None and not math.isfinite(threshold):
+        raise UserError(f"--threshold {threshold:g} must be a finite number")
     paths = find_files(patterns)
     if output.resolve() in [path.resolve() for path in paths]:
         raise UserError(f"--output {output} is one of the files that are read; choose another")
@@ -177,7 +183,8 @@ def merge(
     write_scores(kept, output)
     console = Console()
     console.print(_table(kept, sum(map(len, scores.values())), len(paths), len(problems), reward_range))
-    console.print(f"{output} is written: `spo run CONFIG -o sampler.initial_values={output}`", soft_wrap=True)
+    use = f"{output} is written: `spo run CONFIG -o sampler.initial_values={output}`"
+    console.print(use, soft_wrap=True, markup=False)
 
 
 @dataclass(frozen=True)
@@ -212,16 +219,21 @@ def at_most(scores: Scores, n: int, seed: int) -> Scores:
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
-    """The files that match any of the patterns, sorted; raises `UserError` for a pattern that matches none."""
-    paths: set[Path] = set()
+    """The files that match any of the patterns, each once, sorted; raises `UserError` for a pattern that matches none.
+
+    A path that exists is no pattern, whatever characters it has.
+    """
+    paths: dict[Path, Path] = {}  # by what links lead to
     for pattern in patterns:
-        files = {path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()}
+        found = glob.glob(pattern, recursive=True) if is_pattern(pattern) else [pattern]
+        files = [path for path in map(Path, found) if path.is_file()]
         if not files:
             raise UserError(
                 f"{pattern!r} matches no file; quote the pattern, and check that `spo values estimate` has finished"
             )
-        paths |= files
-    return sorted(paths)
+        for path in files:
+            paths.setdefault(path.resolve(), path)
+    return sorted(paths.values())
 
 
 def read_all(paths: Sequence[Path], accept: Accept) -> tuple[Scores, list[str]]:
@@ -260,7 +272,8 @@ def _name(problems: list[str]) -> None:
 def _table(scores: Scores, read: int, files: int, bad: int, reward_range: tuple[float, float]) -> Table:
     """A table about the scores that were kept, with a histogram of the prompts' mean scores."""
     low, high = reward_range
-    means = np.array([np.mean(values) for values in scores.values()])
+    # A mean of equal numbers may differ from them by a rounding error.
+    means = np.clip([np.mean(values) for values in scores.values()], low, high)
     always, never = int(np.sum(means >= high)), int(np.sum(means <= low))
     counts = sorted(Counter(map(len, scores.values())).items())
     shown = ", ".join(f"{prompts:,} prompts with {count}" for count, prompts in counts[-3:])

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.config import DataConfig
-from common.config.data import DataSource
+from common.config.data import DataSource, matching_files
 from common.errors import UserError
 from common.files import replacing
 from sampler.prompts.row import BadRow, Rows
@@ -34,7 +34,7 @@ def split_data(
 
     Raises:
         UserError: the data cannot be read, has mixed types in a column, or has fewer rows than there are parts; the
-            folder cannot be written, or holds other subsets.
+            folder cannot be written, holds other subsets, or a subset would replace the data.
     """
     (source,) = DataConfig(train=[DataSource(path=data, split=split, config=subset)]).sources("train")
     table, problems = _table(open_source(source), data)
@@ -45,6 +45,9 @@ def split_data(
         )
     width = len(str(parts - 1))
     paths = [folder / f"subset_{number:0{width}d}.parquet" for number in range(parts)]
+    read = {Path(file).resolve() for file in matching_files(data)}
+    if read & {path.resolve() for path in paths}:
+        raise UserError(f"{data} is one of the files that would be written; choose another --output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         others = sorted(set(folder.glob("subset_*.parquet")) - set(paths))

@@ -30,6 +30,8 @@ ANSWERS = [
     answer("q", "2", messages=TWO_TURNS),
     answer("q", "3", messages=TWO_TURNS, **TOKENS),
     answer("q", "4", "much"),
+    answer("q", "5", messages=7),
+    answer("q", "6", messages=[{"role": "assistant", "content": None, "tool_calls": []}]),
 ]
 
 
@@ -37,7 +39,7 @@ def test_right_answers_are_taken_once_each_and_the_others_counted(spo: Spo, tmp_
     path, output = write_rows(tmp_path / "answers.jsonl", *ANSWERS, "not JSON"), tmp_path / "rows.jsonl"
     ran = spo("data", "demonstrations", path, "--per-prompt", 2, "--output", output)
     assert ran.stdout.startswith(f"{output}: 3 answers to 2 prompts; left out: ")
-    left_out = "1 identical, 1 beyond --per-prompt, 2 below --reward, 1 without tokens or text, 1 unreadable"
+    left_out = "1 identical, 1 beyond --per-prompt, 2 below --reward, 3 without tokens or text, 1 unreadable"
     assert all(count in ran.stdout for count in left_out.split(", "))
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["prompt"], row.get("completion"), row.get("token_ids")) for row in rows] == [

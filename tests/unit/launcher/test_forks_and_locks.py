@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,12 +15,14 @@ from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
 from common.errors import UserError
 from common.files import checkpoint, tracker_path
+from launcher.run import folder_lock
 from launcher.run.folder_lock import FolderInUse, locked
 from learner.checkpoint.files import paths_in, sum_up, write_metadata
 from sampler.files.snapshots import write_snapshot
@@ -208,6 +211,13 @@ def test_a_lock_that_says_nothing_is_respected(tmp_path: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(FolderInUse, match="in use by another command"), locked(tmp_path, "--output", wait=0):
             pass
+
+
+def test_a_lock_that_cannot_be_written_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr(folder_lock.os, "write", full)
+    with pytest.raises(UserError, match="cannot be written: No space left"), locked(tmp_path, "--output", wait=0):
+        pass
 
 
 def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from importlib.metadata import entry_points, version
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -128,8 +130,10 @@ def test_what_is_prepared_can_be_run_as_the_help_says(
     assert spo("prepare", "mixture", "--task", "code", "--experts", "4").returncode == 0
     assert spo("prepare", "small").returncode == 0
     assert made == [("code", 4), ("arithmetic", 0)]
-    config = load_config(tmp_path / "small" / "run.yaml", (), {})
-    assert all(Path(path).exists() for path in (config.model.path, config.data.train, config.data.heldout))
+    assert spo("prepare", "my #1: small").returncode == 0
+    for name in ("small", "my #1: small"):
+        config = load_config(tmp_path / name / "run.yaml", (), {})
+        assert all(Path(path).exists() for path in (config.model.path, config.data.train, config.data.heldout))
 
 
 def test_keys_are_written_once(tmp_path: Path, spo: Spo) -> None:
@@ -152,6 +156,20 @@ def test_the_quickstart_runs_the_published_configuration(tmp_path: Path) -> None
     assert (config.learner.lr, config.run.steps) == (published["learner"]["lr"], published["run"]["steps"])
     assert (config.run.seed, config.run.name, config.eval.every) == (5, "quickstart-3", 3)
     assert Path(config.data.train).parent == tmp_path / "quickstart-3" / "inputs"
+
+
+@pytest.mark.parametrize("output", ["my #1 runs", "2024-01-01", "2024-13-45", "7", "a: b", "[x", "~"])
+def test_the_quickstart_s_folder_may_have_any_name(output: str) -> None:
+    config = inputs.quickstart_config(Path(output) / "quickstart-1", seed=5, steps=None)
+    assert config.run.folder == Path(output) / "quickstart-1"
+    assert config.model.path == f"{output}/quickstart-1/inputs/model"
+
+
+def test_files_that_cannot_be_copied_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = shutil.Error([("model/a", "inputs/a", "[Errno 28] No space left on device")])
+    monkeypatch.setattr(inputs.shutil, "copytree", mock.Mock(side_effect=failed))
+    with pytest.raises(UserError, match="cannot write to .*No space left on device"):
+        inputs.write_inputs(tmp_path, tmp_path, 0)
 
 
 APPS = {
@@ -285,6 +303,9 @@ REFUSALS = [
     ("values merge [gm]*.jsonl --output v.json", "minus.jsonl line 2: the score -1 is outside the reward range [0, 1]"),
     ("values merge good.jsonl --output v.json --threshold 0.5", "no effect without --binarize"),
     ("values merge good.jsonl --output v.json --reward-range 1 0", "--reward-range 1 0 is empty"),
+    ("values merge good.jsonl --output v.json --reward-range 0 inf", "--reward-range 0 inf must be two finite numbers"),
+    ("values merge good.jsonl --output v.json --binarize --threshold nan", "--threshold nan must be a finite number"),
+    ("data demonstrations good.jsonl --output good.jsonl", "--output good.jsonl is one of the files that are read"),
     ("values estimate CONFIG.yaml --output v.json", "--output v.json must be a file *.jsonl"),
     ("values estimate gone.yaml --output v.jsonl", "cannot read configuration gone.yaml"),
     ("values estimate CONFIG.yaml --data gone.jsonl --output v.jsonl", "gone.jsonl"),
@@ -300,6 +321,9 @@ REFUSALS = [
     ("eval Qwen/x -c CONFIG.yaml --data gone.jsonl", "data file gone.jsonl does not exist"),
     ("eval Qwen/x -c CONFIG.yaml --data train.jsonl --data train.jsonl", "names 'train' twice"),
     ("eval Qwen/x -c CONFIG.yaml --output x.txt", "--output x.txt must be a file *.jsonl"),
+    ("eval Qwen/x -c CONFIG.yaml --output list.json/x.jsonl", "list.json/x.run, cannot be made: Not a directory"),
+    ("eval Qwen/x -c CONFIG.yaml --data a/lang=en/x.jsonl", "a/lang=en/x.jsonl does not exist"),
+    ("eval Qwen/x -c CONFIG.yaml --data =x.jsonl", "=x.jsonl does not exist"),
 ]
 
 

@@ -6,7 +6,8 @@ import io
 import json
 import math
 import re
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,12 +26,13 @@ from common.streams.broker import Broker
 from common.streams.early_stop import FIELD, EarlyStop
 from common.streams.presence import Presence
 from launcher import status as inspection
+from launcher.evaluate.answer_run import BarView
 from launcher.folder.time_budget import Split, duration
 from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import LiveView, PlainView, data_size, figures, process_rows, render, sparkline
 from launcher.run.notices import AT_ONCE, DIFFERENT, MAX_IN_VIEW, Notices
 from launcher.run.progress import PhaseTimer, Progress
-from launcher.run.summary import next_steps, summarize, table
+from launcher.run.summary import evaluation_table, next_steps, summarize, table
 from launcher.run.supervisor import Supervisor
 from tests.support.run_folder import BEGAN, GPU, full_run, write_metrics
 
@@ -265,6 +267,7 @@ def test_the_closing_table_and_its_file_tell_the_same(run: Seen) -> None:
     assert phases.total() == pytest.approx(sum(phases.seconds.values()))
     for version in (9, 10):
         (folder / f"checkpoints/step_{version}/hf").mkdir(parents=True)
+    (folder / "checkpoints/step_11_mine/hf").mkdir(parents=True)  # a copy that a user made
     shown, written = run.closing()
     tasks = "1,300 dispatched, 1,300 counted: each counted once"
     for piece in ("15.0% → 96.0%", tasks, "training", "set-up", "run finished"):
@@ -371,6 +374,18 @@ def test_status_and_live_view_name_the_page_s_bottleneck(run: Seen, monkeypatch:
     assert "GPUs, split 4 + 4 moving one GPU from generators to learner would make a step take" in words
 
 
+def test_brackets_in_names_are_no_markup(run: Seen) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    summary = summarize(run.read(), run.phases, run.supervisor, Path("runs/a[lr]/b[/lr]"))
+    console.print(table(replace(summary, heldout_figures={"accuracy": 1.0})))
+    console.print(evaluation_table({"accuracy": 1.0}, "models/x[/lr]"))
+    console.print(render("runs/y[/lr]", run.read(), run.supervisor, run.phases, 120))
+    with closing(BarView(console, "answers[/lr]", 1)):
+        pass
+    shown = console.export_text()
+    assert all(name in shown for name in ("runs/a[lr]/b[/lr]", "models/x[/lr]", "runs/y[/lr]"))
+
+
 def test_numbers_read_as_people_say_them() -> None:
     sizes = {0: "0 B", 999: "999 B", 1000: "1 kB", 67_108_864: "67.1 MB", 999_600_000: "1 GB", 2.05e12: "2.0 TB"}
     assert {size: data_size(size) for size in sizes} == sizes
@@ -400,7 +415,7 @@ def test_logs_of_json_lines_are_read_too(log: Path) -> None:
     notices = Notices()
     entry = {"role": "generator-1", "event": "set aside", "level": "warning", "timestamp": "12:00"}
     entry["prompt"] = "a\x1b[2J"
-    add(log, json.dumps(entry), json.dumps(entry | {"level": "info"}), "[]", "{}")
+    add(log, json.dumps(entry), json.dumps(entry | {"level": "info"}), "[]", "{}", '{"a": ' + "[" * 60_000)
     assert noticed(notices, log) == ["generator-1: set aside prompt='a\\x1b[2J'"]
 
 

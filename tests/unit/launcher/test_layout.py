@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -18,8 +19,10 @@ from common.errors import UserError
 from common.log import get_logger
 from launcher.folder.time_budget import Split
 from launcher.layout import layout as layouts
+from launcher.layout.gpus import read_gpus
 from launcher.layout.layout import Choice, Placement, lay_out
-from launcher.layout.needs import ENGINE, SHARE, Needs, needs_of
+from launcher.layout.needs import ENGINE, SHARE, EngineNeeds, Needs, needs_of
+from launcher.layout.shape import read_shape
 from launcher.run import processes
 from launcher.run.processes import start_all, thread_limits, worker_commands
 from launcher.run.supervisor import Supervisor
@@ -116,6 +119,8 @@ REFUSED: list[tuple[str, int | dict[str, Any], dict[str, Any], Choice]] = [
     ("no GPU is left for the learner", 8, {}, Choice(None, None, "0-7")),
     ("leave none of 8 for the learner", 8, {}, Choice(9)),
     ("there are GPUs for 2, of 1 each", 8, {}, Choice(3, "0-5")),
+    ("--generators -1 must be at least 0", 8, {}, Choice(-1)),
+    ("--generators -1 must be at least 0", 0, {}, Choice(-1)),
     ("a generator takes 2 GPUs", 8, TWO_EACH, Choice(None, "0-2", "3-5")),
     ("--learner-gpus = '0', but there is no GPU here", 0, {}, Choice(None, "0")),
     ("--teacher-gpus names 1 GPU, but 0 teachers take 0", 8, {}, Choice(teacher_gpus="0")),
@@ -207,6 +212,25 @@ def test_a_driver_that_fails_is_quoted(laid_out: LayOut, gpus: StandInGpus) -> N
     gpus.fail("Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.")
     with pytest.raises(UserError, match=r"nvidia-smi ended with code 15: .* GPU is lost"):
         laid_out(8)
+
+
+def test_an_answer_of_the_driver_that_names_no_gpu_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = mock.Mock(returncode=0, stdout="No devices were found\n")
+    monkeypatch.setattr("launcher.layout.gpus.subprocess.run", mock.Mock(return_value=said))
+    with pytest.raises(UserError, match="nvidia-smi answered 'No devices were found' instead"):
+        read_gpus({})
+
+
+def test_null_means_that_a_key_is_not_set(tmp_path: Path) -> None:
+    values = {"num_attention_heads": 4, "intermediate_size": 8, "num_hidden_layers": 1, "hidden_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"vocab_size": 10, "num_key_value_heads": None}))
+    shape = read_shape(tmp_path)
+    assert shape.kv_heads == 4
+    nothing = dict.fromkeys(("tensor_parallel_size", "data_parallel_size", "quantization"))
+    unset, null = (EngineNeeds(shape, "bfloat16", arguments, 100) for arguments in ({}, nothing))
+    total = 4 << 30
+    assert (null.weights, null.of_each()) == (unset.weights, unset.of_each())
+    assert null.refusal("it", "generator", 0.5, total) == unset.refusal("it", "generator", 0.5, total) != ""
 
 
 def test_a_mixture_is_laid_out_by_all_of_its_experts(laid_out: LayOut, tmp_path: Path) -> None:

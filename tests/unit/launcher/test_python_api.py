@@ -50,6 +50,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: spo.doctor(role="trainer"), r"role 'trainer' is unknown; allowed: sampler, "),
     (lambda: spo.evaluate("model", ARITHMETIC, output="answers.txt"), r"answers\.txt must be a file \*\.jsonl"),
     (lambda: spo.evaluate("model", ARITHMETIC, samples=0), r"samples 0 must be at least 1"),
+    (lambda: spo.sft(ARITHMETIC, {"run.output_dir": ARITHMETIC}), r"arithmetic\.yaml/sft cannot be made: Not a direc"),
     (lambda: spo.load("runs/missing"), r"runs/missing does not exist"),
     (lambda: spo.export("runs/missing", "model"), r"runs/missing is not a run folder"),
 ]

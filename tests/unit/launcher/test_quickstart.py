@@ -268,8 +268,19 @@ def test_the_checkpoint_is_made_once_and_loads_like_any_model(
     assert model.config.model_type == kind
     assert f"model.layers.0.mlp.{weight}" in load_file(folder / "model.safetensors")
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
-    monkeypatch.setattr(cache, "_train_model", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_train_model", None)
+        assert cached_model(quick) == folder
+
+    def train_again(_: QuickstartTask, unfinished: Path, __: object) -> None:
+        (unfinished / "config.json").touch()
+
+    # A cleaner of old files removed a part of it.
+    (folder / "config.json").unlink()
+    monkeypatch.setattr(cache, "_train_model", train_again)
     assert cached_model(quick) == folder
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert [*tmp_path.rglob("warm-start-*")] == [folder]
 
 
 @pytest.mark.slow

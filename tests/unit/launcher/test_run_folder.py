@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -143,6 +144,30 @@ def test_runs_are_named_by_folder_or_configuration(tmp_path: Path, monkeypatch: 
     ):
         with pytest.raises(UserError, match=words):
             find_runs([tmp_path / path])
+
+
+def test_folders_of_other_accounts_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = a_run(tmp_path / "runs/own"), a_run(tmp_path / "runs/other")
+    (tmp_path / "runs/link").mkdir()
+    stat, listdir = os.stat, os.listdir
+
+    def refusing(path: Any, *rest: Any, **named: Any) -> Any:
+        if isinstance(path, Path | str) and (str(other) in f"{Path(path).parent}/" or Path(path).name == "link"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *rest, **named)
+
+    def refusing_list(path: Any = ".") -> list[str]:
+        if str(path) == str(other):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    monkeypatch.setattr(os, "listdir", refusing_list)
+    assert [run.path for run in find_runs([tmp_path / "runs"])] == [own]
+    with pytest.raises(UserError, match="other cannot be read: Permission denied"):
+        find_runs([other])
+    with pytest.raises(UserError, match="cannot be read: File name too long"):
+        find_runs([tmp_path / ("x" * 300)])
 
 
 def test_damaged_files_read_as_nothing(tmp_path: Path) -> None:

@@ -105,6 +105,48 @@ def test_the_folder_of_a_run_and_missing_data_are_refused(tokenizer: Path) -> No
         prepare(config_of(tokenizer), mock.Mock())
 
 
+def test_a_start_that_ended_while_it_rendered_can_be_repeated(tokenizer: Path) -> None:
+    config, data = config_of(tokenizer), tokenizer.parent / "rows.jsonl"
+    rows(data, 6)
+    prepare(config, mock.Mock())
+    data.write_text("{}\n")
+    with pytest.raises(UserError, match="none of the 1 rows can be used"):
+        prepare(config, mock.Mock())
+    rows(data, 9)
+    assert prepare(config, mock.Mock()).run.steps == 3
+
+
+def test_a_damaged_configuration_is_named(tokenizer: Path) -> None:
+    config = config_of(tokenizer)
+    rows(tokenizer.parent / "rows.jsonl", 6)
+    prepare(config, mock.Mock())
+    with_checkpoint(config)
+    for damage, words in (("run: [", "config.yaml line 1 is not valid YAML"), ("run: 1", "sft.* = None, and it is ")):
+        (config.run.folder / "config.yaml").write_text(damage)
+        with pytest.raises(UserError, match=words):
+            prepare(config, mock.Mock())
+
+
+def test_fewer_than_no_ranks_are_refused(tokenizer: Path) -> None:
+    with pytest.raises(UserError, match="--ranks -1 must be at least 0"):
+        train(run_of(tokenizer), -1, mock.Mock())
+
+
+def test_a_rendering_that_ended_is_told_by_its_error_or_its_end(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {
+        (2, "error: no rows\nleaked semaphores\n"): "^no rows$",
+        (-9, "[warning] row skipped\n"): r"^rendering algorithm\.demonstrations\.data ended with SIGKILL: \[warning",
+        (1, ""): "ended with exit code 1$",
+    }
+    for (code, said), words in ends.items():
+        done = mock.Mock(returncode=code, stderr=said)
+        monkeypatch.setattr("launcher.demonstrations.render.subprocess.run", mock.Mock(return_value=done))
+        with pytest.raises(UserError, match=words):
+            render_for_run(mixing(tokenizer), mock.Mock())
+
+
 def mixing(tokenizer: Path) -> Config:
     return run_of(tokenizer, algorithm={"demonstrations": {"data": str(tokenizer.parent / "rows.jsonl")}})
 

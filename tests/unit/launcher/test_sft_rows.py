@@ -88,14 +88,34 @@ BAD: dict[str, dict[str, Any]] = {
     "message 2: weight = 'nan'": {"messages": [USER, {**SAID, "weight": float("nan")}]},
     "message 2: weight = '-1'": {"messages": [USER, {**SAID, "weight": -1}]},
     "message 2: weight = 'True'": {"messages": [USER, {**SAID, "weight": True}]},
+    "message 2: weight = '1e+39' is not a number from 0 to 3e+38": {"messages": [USER, {**SAID, "weight": 1e39}]},
+    "message 2: weight = '1000000": {"messages": [USER, {**SAID, "weight": 10**400}]},
     "is of type str, and not a list of messages": {"messages": "hello"},
     "message 1 has no role": {"messages": [{"content": "x"}, SAID]},
     "needs the columns 'messages', or 'prompt' and 'completion'; it has prompt": {"prompt": "x"},
     "'completion' is of type int, and neither text nor messages": {"prompt": "x", "completion": 1},
     "'tools' is not JSON": {"messages": MESSAGES, "tools": "{"},
+    "'tools' is not JSON (maximum recursion depth": {"messages": MESSAGES, "tools": "[" * 100_000},
     "contains '<|im_end|>', which ends a turn": {"messages": [USER, {**SAID, "content": "a<|im_end|>b"}]},
     "not those of an episode of this model": {"token_ids": [1, 2], "model_spans": [[1, 3]]},
 }
+
+
+NOT_RECORDED: list[dict[str, Any]] = [
+    {"token_ids": [1.5, 2.0, 3.0]},
+    {"token_ids": ["1", "2", "3"]},
+    {"token_ids": [[1, 2], [3, 4]]},
+    {"model_spans": [[1.9, 2.9]]},
+    {"row_lengths": [-2, 5]},
+    {"row_lengths": [0, 3]},
+    {"row_lengths": [[3]]},
+]
+
+
+@pytest.mark.parametrize("wrong", NOT_RECORDED, ids=str)
+def test_what_is_not_an_episodes_tokens_is_not_made_to_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadRow, match="not those of an episode of this model"):
+        read({"token_ids": [1, 2, 3], "model_spans": [[1, 2]], **wrong})
 
 
 @pytest.mark.parametrize("reason", BAD)

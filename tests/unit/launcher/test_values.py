@@ -69,6 +69,12 @@ def test_merge_writes_the_scores_and_names_the_rows_it_left_out(spo: Spo, tmp_pa
     scores = json.loads((tmp_path / "values.json").read_text())
     assert scores["b"] == [0]
     assert len(scores["a"]) == 1
+    # The mean of three times 0.1 is more than 0.1 by a rounding error.
+    write_rows(tmp_path / "tenths.jsonl", *[row("a", 0.1)] * 3)
+    ran = spo("values", "merge", "tenths.jsonl", "--output", "values[a].json", "--reward-range", "0", "0.1")
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"always solved +│ 1 \(100.0%\)", ran.stdout)
+    assert "-o sampler.initial_values=values[a].json" in ran.stdout
 
 
 def test_scores_of_all_files_come_together_in_their_order(tmp_path: Path) -> None:
@@ -86,6 +92,15 @@ def test_scores_of_all_files_come_together_in_their_order(tmp_path: Path) -> Non
     assert find_files([str(tmp_path / "w*.jsonl"), str(path)]) == [path]
     with pytest.raises(UserError, match="matches no file"):
         find_files([str(path), str(tmp_path / "w.jsonl")])
+
+
+def test_a_file_is_read_once_and_its_name_may_have_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "values[a].jsonl", row("a", 1))
+    (tmp_path / "link.jsonl").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    assert find_files([str(path)]) == [path]
+    assert find_files(["values[a].jsonl", str(path)]) == [Path("values[a].jsonl")]
+    assert len(find_files(["*.jsonl"])) == 1
 
 
 def test_at_most_so_many_scores_are_drawn_by_seed() -> None:
@@ -119,6 +134,10 @@ def test_every_row_is_in_one_subset_with_all_its_columns(spo: Spo, tmp_path: Pat
     assert [path.read_bytes() for path in paths] == contents
     with pytest.raises(UserError, match=r"holds other subsets \(subset_2"):
         split_data(data, "train", 2, tmp_path / "values")
+    for own in (paths[1], tmp_path / "values" / "*.parquet"):
+        with pytest.raises(UserError, match="is one of the files that would be written"):
+            split_data(str(own), "train", 3, tmp_path / "values")
+    assert [path.read_bytes() for path in paths] == contents
     ran = spo("values", "split", "train.jsonl", "--parts", "2", "--output", "new")
     assert (ran.returncode, ran.stdout) == (0, "new/subset_0.parquet: 2 rows\nnew/subset_1.parquet: 3 rows\n")
 
