@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import Config, load_config
+from common.config.load import as_texts
 from common.errors import UserError
 from launcher.tasks import DEFAULT
 from launcher.tasks.task import QuickstartTask, write
@@ -52,15 +53,15 @@ def quickstart_config(
 ) -> Config:
     """The run's configuration: the task's template with the model and the problems in the run folder."""
     inputs = folder / "inputs"
-    own = [
-        f"run.name={folder.name}",
-        f"run.experiment={folder.name}",
-        f"run.output_dir={folder.parent}",
-        f"run.seed={seed}",
-        f"model.path={inputs / 'model'}",
-        f"data.train={inputs / 'train.jsonl'}",
-        f"data.heldout={inputs / 'heldout.jsonl'}",
-    ]
+    own: dict[str, str | int] = {
+        "run.name": folder.name,
+        "run.experiment": folder.name,
+        "run.output_dir": str(folder.parent),
+        "run.seed": seed,
+        "model.path": str(inputs / "model"),
+        "data.train": str(inputs / "train.jsonl"),
+        "data.heldout": str(inputs / "heldout.jsonl"),
+    }
     if steps is not None:
-        own.append(f"run.steps={steps}")
-    return load_config(task.template, [*own, *overrides])
+        own["run.steps"] = steps
+    return load_config(task.template, [*as_texts(own), *overrides])
