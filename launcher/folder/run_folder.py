@@ -82,7 +82,7 @@ def find_runs(arguments: Sequence[Path]) -> list[RunFolder]:
         folder = argument.parent if argument.name == "config.yaml" else argument
         if is_run(folder):
             folders.append(folder)
-        elif runs := sorted(filter(is_run, _subfolders(folder)), key=_age):
+        elif runs := sorted(filter(_shows_run, _subfolders(folder)), key=_age):
             folders += runs
         elif not arguments:
             raise UserError("there is no run folder in runs/: name one, for example `spo dashboard runs/quickstart-1`")
@@ -96,11 +96,19 @@ def is_run(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in (*MARKS, "lock", "logs"))
 
 
+def _shows_run(folder: Path) -> bool:
+    """The same of a folder that was not named, which may be closed to this user."""
+    try:
+        return is_run(folder)
+    except OSError:
+        return False
+
+
 def _refusal(folder: Path) -> str:
     if folder.is_dir():
         return f"{folder} is not a run folder and holds none: it has none of {', '.join(MARKS)}"
     places = dict.fromkeys(place for place in (folder.parent, DEFAULT) if place.is_dir())
-    others = {path.name: path for place in places for path in _subfolders(place) if is_run(path)}
+    others = {path.name: path for place in places for path in _subfolders(place) if _shows_run(path)}
     if near := nearest(folder.name, others, 0.5):
         return f"{folder} does not exist; did you mean {others[near]}?"
     listed = f"; there are {', '.join(map(str, sorted(others.values())[:8]))}" if others else ""
