@@ -6,6 +6,7 @@ import datetime
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -115,6 +116,13 @@ def test_damaged_lines_are_counted_and_the_others_read(tmp_path: Path, monkeypat
     assert versions(metrics) == [1, 3]
     assert metrics.series("b").values.tolist() == [2]
     assert metrics.histogram("h") is None
+    for edges, counts in (
+        ([0, math.inf], [1]), ([0, math.nan, 2], [1, 1]), ([2, 1, 0], [1, 1]), ([0, 0], [1]), ([10**400, 1], [1]),
+        ([-1e308, 1e308], [1]), ([0, 1], [-1]), ([0, 1], [math.inf]),
+    ):  # fmt: skip
+        damaged = {"h": {"edges": edges, "counts": counts}}
+        write_metrics(tmp_path / "drawn", 3, {}, histograms=damaged)
+        assert read_metrics(tmp_path / "drawn").histogram("h") is None, damaged
     # A line that is too long is stepped over.
     monkeypatch.setattr(appended_lines, "LONGEST", 200)
     for part in (b"x" * 5000, b"x" * 100 + b"\n"):
