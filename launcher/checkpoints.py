@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from common.config import dump_config, load_config
+from common.config.load import as_texts
 from common.errors import UserError
 from common.files import best_version, checkpoint, checkpoint_versions, tracker_is_whole, tracker_path
 from common.process import keep_files_private
@@ -38,8 +39,8 @@ def fork(
     """
     keep_files_private()
     _check_folders(run, new)
-    own = [f"run.name={new.name}", f"run.experiment={new.name}", f"run.output_dir={json.dumps(str(new.parent))}"]
-    config = load_config(run / "config.yaml", [*own, *(override or ())])
+    own = {"run.name": new.name, "run.experiment": new.name, "run.output_dir": str(new.parent)}
+    config = load_config(run / "config.yaml", [*as_texts(own), *(override or ())])
     pairs = [version for version in checkpoint_versions(run) if tracker_is_whole(tracker_path(run, version))]
     version = _chosen(run, pairs, step, "of both learner and sampler to start from")
     if config.run.steps <= version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -44,6 +45,8 @@ from launcher.values import command as values
 # Other trainers' names for our commands.
 SYNONYMS = {"train": "run", "start": "run", "resume": "run", "evaluate": "eval"}
 
+UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)  # what is wrong with a path of the user's
+
 
 class InGroups(TyperGroup):
     """Lists the commands in the order of `GROUPS`; Typer itself would put commands with subcommands last."""
@@ -52,6 +55,15 @@ class InGroups(TyperGroup):
         if args and args[0] in SYNONYMS:
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{SYNONYMS[args[0]]}'?")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            # A path's `exists`, `is_dir` and `is_file` raise these; many folders are looked at before they are opened.
+            if error.filename is None or error.errno not in UNUSABLE:
+                raise
+            raise UserError(f"{error.filename} cannot be used: {error.strerror}") from None
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = [name for commands in GROUPS.values() for name, _, _ in commands]

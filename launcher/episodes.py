@@ -18,7 +18,7 @@ from common.errors import UserError, one_line, visible
 from launcher.folder.episodes import EpisodeIndex, read_line
 from launcher.folder.query import Query, page
 from launcher.folder.run_folder import RunFolder, model_of
-from launcher.page.episode import decoder, request_lines, row_starts, sampled_positions, scored_facts
+from launcher.page.episode import decoder, mappings, request_lines, row_starts, sampled_positions, scored_facts
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags", "response")
 LONG = ("prompt", "reason", "response")
@@ -165,10 +165,10 @@ def episode_lines(episode: dict[str, Any]) -> Iterator[Text]:
     """The lines that show an episode, from its prompt to its end."""
     yield from _heading(episode)
     prompt = episode.get("input")
-    for message in _mappings(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]):
+    for message in mappings(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]):
         yield from _message(message, "prompt")
     turn = 0
-    for message in _mappings(episode.get("messages")):
+    for message in mappings(episode.get("messages")):
         turn += message.get("role") == "assistant"
         yield from _message(message, _about(message, turn))
     if requests := request_lines(episode):
@@ -181,10 +181,19 @@ def episode_lines(episode: dict[str, Any]) -> Iterator[Text]:
 
 def token_lines(episode: dict[str, Any], decode: Callable[[int], str] | None) -> Iterator[Text]:
     """Position, id, log-prob and version of every token, and its text if `decode` is given."""
-    ids = episode.get("token_ids")
-    if not isinstance(ids, list) or "version_spans" not in episode:
+    if not isinstance(episode.get("token_ids"), list) or "version_spans" not in episode:
         yield Text("the tokens of this episode were not kept")
         return
+    try:
+        lines = list(_token_lines(episode, decode))
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
+        lines = [Text("the tokens of this episode do not fit together: its record is damaged")]
+    yield from lines
+
+
+def _token_lines(episode: dict[str, Any], decode: Callable[[int], str] | None) -> Iterator[Text]:
+    """See `token_lines`; raises an error if counts, spans or numbers in the record disagree."""
+    ids = episode["token_ids"]
     versions = (span[0] for span in episode["version_spans"] for _ in range(span[1], span[2]))
     scored = zip(episode["logprobs"], versions, strict=True)
     sampled = set(sampled_positions(episode))
@@ -200,6 +209,8 @@ def token_lines(episode: dict[str, Any], decode: Callable[[int], str] | None) ->
             yield Text(f"{position:>7} {token_id:>8} {logprob:>9.4f} {version:>7}  {text}".rstrip(), style)
         else:
             yield Text(f"{position:>7} {token_id:>8} {'–':>9} {'–':>7}  {text}".rstrip(), "dim")
+    if next(scored, None) is not None:
+        raise ValueError("more log-probs than sampled tokens")
 
 
 def _heading(episode: dict[str, Any]) -> Iterator[Text]:
@@ -208,8 +219,9 @@ def _heading(episode: dict[str, Any]) -> Iterator[Text]:
     if episode.get("status") == "set_aside":
         yield Text.assemble(("skipped: ", "bold red"), reason)
     else:
-        parts = [f"{name} {number(value)}" for name, value in (episode.get("parts") or {}).items()]
-        by_turn = [number(reward) for reward in episode.get("turn_rewards") or ()]
+        by_name, rewards = episode.get("parts"), episode.get("turn_rewards")
+        parts = [f"{name} {number(value)}" for name, value in (by_name if isinstance(by_name, dict) else {}).items()]
+        by_turn = [number(reward) for reward in (rewards if isinstance(rewards, list) else ())]
         parts += [f"turn by turn {' '.join(by_turn)}"] if by_turn else []
         yield Text(one_line(f"reward {number(episode.get('reward'))}" + (f" ({', '.join(parts)})" if parts else "")))
         yield Text(f"ended by {reason}")
@@ -260,7 +272,3 @@ def as_text(value: Any) -> str:
 def number(value: Any) -> str:
     """A number with four significant digits; a dash for anything else."""
     return f"{value:.4g}" if isinstance(value, int | float) else "–"
-
-
-def _mappings(items: Any) -> list[dict[str, Any]]:
-    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from common.log import TIMELINE
 from common.process import keep_files_private
 
 MICRO = 1e6
+LATEST = 1e12  # Unix seconds; a later time is damage
 RESERVED = ("name", "start", "end", "lane")
 
 
@@ -70,11 +70,18 @@ class Event:
 
 
 def read_timelines(folder: Path) -> tuple[list[Event], int]:
-    """All events in `timeline/` of a run folder, sorted by start, and how many lines could not be read."""
+    """All events in `timeline/` of a run folder, sorted by start, and how many lines could not be read.
+
+    Raises `UserError` if a file cannot be read.
+    """
     events, unreadable = [], 0
     for path in sorted((folder / TIMELINE).glob("*.jsonl")):
         process = path.name.removesuffix(".jsonl").removesuffix(".old")
-        for line in filter(bytes.strip, path.read_bytes().split(b"\n")):
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        for line in filter(bytes.strip, text.split(b"\n")):
             if (event := _event(process, line)) is None:
                 unreadable += 1
             else:
@@ -144,12 +151,12 @@ def _event(process: str, line: bytes) -> Event | None:
     try:
         fields = json.loads(line)
         start, end = float(fields["start"]), fields.get("end")
-        if not math.isfinite(start) or (end is not None and not start <= float(end) < math.inf):
+        if not -LATEST < start < LATEST or (end is not None and not start <= float(end) < LATEST):
             return None
         details = {name: value for name, value in fields.items() if name not in RESERVED}
         lane, name = str(fields.get("lane", "")), str(fields["name"])
         return Event(process, lane, name, start, None if end is None else float(end), details)
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

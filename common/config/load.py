@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -199,6 +200,11 @@ def changed_config(config: Config, overrides: Overrides) -> Config:
     tree = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     override(tree, overrides)
     return parse_config(tree)
+
+
+def as_texts(values: Mapping[str, str | int]) -> list[str]:
+    """Overrides `section.key=value` that set these values: a text stays a text, even if it looks like a number."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
 
 
 def override(tree: dict[str, Any], overrides: Overrides) -> None:

@@ -124,12 +124,13 @@ def read_folder(folder: Path, keep_bytes: int) -> FolderRecords:
         for number, line in lines_of(path):
             try:
                 trained[version].append(TrainedRow.of(line))
-            except (LookupError, TypeError, ValueError):
+            except (LookupError, TypeError, ValueError, OverflowError):
                 torn.append(f"{path.parent.name}/{path.name}:{number}")
     rewards = metrics.series("reward/mean", "sampler").versions.tolist()
     since = {name: _oldest(folder, name, keep_bytes) for name in ("rollouts", "validation_data", "training_data")}
     since["metrics"] = min(rewards, default=0) if (folder / OLD).exists() else 0
-    serving = (event for event in read_timelines(folder)[0] if (event.process, event.name) == ("learner", "serve"))
+    events = (event for event in read_timelines(folder)[0] if (event.process, event.name) == ("learner", "serve"))
+    served = (event.details.get("version") for event in events)
     log = folder / "logs" / "sampler.log"
     return FolderRecords(
         metrics=metrics,
@@ -139,7 +140,7 @@ def read_folder(folder: Path, keep_bytes: int) -> FolderRecords:
         trained=trained,
         torn=torn,
         not_written=not_written(log.read_text(errors="replace")) if log.is_file() else set(),
-        served=[int(event.details.get("version", 0)) for event in serving],
+        served=[version for version in served if isinstance(version, int)],
         changed={change["key"]: int(change.get("step") or 0) for change in RunFolder(folder, folder.name).changes()},
         since=since,
     )
@@ -177,5 +178,5 @@ def _kept(version: int, path: Path, torn: list[str]) -> Iterator[KeptEpisode]:
                 line.get("value"), str(line.get("answer", "")), int(line.get("rows", 1)), flaw,
                 () if flaw else sampled_tokens(line),
             )  # fmt: skip
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             torn.append(f"{path.parent.name}/{path.name}:{number}")

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from launcher.folder.appended_lines import AppendedLines
 
 FILE, OLD = "metrics.jsonl", "metrics.old.jsonl"
+LARGEST = 1e300  # edge of a histogram; the width of all its bins must be a number
 FIRST = ("sampler", "learner")  # they take precedence if several processes have a metric
 
 
@@ -182,8 +183,10 @@ def _histogram(version: int, record: Any) -> Distribution | None:
         edges, counts = np.array(record["edges"], float), np.array(record["counts"], float)
     except (ValueError, LookupError, TypeError, OverflowError):
         return None
-    is_whole = edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1
-    return Distribution(version, edges, counts) if is_whole else None
+    if not (edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1):
+        return None
+    is_whole = (np.abs(edges) < LARGEST).all() and (np.diff(edges) > 0).all() and (counts >= 0).all()
+    return Distribution(version, edges, counts) if is_whole and np.isfinite(counts).all() else None
 
 
 def _items(record: Any) -> Any:

@@ -78,7 +78,7 @@ def _shortened(value: Any, roots: tuple[Path, ...]) -> Any:
     if isinstance(value, list):
         return [_shortened(item, roots) for item in value]
     if isinstance(value, dict):
-        return {name: _shortened(item, roots) for name, item in value.items()}
+        return {str(name): _shortened(item, roots) for name, item in value.items()}
     if isinstance(value, str):
         for root in roots:
             if root.parts and Path(value).is_relative_to(root):

@@ -40,8 +40,8 @@ def episode_view(record: dict[str, Any], model: str | None, trained: list[dict[s
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     return {
         "facts": shown(facts),
-        "prompt": [shown(message) for message in messages if isinstance(message, dict)],
-        "messages": [shown(one) for one in record.get("messages") or () if isinstance(one, dict)],
+        "prompt": [shown(message) for message in mappings(messages)],
+        "messages": [shown(one) for one in mappings(record.get("messages"))],
         "scored": [[name, shown(text)] for name, text in scored_facts(record)],
         "requests": [visible(line) for line in request_lines(record)],
         "output": shown(record.get("output", "")),
@@ -71,6 +71,11 @@ def training_lines(folder: Path, episode: dict[str, Any]) -> list[dict[str, Any]
         if records:
             return [record | {"version": number} for record in records]
     return []
+
+
+def mappings(items: Any) -> list[dict[str, Any]]:
+    """The mappings in a list; empty if a record has something else there."""
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
 def shown(value: Any, depth: int = 8) -> Any:
@@ -135,7 +140,8 @@ def scored_facts(record: dict[str, Any]) -> list[tuple[str, str]]:
     answer, reward, failure = (scored.get(name) for name in ("answer", "reward", "failure"))
     if failure:
         return [("the agent failed:", str(failure))]
-    giver = "the tests'" if "container" in (record.get("parts") or ()) else "the agent's"
+    parts = record.get("parts")
+    giver = "the tests'" if isinstance(parts, dict) and "container" in parts else "the agent's"
     rewards = [(f"{giver} reward:", f"{reward:g}")] if isinstance(reward, int | float) else []
     return [*rewards, ("the agent's answer:", str(answer))]
 
@@ -145,7 +151,7 @@ def request_lines(record: dict[str, Any]) -> list[str]:
 
     The first continuation has the same indentation; further ones, which are forks, are indented.
     """
-    requests = [one for one in record.get("requests") or () if isinstance(one, dict)][:MOST_ITEMS]
+    requests = mappings(record.get("requests"))[:MOST_ITEMS]
     following: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for request in requests:
         following[str(request.get("continues"))].append(request)
@@ -158,7 +164,7 @@ def request_lines(record: dict[str, Any]) -> list[str]:
         # Forks stand directly below the request that they continue; below them, the conversation continues.
         waiting += [(first, margin)] if first else []
         waiting += [(fork, f"{margin}   ") for fork in reversed(forks)]
-    refusals = [one for one in record.get("refusals") or () if isinstance(one, dict)][:MOST_ITEMS]
+    refusals = mappings(record.get("refusals"))[:MOST_ITEMS]
     lines += [f"lost: {record['lost']}"] if record.get("lost") else []
     return lines + [
         f"refused: {one.get('times')} × {one.get('status')} for {one.get('path')}: {one.get('message')}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from common.config import Config, load_config
-from common.config.load import parse_yaml
+from common.config.load import as_texts, parse_yaml
 from common.errors import UserError
 from launcher.tasks import DEFAULT
 from launcher.tasks.task import QuickstartTask, write
@@ -66,15 +66,15 @@ def quickstart_config(
 ) -> Config:
     """The run's configuration: the task's template with the model and the problems in the run folder."""
     inputs = folder / "inputs"
-    texts = {
+    own: dict[str, str | int] = {
         "run.name": folder.name,
         "run.experiment": folder.name,
-        "run.output_dir": folder.parent,
-        "model.path": inputs / "model",
-        "data.train": inputs / "train.jsonl",
-        "data.heldout": inputs / "heldout.jsonl",
+        "run.output_dir": str(folder.parent),
+        "run.seed": seed,
+        "model.path": str(inputs / "model"),
+        "data.train": str(inputs / "train.jsonl"),
+        "data.heldout": str(inputs / "heldout.jsonl"),
     }
-    own = [f"run.seed={seed}", *(f"{key}={quoted(str(text))}" for key, text in texts.items())]
     if steps is not None:
-        own.append(f"run.steps={steps}")
-    return load_config(task.template, [*own, *overrides])
+        own["run.steps"] = steps
+    return load_config(task.template, [*as_texts(own), *overrides])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from functools import partial
@@ -130,6 +131,17 @@ def test_tokens_have_log_probs_versions_and_texts(run: Path) -> None:
     styles = [str(line.style) for line in view.token_lines(episode, None)]
     assert styles == ["dim", "dim", "dim", "green", "yellow", "dim", "dark_orange", "red"]
     assert "were not kept" in output_of(run, "--show", "t4", "--tokens")
+    for damage in (
+        {"version_spans": 1}, {"version_spans": [[1, 0]]}, {"logprobs": [-1.0]}, {"logprobs": None},
+        {"model_spans": []}, {"model_spans": [[2, 9], [5, 7]]}, {"row_lengths": [4]}, {"logprobs": [math.nan] * 4},
+        {"token_ids": [None] * 7},
+    ):  # fmt: skip
+        (line,) = view.token_lines(episode | damage, None)
+        assert "its record is damaged" in line.plain
+    for name in ("parts", "turn_rewards", "messages", "requests", "refusals"):
+        damaged = episode | {name: 1, "scored": {"reward": 1.0}}
+        assert [*view.episode_lines(damaged)]
+        assert episode_view(damaged, None, [])["requests"] == []
     of_rows = [line.plain for line in view.token_lines(episode | {"row_lengths": [4, 3]}, None)]
     assert [(i, line) for i, line in enumerate(of_rows) if "row" in line] == [(1, "row 1 of 2"), (6, "row 2 of 2")]
 

@@ -75,6 +75,15 @@ def test_the_newest_pair_is_forked_under_the_new_name(first: Path, spo: Spo) -> 
     assert checkpoint(first.parent / "third", 2).exists()
 
 
+@pytest.mark.parametrize("name", ["2024", "1e5", "true", "2026-11-30"])
+def test_a_name_that_looks_like_another_value_is_the_runs_name(first: Path, spo: Spo, name: str) -> None:
+    new = first.parent / "\U0001f680: 1 #2" / name
+    ran = spo("fork", first, new, "-o", "run.steps=9")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    run = yaml.safe_load((new / "config.yaml").read_text())["run"]
+    assert (run["name"], run["experiment"], run["output_dir"]) == (name, name, str(new.parent))
+
+
 @pytest.mark.parametrize(
     ("options", "content"), [([], "hf of 6"), (["--step", 2], "hf of 2"), (["--adapter"], "adapter of 6")]
 )
@@ -161,6 +170,7 @@ def test_a_hub_that_refuses_is_one_line(first: Path, spo: Spo, monkeypatch: pyte
         (["fork", "first", "new", "-o", "run.steps=4"], "run.steps = 4, but the checkpoint of"),
         (["fork", "first", "new", "-o", "run.stebs=4"], "did you mean run.steps?"),
         (["fork", ".", "new"], "is not a run folder"),
+        (["fork", "first", "new #2", "-o", "run.steps=9"], "run.name = 'new #2': string should match pattern"),
         (["fork", "first", "first"], "exists already"),
         (["export", "nowhere", "new"], "nowhere is not a run folder: it has no config.yaml"),
         (["export", "first", "first/config.yaml"], "first/config.yaml exists already; name a new folder"),

@@ -240,6 +240,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # CONFIG is the path of a configuration, without .yaml. Others are on docs/troubleshooting.md, whose test gives them.
+LONG = "x" * 300  # no folder has such a name
 REFUSALS = [
     ("run CONFIG.yaml -o run.steps=2 learner.lr=1 'episode.tools=[a, b]'", "set by -o learner.lr=1 -o 'episode.t"),
     ("config CONFIG.yaml run.steps=2", "a key of the configuration is set by -o run.steps=2"),
@@ -293,6 +294,10 @@ REFUSALS = [
     ("episodes nothing", "holds no episodes: neither rollouts/"),
     ("trace one", "one"),
     ("trace missing", "missing"),
+    *((f"{command} {LONG}", f"{LONG} cannot be used: File name too long") for command in ("trace", "episodes")),
+    (f"report {LONG}", "config.yaml cannot be used: File name too long"),
+    (f"data check {LONG}.jsonl", f"{LONG}.jsonl cannot be used: File name too long"),
+    (f"init one --output {LONG}", f"{LONG} cannot be used: File name too long"),
     ("values split gone.jsonl --parts 2 --output v", "data file gone.jsonl does not exist"),
     ("values split train.jsonl --parts 6 --output v", "has 5 rows, but --parts is 6: some subsets would be empty"),
     ("values split empty.jsonl --parts 1 --output v", "no rows in empty.jsonl: it is empty"),

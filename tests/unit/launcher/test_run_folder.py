@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -24,6 +26,7 @@ from launcher.folder.metrics import Metrics, read_metrics
 from launcher.folder.run import Run, read_one
 from launcher.folder.run_folder import find_runs
 from launcher.folder.statistics import Curve, bootstrap, over_runs, smoothed
+from launcher.page.panels.configuration import configuration_panel
 from tests.support import run_folder as folders
 from tests.support.run_folder import add_evaluation, finished_run, make_run, write_metrics
 from tests.support.spo_command import Spo
@@ -113,6 +116,13 @@ def test_damaged_lines_are_counted_and_the_others_read(tmp_path: Path, monkeypat
     assert versions(metrics) == [1, 3]
     assert metrics.series("b").values.tolist() == [2]
     assert metrics.histogram("h") is None
+    for edges, counts in (
+        ([0, math.inf], [1]), ([0, math.nan, 2], [1, 1]), ([2, 1, 0], [1, 1]), ([0, 0], [1]), ([10**400, 1], [1]),
+        ([-1e308, 1e308], [1]), ([0, 1], [-1]), ([0, 1], [math.inf]),
+    ):  # fmt: skip
+        damaged = {"h": {"edges": edges, "counts": counts}}
+        write_metrics(tmp_path / "drawn", 3, {}, histograms=damaged)
+        assert read_metrics(tmp_path / "drawn").histogram("h") is None, damaged
     # A line that is too long is stepped over.
     monkeypatch.setattr(appended_lines, "LONGEST", 200)
     for part in (b"x" * 5000, b"x" * 100 + b"\n"):
@@ -131,6 +141,20 @@ def test_runs_are_named_by_folder_or_configuration(tmp_path: Path, monkeypatch: 
     first, second = a_run(tmp_path / "runs/quickstart-1"), a_run(tmp_path / "runs/second")
     assert [run.path for run in find_runs([first, second / "config.yaml"])] == [first, second]
     assert {run.name for run in find_runs([])} == {"quickstart-1", "second"}
+    # A folder of another user is passed over.
+    stat = os.stat
+    a_run(tmp_path / "runs/closed")
+
+    def closed(path: Any, **options: Any) -> os.stat_result:
+        if "closed/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    with monkeypatch.context() as other:
+        other.setattr(os, "stat", closed)
+        assert {run.name for run in find_runs([])} == {"quickstart-1", "second"}
+        with pytest.raises(UserError, match=r"did you mean .*second"):
+            find_runs([Path("runs/secon")])
     runs = [a_run(tmp_path / "a/x/mine"), a_run(tmp_path / "b/x/mine"), a_run(tmp_path / "b/x/other")]
     assert [run.name for run in find_runs([*runs, runs[0]])] == ["a/x/mine", "b/x/mine", "other"]
     # A run that still makes its model can be watched.
@@ -256,6 +280,17 @@ def test_runs_that_differ_only_in_their_seed_are_one_line(tmp_path: Path) -> Non
     assert by_rate.warnings[1:] == [
         "the runs of lr=0.0003 differ in more than their seed: data.train, learner.weight_decay, learner.dtype"
     ]
+
+
+def test_runs_are_compared_whatever_the_keys_of_their_options(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, {"a": 0.1, "b": 0.1})
+    for run in runs:
+        options = {"mine": {1: "a", "b": {datetime.date(2026, 1, 1): 2}}}
+        folders.change_config(run.folder.path, episode={"reward_options": options})
+    (line,) = compared([read_one(run.folder.path) for run in runs], [], None).lines
+    assert len(line.runs) == 2
+    panels = json.dumps(configuration_panel(read_one(runs[0].folder.path)))
+    assert "2026-01-01" in panels
 
 
 def test_samples_are_counted_to_a_threshold(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from common.errors import UserError
 from common.log import Timeline
 from launcher.cli import app
 from launcher.folder.metrics import Metrics, Series, read_metrics
@@ -272,12 +273,19 @@ def test_half_written_and_foreign_lines_are_counted_and_left_out(tmp_path: Path)
     Timeline(tmp_path, "learner").instant("version", version=99)
     with path.open("ab") as file:
         file.write(b"\n[1]\n\xff\n" + json.dumps({"name": "x", "start": 2, "end": 1}).encode())
+        # Times that no clock has shown, and brackets too deep to be read.
+        times = ({"start": 10**400}, {"start": 1, "end": 10**400}, {"start": -1e308}, {"start": 1, "end": 1e308})
+        file.writelines(b"\n" + json.dumps({"name": "x", **time}).encode() for time in times)
+        file.write(b"\n" + b"[" * 100_000)
     events, unreadable = read_timelines(tmp_path)
-    assert unreadable == 4
+    assert unreadable == 9
     assert {"version": 99} in [event.details for event in events]
     result = CliRunner().invoke(app, ["trace", str(tmp_path)])
     assert result.exit_code == 0
-    assert "4 lines" in result.output
+    assert "9 lines" in result.output
+    (tmp_path / "timeline" / "folder.jsonl").mkdir()
+    with pytest.raises(UserError, match="folder.jsonl cannot be read: Is a directory"):
+        read_timelines(tmp_path)
 
 
 def test_a_timeline_keeps_the_newest_within_its_size(tmp_path: Path) -> None:
