@@ -162,7 +162,7 @@ def _near(name: str, names: Iterable[str]) -> str:
     return f"did you mean {near}? " if near else ""
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     """The line in which a module failed while it was imported."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     if isinstance(error, SyntaxError) or not frames:

@@ -83,7 +83,7 @@ def find_runs(arguments: Sequence[Path]) -> list[RunFolder]:
         folder = argument.parent if argument.name == "config.yaml" else argument
         if is_run(folder):
             folders.append(folder)
-        elif runs := sorted(filter(_shows_run, _subfolders(folder)), key=_age):
+        elif runs := sorted(filter(is_run, _subfolders(folder)), key=_age):
             folders += runs
         elif not arguments:
             raise UserError("there is no run folder in runs/: name one, for example `spo dashboard runs/quickstart-1`")
