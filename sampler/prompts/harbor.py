@@ -33,7 +33,7 @@ class HarborTasks(Rows):
         try:
             is_folder = folder.is_dir()
         except OSError as error:
-            raise UserError(f"data {source}: the folder cannot be read: {error}") from None
+            raise UserError(f"data {source}: the folder cannot be read: {error.strerror}") from None
         if not is_folder:
             raise UserError(f"data {source}: there is no folder {folder}")
         configs = [folder / CONFIG] if (folder / CONFIG).is_file() else sorted(folder.glob(f"*/{CONFIG}"))

@@ -207,7 +207,9 @@ def _open(path: str, split: str, options: Mapping[str, Any] | None, config: str 
             _check_file(file)
             return JsonLines(file) if file.suffix == ".jsonl" else ArrowRows(pq.read_table(file), path)
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"data file {path} cannot be read: {one_line(str(error))}") from None
+        raise UserError(
+            f"data file {path} cannot be read: {one_line(getattr(error, 'strerror', None) or str(error))}"
+        ) from None
     if is_file or file.suffix in NOT_READ:
         raise UserError(
             f"data file {path} is of an unknown kind; use *.jsonl, *.parquet, {PREFIX}FAMILY, or a Hugging Face dataset"
