@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import math
 import os
 import shutil
 import tempfile
@@ -40,8 +41,8 @@ def checkpoint_versions(run_folder: Path) -> list[int]:
 
 
 def best_version(versions: Iterable[int], rewards: Mapping[int, float]) -> int | None:
-    """The version with the highest mean held-out reward, the newest of equal ones; None if none was evaluated."""
-    evaluated = [version for version in versions if version in rewards]
+    """The version with the highest mean held-out reward, the newest of equal ones; None if none has a reward."""
+    evaluated = [version for version in versions if not math.isnan(rewards.get(version, math.nan))]
     return max(evaluated, key=lambda version: (rewards[version], version), default=None)
 
 

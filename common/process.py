@@ -67,7 +67,9 @@ def keep_files_private() -> None:
 
 def ending(code: int) -> str:
     """How a process ended, given its return code: `SIGKILL` or `exit code 1`."""
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    return signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
 
 
 @contextmanager

@@ -38,8 +38,11 @@ class EarlyStop:
         return msgpack.packb(astuple(self))
 
     def add(self, version: int, reward: float) -> None:
-        """Add a complete evaluation. Once the end is chosen, nothing changes, so that the reason stays true."""
-        if self.end:
+        """Add a complete evaluation. Once the end is chosen, nothing changes, so that the reason stays true.
+
+        An evaluation without a single answer, such as during an outage, says nothing about the model: it is left out.
+        """
+        if self.end or math.isnan(reward):
             return
         if math.isnan(self.best) or reward > self.best:
             self.best, self.version, self.since = reward, version, 0

@@ -22,6 +22,7 @@ from common.errors import UserError
 from common.messages import Failure
 from common.network import without_proxy_on_loopback
 from common.plugins import FOLDERS, load_object
+from common.process import ending
 from generator.agents.tree import leaves
 from generator.tools.toolbox import in_short
 
@@ -178,8 +179,8 @@ class _Command:
         finally:
             await _end(process)
         if code != 0:
-            ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            raise AgentFailed(f"{self._name} {ending}: {shown(output)}")
+            how = "was killed by" if code < 0 else "ended with"
+            raise AgentFailed(f"{self._name} {how} {ending(code)}: {shown(output)}")
         path = task.folder / ANSWER_FILE
         if not path.is_file():
             return None

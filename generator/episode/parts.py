@@ -81,6 +81,7 @@ class EpisodeParts:
 
     def __init__(self, config: Config, shared: SharedParts | None = None) -> None:
         self.episode = episode = config.episode
+        self.answer_column = config.data.answer_column  # by which the user's checker names the answer
         self._shared, self._owns_shared = shared or SharedParts(config.sandbox), shared is None
         self.scorer = self._shared.scorer(config)
         self.user = load_user(config, self._shared.scorer)
@@ -179,7 +180,7 @@ class RunParts:
 
     def _parts(self, config: Config, source: Source) -> EpisodeParts:
         for parts in self.parts:
-            if parts.episode == config.episode:
+            if (parts.episode, parts.answer_column) == (config.episode, config.data.answer_column):
                 return parts
         try:
             parts = EpisodeParts(config, self.shared)

@@ -127,7 +127,7 @@ class Toolbox:
         if not hasattr(tool, "open"):
             return tool
         try:
-            return await with_timeout(self._config.tool_timeout, tool.open(task))
+            return await with_timeout(self._config.tool_timeout, tool.open(task.model_copy(deep=True)))
         except TimedOut:
             raise _no_end(tool, self._config.tool_timeout) from None
 

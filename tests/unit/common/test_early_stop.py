@@ -19,8 +19,8 @@ NAN = math.nan
         ([0.5, 0.6, 0.6, 0.4], 0.6, 10, 2),  # equal is not better
         ([0.5, 0.4, 0.3, 0.51], 0.51, 30, 0),
         ([-1.0, -2.0], -1.0, 0, 1),
-        ([NAN, NAN], NAN, 10, 0),  # no answer could be scored
-        ([NAN, 0.1, NAN], 0.1, 10, 1),
+        ([NAN, NAN], NAN, -1, 0),  # no answer could be scored
+        ([NAN, 0.1, NAN, 0.1, NAN], 0.1, 10, 1),
     ],
 )
 def test_evaluations_since_the_best_are_counted(rewards: list[float], best: float, version: int, since: int) -> None:

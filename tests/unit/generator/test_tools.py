@@ -152,9 +152,11 @@ def test_state_lasts_for_an_episode_and_no_longer(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(CountingSession, "close", fails)  # which changes nothing
     rules, _ = counting(f"{COUNT}{END}", f"1{END}", f"{COUNT}{END}")
     assert asyncio.run(rules.run(TASK)).answer == "1"
-    monkeypatch.setattr(CountingTool, "open", fails)
+    before = TASK.model_copy(deep=True)
+    monkeypatch.setattr(CountingTool, "open", lambda _, task: (task.row.update(changed=True), fails())[1])
     with pytest.raises(ValueError, match="no room"):
         asyncio.run(rules.run(TASK))
+    assert before == TASK, "a tool gets a copy"
 
 
 VALUES = {"1+2*3": 7, "-(4-6)*2": 4, "7//2": 3, "7%4": 3, "1/4": 0.25}

@@ -10,9 +10,15 @@ import pytest
 import redis
 
 from common.errors import UserError
+from common.process import ending
 from launcher.run import embedded_redis
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import Supervisor
+
+
+@pytest.mark.parametrize(("code", "words"), [(3, "exit code 3"), (-9, "SIGKILL"), (-40, "signal 40")])
+def test_how_a_process_ended_has_words_for_every_code(code: int, words: str) -> None:
+    assert ending(code) == words
 
 
 def test_a_killed_reaper_does_not_keep_a_run_from_its_end(tmp_path: Path) -> None:

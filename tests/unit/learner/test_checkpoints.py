@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import pickletools
 import threading
@@ -244,6 +245,7 @@ def test_batches_are_kept_from_the_checkpoint_before_the_newest(tmp_path, keep, 
         ({0: 0.9, 2: 0.5, 4: 0.6, 7: 0.8}, True, [4, 8, 10]),
         ({2: 0.6, 4: 0.6}, True, [4, 8, 10]),
         ({4: 0.5, 10: 0.6}, True, [8, 10]),
+        ({2: math.nan, 4: 0.5, 6: math.nan}, True, [4, 8, 10]),
         ({}, True, [8, 10]),
         ({4: 0.5}, False, [8, 10]),
     ],
