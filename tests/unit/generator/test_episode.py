@@ -114,6 +114,8 @@ def test_one_sandbox_serves_all_and_is_closed(monkeypatch: pytest.MonkeyPatch) -
     assert closed == [parts.shared.sandbox()]
     with pytest.raises(UserError, match=r"data\.train\[b\]: .*'exacts'"):
         RunParts(config({"path": "a.jsonl"}, {"path": "b.jsonl", "episode": {"reward": "exacts"}}))
+    parts = RunParts(config({"path": "a.jsonl"}, {"path": "b.jsonl", "answer_column": "solution"}))
+    assert len(parts.parts) == 2, "the checker of a simulated user names the answer by its column"
 
 
 def test_a_task_is_played_by_its_source_on_its_side_and_equal_ones_share_their_parts() -> None:
