@@ -310,10 +310,11 @@ def test_of_equal_second_moments_as_many_stay_as_fit(threshold, left):
     assert result.metrics["rollout_corr/m2_masked_fraction"] == pytest.approx(1 - left / 6)
 
 
-def test_a_token_without_finite_logprobs_is_in_no_second_moment():
-    config, old = CorrectionConfig(rollout_is=None, m2_threshold=0.04), rows([[0.0, 0.1, torch.nan]])
-    result = correct(old, rows([[0.3, 0.1, 0.0]]), torch.ones(1, 3), config)
-    # With the third token as a zero the mean would be 0.03.
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_token_without_finite_logprobs_is_in_no_second_moment(step):
+    config, old = CorrectionConfig(rollout_is=None, m2_threshold=0.04), [0.0, 0.1, torch.nan][::step]
+    result = correct(rows([old]), rows([[0.3, 0.1, 0.0][::step]]), torch.ones(1, 3), config)
+    # With the token that is not finite as a zero the mean would be 0.03.
     assert result.mask.tolist() == [[False, True, False]]
 
 
