@@ -256,6 +256,14 @@ def test_json_calls_are_found(text: str, calls: list[ToolCall]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("call_format", "call"), [(Hermes(), f"<tool_call>{ADD}</tool_call>"), (CodeBlocks(), "<code>1</code>")]
+)
+def test_one_call_more_than_are_run_is_read_so_that_the_model_is_told(call_format: Any, call: str) -> None:
+    for written in (MAX_CALLS - 1, MAX_CALLS, MAX_CALLS + 1, MAX_CALLS + 5):
+        assert len(call_format.find(call * written)) == min(written, MAX_CALLS + 1)
+
+
+@pytest.mark.parametrize(
     ("body", "error"),
     [
         ("nonsense", "not valid JSON"),
