@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from common.scripts import OverrideOption
 from launcher.layout.layout import Choice
 from launcher.options import Generators, Plain, RedisOption
 from launcher.quickstart.cache import cached_model
-from launcher.quickstart.inputs import fresh_folder, quickstart_config, quoted, run_name, write_inputs
+from launcher.quickstart.inputs import fresh_folder, quickstart_config, run_name, write_inputs
 from launcher.run.local_run import RunOptions
 from launcher.run.processes import EMBEDDED
 from launcher.run.screen import Screen, show_run
@@ -98,7 +99,8 @@ def prepare(
     write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), chosen)
     template = chosen.template.read_text(encoding="utf-8")
     paths = re.compile(rf"\.cache/{re.escape(chosen.name)}(\S*)")
-    text = paths.sub(lambda found: quoted(f"{folder}{found[1]}"), template)
+    # In quotes, so that YAML reads a text, whatever characters the folder's name has.
+    text = paths.sub(lambda found: json.dumps(f"{folder}{found[1]}", ensure_ascii=False), template)
     (folder / "run.yaml").write_text(text, encoding="utf-8")
     console.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}", markup=False)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from common.config import Config, load_config
-from common.config.load import as_texts, parse_yaml
+from common.config.load import as_texts
 from common.errors import UserError
 from launcher.tasks import DEFAULT
 from launcher.tasks.task import QuickstartTask, write
@@ -50,15 +47,6 @@ def write_inputs(
     except OSError as error:
         # What `copytree` raises has no text of its own, but a list of the files with theirs.
         raise UserError(f"cannot write to {folder}: {error.strerror or error}") from None
-
-
-def quoted(text: str) -> str:
-    """A text in YAML: quoted if it would otherwise be read as anything else, such as a number or a comment."""
-    try:
-        is_plain = parse_yaml(text) == text
-    except (yaml.YAMLError, ValueError):
-        is_plain = False
-    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def quickstart_config(
